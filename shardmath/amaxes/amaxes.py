@@ -32,33 +32,35 @@ np.True_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
+from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.partition import partition
-from shardmath.amaxes.parts import Part, Touched, read_part, touch
-from shardmath.amaxes.slots import Share, join_shares, lay_slots, number_slots
+from shardmath.amaxes.parts import Box, Part, read_part, touch
+from shardmath.amaxes.slots import Share, Side, join_slots, lay_slots, number_slots
 from shardmath.base.arguments import instance, text
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
+from shardmath.base.text import shown
 from shardmath.formats.blocks import Blocks, label
 from shardmath.formats.floats import Floats
 from shardmath.formats.format import Format
+from shardmath.formats.format import Part as Kind
 from shardmath.formats.fp8 import FP8
 from shardmath.formats.nvfp4 import MOST_OF_ALL, NVFP4
 from shardmath.formats.scales import list_stretches
 from shardmath.formats.windows import make_window
-from shardmath.layouts.holdings import LayoutOrWindows, windows_of
+from shardmath.layouts.holdings import windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.numbers.elements import Array, numpy_type
 from shardmath.transforms.packing import pack
 
 __all__ = ["Amaxes", "plan_amaxes"]
-
-Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 WHOLE = Blocks((), others=None)
 """The one block that all of a tensor is."""
@@ -104,14 +106,17 @@ class Amaxes:
         """
         place = self._find_place(rank)
         packed = self._read(rank, x)
-        format, shape = self.format, self.layout.shape
+        format = self.format
+        shape = self.layout.shape
         if isinstance(format, FP8) and format.tensor_amax is not None:
             return np.full(place.shape, format.tensor_amax, np.float32)
         out = np.zeros(place.shape, np.float32)
         touched = touch(place.part, format.blocks, shape)
         for there, here in place.part.boxes():
-            own = touched.locate(format.cover(there, shape))
-            found = format.amax(packed[here], there, shape)
+            cover = format.cover(there, shape)
+            own = touched.locate(cover)
+            values = packed[here]
+            found = format.amax(values, there, shape)
             # Two boxes may have parts of one block.
             out[own] = np.maximum(out[own], found)
         return out
@@ -120,9 +125,14 @@ class Amaxes:
         """What the rank sends of what it has measured, by local name. Raises PlanError."""
         place = self._find_place(rank)
         _check_like(own, place.shape, f"rank {rank}: what it has measured")
-        kinds = zip(place.shares, _list_amaxes(own), strict=False)
-        slots = [amaxes[share.sends] for share, amaxes in kinds]
-        return {key: np.concatenate(slots) for key in self.list_local("source", rank)}
+        told = []
+        for share, amaxes in _pair(place, own):
+            slots = amaxes[share.sends]
+            told.append(slots)
+        sent = {}
+        for key in self.list_local("source", rank):
+            sent[key] = np.concatenate(told)
+        return sent
 
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
@@ -135,15 +145,14 @@ class Amaxes:
         _check_like(own, place.shape, f"rank {rank}: what it has measured")
         row = self._find_arrived(rank, place, arrived)
         settled = []
-        for share, amaxes in zip(place.shares, _list_amaxes(own), strict=False):
-            largest = amaxes.copy()
-            # In block-major order, which is also that of the mask.
-            if share.starts.size:
-                largest[share.cuts] = _reduce(row, share)
+        at = 0
+        for share, amaxes in _pair(place, own):
+            behind = at + len(share.received)
+            slots = row[at:behind]
+            largest = _take_largest(amaxes, share, slots)
             settled.append(largest)
-        if not settled:
-            return self.format, own
-        amax, *of_all = settled
+            at = behind
+        amax, *of_all = settled or [own]
         return _tell(self.format, of_all), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
@@ -156,16 +165,15 @@ class Amaxes:
         _check_like(amax, place.shape, f"rank {rank}: amaxes")
         shape = self.layout.shape
         touched = touch(place.part, format.blocks, shape)
-        kinds = [one.blocks for one in format.parts]
-        grids = [touch(place.part, blocks, shape) for blocks in kinds]
-        made = _make_empty(format, grids)
+        drafts = [_Draft(place.part, one, shape) for one in format.parts]
         for there, here in place.part.boxes():
-            own = touched.locate(format.cover(there, shape))
-            found = format.quantise(packed[here], amax=amax[own], where=there, shape=shape)
-            for out, grid, blocks, values in zip(made, grids, kinds, found, strict=True):
-                cover = make_window(blocks, there, shape).cover
-                out[grid.locate(cover)] = values
-        return made
+            cover = format.cover(there, shape)
+            own = amax[touched.locate(cover)]
+            values = packed[here]
+            found = format.quantise(values, amax=own, where=there, shape=shape)
+            for draft, made in zip(drafts, found, strict=True):
+                draft.write(there, made)
+        return tuple(draft.array for draft in drafts)
 
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
@@ -202,7 +210,8 @@ class Amaxes:
     def _read(self, rank: int, x: Floats) -> Floats:
         """What the rank holds, without holes."""
         expected = self.layout.local_shape(rank)
-        _check_like(x, expected, f"{label(self.name)}rank {rank}: the local array")
+        what = f"{label(self.name)}rank {rank}: the local array"
+        _check_like(x, expected, what)
         return pack(self.layout, rank, x)
 
 
@@ -215,17 +224,18 @@ def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
         raise PlanError(f"{what} has shape {array.shape}; pass one of {shape}")
 
 
-def _list_amaxes(own: Floats) -> tuple[Floats, Floats]:
-    """Of what a rank has measured, the amaxes of blocks and that of all."""
-    largest: Floats = np.max(own, initial=0, keepdims=True)
-    return own, largest
+def _pair(place: _Place, own: Floats) -> Iterator[tuple[Share, Floats]]:
+    """The shares of a part, and the amaxes of its blocks of that kind."""
+    of_all = np.max(own, initial=0, keepdims=True)
+    return zip(place.shares, (own, of_all), strict=False)
 
 
-def _reduce(row: Floats, share: Share) -> Floats:
-    """The largest slot of each block that a part cuts."""
-    first = share.starts[0]
-    of_kind = row[first : first + len(share.received)]
-    largest: Floats = np.maximum.reduceat(of_kind, share.starts - first)
+def _take_largest(amaxes: Floats, share: Share, slots: Floats) -> Floats:
+    """The amaxes of blocks, of which those that the part cuts have these slots."""
+    largest = amaxes.copy()
+    if share.starts.size:
+        # Slots are in the order of their blocks, as numpy takes those of a mask.
+        largest[share.cuts] = np.maximum.reduceat(slots, share.starts)
     return largest
 
 
@@ -240,10 +250,20 @@ def _tell(format: Format, of_all: Sequence[Floats]) -> Format:
     return format
 
 
-def _make_empty(format: Format, grids: Sequence[Touched]) -> tuple[Array, ...]:
-    """Arrays for data and scales."""
-    both = zip(format.parts, grids, strict=True)
-    return tuple(np.zeros(grid.shape, numpy_type(one.dtype)) for one, grid in both)
+class _Draft:
+    """What a rank has of data, or of scales, while they are made box by box."""
+
+    def __init__(self, part: Part, kind: Kind, shape: tuple[int, ...]) -> None:
+        self._blocks = kind.blocks
+        self._shape = shape
+        self._touched = touch(part, kind.blocks, shape)
+        self.array: Array = np.zeros(self._touched.shape, numpy_type(kind.dtype))
+
+    def write(self, where: Box, values: Array) -> None:
+        """Those of a box of the tensor. Two boxes have the same for a block that is in both."""
+        window = make_window(self._blocks, where, self._shape)
+        own = self._touched.locate(window.cover)
+        self.array[own] = values
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
@@ -252,26 +272,41 @@ def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
     Raises FormatError as `format.layouts` does, for a Partial layout and a byte of two numbers that is cut; PlanError
     for a tensor without dimensions, and where nobody holds some of a block.
     """
-    instance(format, Format, "give one such as formats.MXFP8()", PlanError)
-    instance(layout, Layout, "give the layout of the tensor", PlanError)
     name = text(name, "the name of a tensor", PlanError)
-    if not layout.ndim:
-        raise PlanError(f"{label(name)}{layout} has no dimension; numbers alone are not quantised")
+    _check_given(format, layout, name)
     layouts = format.layouts(layout, name, duplicated=True)
     kinds = _list_kinds(format)
     for blocks in kinds:
         _check_held(layout, blocks, name)
-    by_rank, count = _place_ranks(format, layout, kinds)
-    sent = {rank: [own.sent for own in place.shares] for rank, place in by_rank.items()}
-    received = {rank: [own.received for own in place.shares] for rank, place in by_rank.items()}
-    src = _lay_side(name, count, sent)
-    dst = _lay_side(name, count, received)
-    return Amaxes(format, layout, name, src, dst, layouts, by_rank)
+    places, size = _place_ranks(format, layout, kinds)
+    sent = {}
+    received = {}
+    for rank, place in places.items():
+        own = [share.sent for share in place.shares]
+        wanted = [share.received for share in place.shares]
+        sent[rank] = _join(own)
+        received[rank] = _join(wanted)
+    src = lay_slots(name, size, sent)
+    dst = lay_slots(name, size, received)
+    return Amaxes(format, layout, name, src, dst, layouts, places)
+
+
+def _check_given(format: object, layout: object, name: str) -> None:
+    """Raise PlanError for what cannot be quantised."""
+    if not isinstance(format, Format):
+        what = f"{shown(format)} is no format"
+        raise PlanError(f"{what}; give one such as formats.MXFP8()")
+    fix = "give the layout of the tensor"
+    one = instance(layout, Layout, fix, PlanError)
+    if not one.ndim:
+        what = f"{label(name)}{layout} has no dimension"
+        raise PlanError(f"{what}; numbers alone are not quantised")
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:
     """The blocks whose amaxes have to be known of all their positions."""
     if isinstance(format, FP8) and format.tensor_amax is not None:
+        # Everybody knows it.
         return ()
     if isinstance(format, NVFP4) and format.tensor_amax is None:
         return format.blocks, WHOLE
@@ -281,40 +316,53 @@ def _list_kinds(format: Format) -> tuple[Blocks, ...]:
 def _check_held(layout: Layout, blocks: Blocks, name: str) -> None:
     """Raise PlanError for a block of which some is held, and some by nobody."""
     sizes = blocks.positions(layout.shape)
-    for d, (dim, size) in enumerate(zip(layout.dims, sizes, strict=True)):
-        is_held = np.zeros(dim.size, np.bool_)
-        for runs in partition(dim).parts:
-            for start, stop in list_stretches(runs):
-                is_held[start:stop] = True
-        number = np.arange(dim.size) // size
-        some = np.bincount(number, weights=is_held)
-        is_torn = (some > 0) & (some < np.bincount(number))
-        lost = np.flatnonzero(is_torn[number] & ~is_held)
-        if lost.size:
-            what = f"{label(name)}nobody holds position {lost[0]} of dimension {d} under {layout}"
+    for d, size in enumerate(sizes):
+        lost = _find_lost(layout.dims[d], size)
+        if lost is not None:
+            what = f"{label(name)}nobody holds position {lost} of dimension {d} under {layout}"
             fix = "give a layout under which ranks together hold all of each block"
             raise PlanError(f"{what}, so the amax of its block of {blocks} is not known; {fix}")
+
+
+def _find_lost(dim: Dimension, size: int) -> int | None:
+    """A position that nobody holds, where somebody holds another of its block."""
+    is_held = np.zeros(dim.size, np.bool_)
+    for runs in partition(dim).parts:
+        for start, stop in list_stretches(runs):
+            is_held[start:stop] = True
+    block_of = np.arange(dim.size) // size
+    count = np.bincount(block_of)
+    held = np.bincount(block_of, weights=is_held)
+    # A block of which nobody has anything is nobody's business.
+    is_torn = (held > 0) & (held < count)
+    is_lost = is_torn[block_of] & ~is_held
+    if not is_lost.any():
+        return None
+    return int(is_lost.argmax())
 
 
 def _place_ranks(
     format: Format, layout: Layout, kinds: Sequence[Blocks]
 ) -> tuple[dict[int, _Place], int]:
     """Each rank's place, and how many slots there are."""
-    parts = {rank: read_part(layout.runs(rank)) for rank in layout.mesh.ranks}
+    shape = layout.shape
+    parts = {}
+    for rank in layout.mesh.ranks:
+        held = layout.runs(rank)
+        parts[rank] = read_part(held)
+    # Ranks that hold the same hold the same slots.
     distinct = list(dict.fromkeys(parts.values()))
-    slots = [number_slots(distinct, blocks, layout.shape) for blocks in kinds]
-    shares = list(join_shares(slots)) or [()] * len(distinct)
+    slots = [number_slots(distinct, blocks, shape) for blocks in kinds]
     places = {}
-    for part, own in zip(distinct, shares, strict=True):
-        touched = touch(part, format.blocks, layout.shape)
-        places[part] = _Place(part, touched.shape, own)
-    return {rank: places[part] for rank, part in parts.items()}, sum(one.count for one in slots)
+    for part, shares in zip(distinct, join_slots(slots, len(distinct)), strict=True):
+        touched = touch(part, format.blocks, shape)
+        places[part] = _Place(part, touched.shape, shares)
+    by_rank = {rank: places[part] for rank, part in parts.items()}
+    size = sum(one.size for one in slots)
+    return by_rank, size
 
 
-def _lay_side(name: str, count: int, held: Mapping[int, Sequence[np.ndarray]]) -> Side:
-    """The side on which ranks hold these slots; of no tensor where there are none."""
-    rows = {rank: np.concatenate(slots) for rank, slots in held.items() if slots}
-    windows = lay_slots(count, rows)
-    if not windows:
-        return {}
-    return {name: windows if len(windows) > 1 else windows[0]}
+def _join(slots: Sequence[Ints]) -> Ints:
+    """Slots of several kinds, one after the other."""
+    nothing = np.zeros(0, np.int64)
+    return np.concatenate([*slots, nothing])

@@ -43,7 +43,8 @@ class Part(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether it has no positions."""
-        return any(spans[-1][1] == 0 for spans in self.dims)
+        ends = [spans[-1][1] for spans in self.dims]
+        return 0 in ends
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
         """Each box in the tensor, and where it is among the part's own positions."""
@@ -55,7 +56,10 @@ class Part(NamedTuple):
 
 def read_part(held: Sequence[Runs]) -> Part:
     """The part that these hold, one for each dimension."""
-    dims = [tuple(list_stretches(runs)) or ((0, 0),) for runs in held]
+    dims: list[Stretches] = []
+    for runs in held:
+        spans = tuple(list_stretches(runs))
+        dims.append(spans or ((0, 0),))
     return Part(tuple(dims))
 
 
@@ -65,7 +69,9 @@ def _place_stretches(spans: Stretches) -> list[tuple[slice, slice]]:
     placed = []
     for start, stop in spans:
         behind = at + stop - start
-        placed.append((slice(start, stop), slice(at, behind)))
+        there = slice(start, stop)
+        here = slice(at, behind)
+        placed.append((there, here))
         at = behind
     return placed
 
@@ -117,8 +123,9 @@ def touch(part: Part, blocks: Blocks, shape: tuple[int, ...]) -> Touched:
     has_all = []
     for spans, size, n in zip(part.dims, sizes, shape, strict=True):
         found = _count_blocks(spans, size)
+        is_whole = _find_whole(found, spans, size or n, n)
         numbers.append(found)
-        has_all.append(_find_whole(found, spans, size or n, n))
+        has_all.append(is_whole)
     return Touched(tuple(numbers), tuple(has_all))
 
 
@@ -126,9 +133,14 @@ def _count_blocks(spans: Stretches, size: int | None) -> Ints:
     """The numbers of the blocks of a dimension of which there are positions."""
     if size is None:
         return np.zeros(1, np.int64)
-    ranges = [np.arange(start // size, -(-stop // size)) for start, stop in spans]
+    ranges = []
+    for start, stop in spans:
+        first = start // size
+        behind = -(-stop // size)
+        ranges.append(np.arange(first, behind))
     # Two stretches may have parts of one block.
-    return np.unique(np.concatenate(ranges))
+    together = np.concatenate(ranges)
+    return np.unique(together)
 
 
 def _find_whole(numbers: Ints, spans: Stretches, size: int, n: int) -> Bools:

@@ -7,16 +7,15 @@
 
 >>> halves = [Part((((0, 3),),)), Part((((3, 8),),))]
 >>> slots = number_slots(halves, Blocks((2,)), (8,))
->>> slots.count, [(share.sent, share.received) for share in slots.shares]
+>>> slots.size, [(share.sent, share.received) for share in slots.shares]
 (2, [(array([0]), array([0, 1])), (array([1]), array([0, 1]))])
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,10 +23,13 @@ from shardmath.algebra.runs import Runs
 from shardmath.amaxes.parts import Bools, Part, touch
 from shardmath.base.arrays import Ints
 from shardmath.formats.blocks import Blocks
-from shardmath.layouts.layout import Layout
+from shardmath.layouts.holdings import LayoutOrWindows
 from shardmath.storage.fitting import from_holdings
 
-__all__ = ["Share", "Slots", "join_shares", "lay_slots", "number_slots"]
+__all__ = ["Share", "Side", "Slots", "join_slots", "lay_slots", "number_slots"]
+
+Side: TypeAlias = Mapping[str, LayoutOrWindows]
+"""How slots lie, by the name of their tensor."""
 
 
 class Share(NamedTuple):
@@ -47,30 +49,49 @@ class Share(NamedTuple):
 class Slots(NamedTuple):
     """How many slots there are, and each part's share."""
 
-    count: int
+    size: int
     shares: list[Share]
 
 
 def number_slots(parts: Sequence[Part], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """The slots of the blocks of a tensor of that shape that some of these parts cut."""
     count = blocks.count(shape)
-    touched = [touch(part, blocks, shape) for part in parts]
-    numbers = [one.flat(count) for one in touched]
-    cuts = [one.cut for one in touched]
-    is_cut = np.zeros(math.prod(count), np.bool_)
-    for own, cut in zip(numbers, cuts, strict=True):
-        is_cut[own[cut]] = True
-    # A part of nothing takes the scales of what is whole in a dimension, and has nothing to say of them.
-    sends = [
-        is_cut[own] & (not part.is_empty) for own, part in zip(numbers, parts, strict=True)
-    ]
-    sent, block_of = _number([own[mask] for own, mask in zip(numbers, sends, strict=True)])
+    numbers = []
+    cuts = []
+    for part in parts:
+        touched = touch(part, blocks, shape)
+        numbers.append(touched.flat(count))
+        cuts.append(touched.cut)
+    wanted = [own[cut] for own, cut in zip(numbers, cuts, strict=True)]
+    sends = _find_sent(parts, numbers, wanted, math.prod(count))
+    told = [own[mask] for own, mask in zip(numbers, sends, strict=True)]
+    sent, block_of = _number(told)
     shares = []
-    for i, slots in enumerate(sent):
-        received = np.flatnonzero(np.isin(block_of, numbers[i][cuts[i]]))
-        _, starts = np.unique(block_of[received], return_index=True)
-        shares.append(Share(sends[i], cuts[i], slots, received, starts))
+    for mask, cut, slots, own in zip(sends, cuts, sent, wanted, strict=True):
+        is_received = np.isin(block_of, own)
+        received = np.flatnonzero(is_received)
+        blocks_of_these = block_of[received]
+        _, starts = np.unique(blocks_of_these, return_index=True)
+        share = Share(mask, cut, slots, received, starts)
+        shares.append(share)
     return Slots(len(block_of), shares)
+
+
+def _find_sent(
+    parts: Sequence[Part], numbers: Sequence[Ints], wanted: Sequence[Ints], count: int
+) -> list[Bools]:
+    """Of the blocks that each part touches, which some part wants to know."""
+    is_wanted = np.zeros(count, np.bool_)
+    for own in wanted:
+        is_wanted[own] = True
+    sends = []
+    for part, own in zip(parts, numbers, strict=True):
+        mask = is_wanted[own]
+        # It takes the scales of what is whole in a dimension, and has nothing to say of them.
+        if part.is_empty:
+            mask = np.zeros_like(mask)
+        sends.append(mask)
+    return sends
 
 
 def _number(blocks: Sequence[Ints]) -> tuple[list[Ints], Ints]:
@@ -80,39 +101,48 @@ def _number(blocks: Sequence[Ints]) -> tuple[list[Ints], Ints]:
     order = np.argsort(every, kind="stable")
     # The inverse of a permutation is what sorts it.
     slot_of = np.argsort(order)
-    ends = np.cumsum([len(own) for own in blocks])
+    lengths = [len(own) for own in blocks]
+    ends = np.cumsum(lengths)
     return np.split(slot_of, ends[:-1]), every[order]
 
 
-def join_shares(kinds: Sequence[Slots]) -> Iterator[tuple[Share, ...]]:
-    """Each part's shares in slots of several kinds of blocks, which are numbered one kind after the other."""
-    counts = [0, *(slots.count for slots in kinds)]
-    firsts = list(itertools.accumulate(counts))
-    for shares in zip(*(slots.shares for slots in kinds), strict=True):
-        joined = []
-        before = 0
-        for share, first in zip(shares, firsts, strict=False):
-            sent = share.sent + first
-            received = share.received + first
-            starts = share.starts + before
-            before += len(received)
-            joined.append(Share(share.sends, share.cuts, sent, received, starts))
-        yield tuple(joined)
+def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
+    """The shares of so many parts in slots of several kinds of blocks, numbered one kind after the other."""
+    joined: list[tuple[Share, ...]] = [()] * count
+    first = 0
+    for slots in kinds:
+        for i, share in enumerate(slots.shares):
+            moved = _move(share, first)
+            joined[i] += (moved,)
+        first += slots.size
+    return joined
 
 
-def lay_slots(count: int, held: Mapping[int, Ints]) -> tuple[Layout, ...]:
-    """The layout, or windows, of that many slots of which ranks hold these; ranks that hold none are on none."""
-    runs = {rank: (_join(slots),) for rank, slots in held.items() if slots.size}
-    if not runs:
-        return ()
-    found = from_holdings((count,), runs)
-    return found if isinstance(found, tuple) else (found,)
+def _move(share: Share, first: int) -> Share:
+    """The share in slots that are numbered from there on."""
+    sent = share.sent + first
+    received = share.received + first
+    return share._replace(sent=sent, received=received)
+
+
+def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
+    """The side on which ranks hold these of so many slots; of no tensor, and no rank, where there are none."""
+    runs = {}
+    for rank, slots in held.items():
+        if slots.size:
+            own = _join(slots)
+            runs[rank] = (own,)
+    return {name: from_holdings((size,), runs)} if runs else {}
 
 
 def _join(positions: Ints) -> Runs:
     """These positions, which ascend, one after the other."""
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    pieces = np.split(positions, breaks)
-    at = itertools.accumulate(map(len, pieces), initial=0)
-    segments = [(lo, int(piece[0]), len(piece)) for lo, piece in zip(at, pieces, strict=False)]
-    return Runs(segments, len(positions))
+    is_break = np.diff(positions) != 1
+    breaks = np.flatnonzero(is_break) + 1
+    at = 0
+    segments = []
+    for piece in np.split(positions, breaks):
+        first = int(piece[0])
+        segments.append((at, first, len(piece)))
+        at += len(piece)
+    return Runs(segments, at)
