@@ -76,11 +76,6 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     shares: tuple[Share, ...]
 
-    @property
-    def receives(self) -> int:
-        """How many slots it receives."""
-        return sum(len(share.received) for share in self.shares)
-
 
 @public
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,7 @@ class Amaxes:
         """
         place = self._find_place(rank)
         _check_like(own, place.shape, f"rank {rank}: what it has measured")
-        row = self._find_arrived(rank, place, arrived)
+        row = self._find_arrived(rank, arrived)
         settled = []
         at = 0
         for share, amaxes in _pair(place, own):
@@ -190,14 +185,22 @@ class Amaxes:
         windows = windows_of(side[self.name], self.name, PlanError)
         return [key for key, _ in windows.locals(self.name, rank)]
 
-    def _find_arrived(self, rank: int, place: _Place, arrived: Mapping[str, Floats]) -> Floats:
+    def count_slots(self, end: str, rank: int) -> int:
+        """How many slots the rank holds at an end."""
+        shares = self._find_place(rank).shares
+        if end == "source":
+            return sum(len(share.sent) for share in shares)
+        return sum(len(share.received) for share in shares)
+
+    def _find_arrived(self, rank: int, arrived: Mapping[str, Floats]) -> Floats:
         row = np.zeros(0, np.float32)
         for key in self.list_local("destination", rank):
             if key not in arrived:
                 what = f"{label(self.name)}rank {rank}: slots {key!r} are missing"
                 raise PlanError(f"{what}; give what has arrived, by local name")
             row = arrived[key]
-        _check_like(row, (place.receives,), f"{label(self.name)}rank {rank}: what has arrived")
+        count = self.count_slots("destination", rank)
+        _check_like(row, (count,), f"{label(self.name)}rank {rank}: what has arrived")
         return row
 
     def _find_place(self, rank: int) -> _Place:
@@ -347,7 +350,8 @@ def _place_ranks(
     """Each rank's place, and how many slots there are."""
     shape = layout.shape
     parts = {}
-    for rank in layout.mesh.ranks:
+    # In ascending order, so that slots are the same however the layout is spelled.
+    for rank in sorted(layout.mesh.ranks):
         held = layout.runs(rank)
         parts[rank] = read_part(held)
     # Ranks that hold the same hold the same slots.

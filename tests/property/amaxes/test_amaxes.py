@@ -185,6 +185,17 @@ def test_tensors_share_a_plan() -> None:
             np.testing.assert_array_equal(data, take(amaxes.layout, rank, whole))
 
 
+def test_equivalent_layouts_have_the_same_slots() -> None:
+    one = sm.Layout((6, 80), sm.Mesh(dp=2, tp=2), "(dp n) (tp k)")
+    other = sm.Layout((6, 80), sm.Mesh(tp=2, dp=2, ranks=(0, 2, 1, 3)), "(dp n) (tp k)")
+    assert sm.equivalent(one, other)
+    plans = []
+    for layout in (one, other):
+        amaxes = sm.plan_amaxes(FP8Blocks((4, 32)), layout, "w")
+        plans.append(sm.plan(amaxes.src, amaxes.dst))
+    assert plans[0].digest == plans[1].digest
+
+
 def test_they_are_values() -> None:
     layout = sm.Layout((4, 96), sm.Mesh(tp=2), "n (tp k)")
     one = sm.plan_amaxes(MXFP8(), layout, "w")
