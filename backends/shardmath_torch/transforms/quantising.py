@@ -238,7 +238,7 @@ def compile_quantise(
     amaxes, objection = attempt(lambda: _check_and_plan(format, layout, party))
     claim = "compile_quantise"
     if amaxes is not None:
-        claim = f"compile_quantise {_digest(amaxes)[:SHOWN]}"
+        claim = f"compile_quantise {_digest(amaxes)[:SHOWN]} to {amaxes.format.name}"
     agree(party, claim, objection)
     assert amaxes is not None, "who objects does not get past the vote"
     planned = plan(amaxes.src, amaxes.dst)

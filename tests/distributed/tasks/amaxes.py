@@ -11,7 +11,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.formats import FP8Blocks, Format
+from shardmath.formats import Format, FP8Blocks
 from tests.distributed.tasks.scenarios import Bytes, tensors_of
 
 
@@ -41,7 +41,7 @@ def quantise(rank: int, cases: Sequence[Quantised]) -> list[Made]:
         again = make(tensor, into)
         same = [one.data_ptr() for one in again] == [one.data_ptr() for one in into]
         same = same and [read(one) for one in into] == first
-        out.append((first, same, make.last.received if make.last else -1))
+        out.append((first, same, make.last.received.nbytes if make.last else -1))
     return out
 
 
