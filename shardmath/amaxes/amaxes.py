@@ -23,7 +23,7 @@ array([[ 31.,  39.],
        [111., 119.]], dtype=float32)
 >>> amaxes.send(0, own)
 {'w': array([ 39., 119.], dtype=float32)}
->>> arrived = np.array([39, 63, 119, 143], np.float32)
+>>> arrived = np.array([39, 119, 63, 143], np.float32)
 >>> data, scales = amaxes.finish(0, x[:, :40], own, {"w": arrived})
 >>> (scales == MXFP8().quantise(x)[1][:, :2]).all()
 np.True_
@@ -122,7 +122,7 @@ class Amaxes:
         _check_like(own, place.shape, f"rank {rank}: what it has measured")
         told = []
         for share, amaxes in _pair(place, own):
-            slots = amaxes[share.sends]
+            slots = amaxes.reshape(-1)[share.sources]
             told.append(slots)
         sent = {}
         for key in self.list_local("source", rank):
@@ -236,9 +236,8 @@ def _pair(place: _Place, own: Floats) -> Iterator[tuple[Share, Floats]]:
 def _take_largest(amaxes: Floats, share: Share, slots: Floats) -> Floats:
     """The amaxes of blocks, of which those that the part cuts have these slots."""
     largest = amaxes.copy()
-    if share.starts.size:
-        # Slots are in the order of their blocks, as numpy takes those of a mask.
-        largest[share.cuts] = np.maximum.reduceat(slots, share.starts)
+    row = largest.reshape(-1)
+    np.maximum.at(row, share.targets, slots)
     return largest
 
 

@@ -1,9 +1,10 @@
 """Slots: which amaxes travel, and who needs them.
 
-1. Of a block that some part cuts, every part that touches it has an amax of its own. Those are the **slots**, numbered
-   block by block, and within a block part by part.
-2. A part sends its own slots, and receives all slots of the blocks that it cuts. Their largest is the block's amax.
-3. Slots are one row of float32, and who sends and who receives are two layouts of it.
+1. Of a block that some part cuts, every part that touches it has an amax of its own. Those are the **slots**. A part
+   sends its own, and receives all slots of the blocks that it cuts. Their largest is the block's amax.
+2. Slots are one row of float32, and who sends and who receives are two layouts of it.
+3. Blocks that the same parts touch have their slots together, part by part. So what a part sends or receives is a few
+   stretches of the row, and not as many as it cuts blocks: plans of many rows stay small.
 
 >>> halves = [Part((((0, 3),),)), Part((((3, 8),),))]
 >>> slots = number_slots(halves, Blocks((2,)), (8,))
@@ -35,15 +36,14 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 class Share(NamedTuple):
     """What a part has to do with the slots of one kind of block.
 
-    `sends` and `cuts` say of each block that it touches whether its slot is sent, and whether the part cuts it. Slots
-    are by number, ascending; those of each block that it cuts begin at `starts` of what it receives.
+    It sends slots `sent`, which are the amaxes at `sources` of those that it touches, row by row; and receives slots
+    `received`, which are of the blocks at `targets`. Slots are by number, ascending.
     """
 
-    sends: Bools
-    cuts: Bools
+    sources: Ints
     sent: Ints
+    targets: Ints
     received: Ints
-    starts: Ints
 
 
 class Slots(NamedTuple):
@@ -57,53 +57,64 @@ def number_slots(parts: Sequence[Part], blocks: Blocks, shape: tuple[int, ...]) 
     """The slots of the blocks of a tensor of that shape that some of these parts cut."""
     count = blocks.count(shape)
     numbers = []
-    cuts = []
+    wanted = []
     for part in parts:
         touched = touch(part, blocks, shape)
-        numbers.append(touched.flat(count))
-        cuts.append(touched.cut)
-    wanted = [own[cut] for own, cut in zip(numbers, cuts, strict=True)]
-    sends = _find_sent(parts, numbers, wanted, math.prod(count))
-    told = [own[mask] for own, mask in zip(numbers, sends, strict=True)]
-    sent, block_of = _number(told)
+        own = touched.flat(count)
+        numbers.append(own.reshape(-1))
+        wanted.append(own[touched.cut])
+    is_wanted = np.zeros(math.prod(count), np.bool_)
+    for own in wanted:
+        is_wanted[own] = True
+    told = []
+    for part, own in zip(parts, numbers, strict=True):
+        blocks_of_it = _list_told(part, own, is_wanted)
+        told.append(blocks_of_it)
+    slots, block_of = _number(told, is_wanted.size)
     shares = []
-    for mask, cut, slots, own in zip(sends, cuts, sent, wanted, strict=True):
-        is_received = np.isin(block_of, own)
-        received = np.flatnonzero(is_received)
-        blocks_of_these = block_of[received]
-        _, starts = np.unique(blocks_of_these, return_index=True)
-        share = Share(mask, cut, slots, received, starts)
+    for i, own in enumerate(numbers):
+        sent = np.sort(slots[i])
+        received = _find_slots(block_of, wanted[i], is_wanted.size)
+        blocks_sent = block_of[sent]
+        blocks_received = block_of[received]
+        sources = np.searchsorted(own, blocks_sent)
+        targets = np.searchsorted(own, blocks_received)
+        share = Share(sources, sent, targets, received)
         shares.append(share)
     return Slots(len(block_of), shares)
 
 
-def _find_sent(
-    parts: Sequence[Part], numbers: Sequence[Ints], wanted: Sequence[Ints], count: int
-) -> list[Bools]:
-    """Of the blocks that each part touches, which some part wants to know."""
-    is_wanted = np.zeros(count, np.bool_)
-    for own in wanted:
-        is_wanted[own] = True
-    sends = []
-    for part, own in zip(parts, numbers, strict=True):
-        mask = is_wanted[own]
-        # It takes the scales of what is whole in a dimension, and has nothing to say of them.
-        if part.is_empty:
-            mask = np.zeros_like(mask)
-        sends.append(mask)
-    return sends
+def _list_told(part: Part, numbers: Ints, is_wanted: Bools) -> Ints:
+    """Of the blocks that a part touches, those of which others want to know what it has."""
+    # It takes the scales of what is whole in a dimension, and has nothing to say of them.
+    if part.is_empty:
+        return numbers[:0]
+    return numbers[is_wanted[numbers]]
 
 
-def _number(blocks: Sequence[Ints]) -> tuple[list[Ints], Ints]:
+def _number(told: Sequence[Ints], count: int) -> tuple[list[Ints], Ints]:
     """The slots of each part, which has one for each of these blocks; and the block of each slot."""
-    every = np.concatenate(blocks)
-    # Stable, so that within a block slots are in the order of the parts.
-    order = np.argsort(every, kind="stable")
+    lengths = [len(own) for own in told]
+    every = np.concatenate(told)
+    part_of = np.repeat(np.arange(len(told)), lengths)
+    first = np.full(count, len(told))
+    last = np.zeros(count, np.int64)
+    np.minimum.at(first, every, part_of)
+    np.maximum.at(last, every, part_of)
+    # Blocks that the same parts touch have the same first and last. Where others have, too, it is one more stretch.
+    order = np.lexsort((every, part_of, last[every], first[every]))
     # The inverse of a permutation is what sorts it.
     slot_of = np.argsort(order)
-    lengths = [len(own) for own in blocks]
     ends = np.cumsum(lengths)
     return np.split(slot_of, ends[:-1]), every[order]
+
+
+def _find_slots(block_of: Ints, blocks: Ints, count: int) -> Ints:
+    """The slots of these blocks."""
+    is_one = np.zeros(count, np.bool_)
+    is_one[blocks] = True
+    found: Ints = np.flatnonzero(is_one[block_of])
+    return found
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:

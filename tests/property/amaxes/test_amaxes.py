@@ -185,6 +185,15 @@ def test_tensors_share_a_plan() -> None:
             np.testing.assert_array_equal(data, take(amaxes.layout, rank, whole))
 
 
+def test_plans_stay_small_where_many_rows_are_cut() -> None:
+    layout = sm.Layout((512, 720), sm.Mesh(tp=12), "n (tp k)")
+    amaxes = sm.plan_amaxes(MXFP8(), layout, "w")
+    for rank in range(12):
+        assert len(amaxes.src["w"].runs(rank)[0].segments) <= 2
+        assert len(amaxes.dst["w"].runs(rank)[0].segments) <= 2
+    check_parts(MXFP8(), layout, draw_numbers(layout.shape, 4))
+
+
 def test_equivalent_layouts_have_the_same_slots() -> None:
     one = sm.Layout((6, 80), sm.Mesh(dp=2, tp=2), "(dp n) (tp k)")
     other = sm.Layout((6, 80), sm.Mesh(tp=2, dp=2, ranks=(0, 2, 1, 3)), "(dp n) (tp k)")
