@@ -39,6 +39,7 @@ from shardmath.layouts.placement import (
 )
 
 if TYPE_CHECKING:
+    from shardmath.amaxes.amaxes import Amaxes, plan_amaxes
     from shardmath.collectives.collective import Collective, recognise
     from shardmath.digests.content import Difference, digest_of, find_difference
     from shardmath.flows.certificate import Certificate
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     __version__: str
 
 LATE = {
+    "Amaxes": "amaxes.amaxes",
     "Certificate": "flows.certificate",
     "Collective": "collectives.collective",
     "Difference": "digests.content",
@@ -84,6 +86,7 @@ LATE = {
     "find_difference": "digests.content",
     "from_holdings": "storage.fitting",
     "plan": "plans.plan",
+    "plan_amaxes": "amaxes.amaxes",
     "recognise": "collectives.collective",
     "refit": "refits.refit",
     "relabel": "relabelling.relabelling",
@@ -140,6 +143,7 @@ def _version() -> str:
 
 
 __all__ = [
+    "Amaxes",
     "Balanced",
     "BlockCyclic",
     "Certificate",
@@ -188,6 +192,7 @@ __all__ = [
     "from_holdings",
     "from_ranges",
     "plan",
+    "plan_amaxes",
     "recognise",
     "refit",
     "relabel",

@@ -4,6 +4,8 @@ move = compile(plan)                        # collective; every rank of the grou
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
 move = compile_transformed(sm.transformed(src, dst, rules))   # where what travels is not what is held
+quantise = compile_quantise(format, layout)                   # where ranks cut blocks that share a scale
+data, scales = quantise(tensor)
 with commit(move, other):                   # several moves: all in place on all ranks, or none on any
     ...
 
@@ -52,6 +54,7 @@ from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, save_state, state_of
 from shardmath_torch.transforms.compile import TransformedMover, compile_transformed
 from shardmath_torch.transforms.megatron import megatron_hook
+from shardmath_torch.transforms.quantiser import Quantiser, compile_quantise
 from shardmath_torch.weights.filling import load_weights
 
 __all__ = [
@@ -61,12 +64,14 @@ __all__ = [
     "Handle",
     "Moved",
     "Mover",
+    "Quantiser",
     "Refit",
     "TransformedMover",
     "amax",
     "commit",
     "compile",
     "compile_changes",
+    "compile_quantise",
     "compile_transformed",
     "dequantise",
     "digest",

@@ -34,7 +34,7 @@ from shardmath.formats.blocks import Blocks, find_cuts, label
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage.fitting import fit
 
-__all__ = ["lay_blocks", "pad_parts", "spread_last"]
+__all__ = ["lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
@@ -105,7 +105,7 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
     segments: list[Segment] = []
     at = 0
     behind = 0
-    for start, stop in _list_stretches(runs):
+    for start, stop in list_stretches(runs):
         # Two stretches may have parts of one block, where cuts inside blocks are allowed.
         first = max(start // block, behind)
         behind = -(-stop // block)
@@ -135,7 +135,7 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
     return fit(dim.size, dim.axes, padded)
 
 
-def _list_stretches(runs: Runs) -> list[tuple[int, int]]:
+def list_stretches(runs: Runs) -> list[tuple[int, int]]:
     """The positions as ascending (start, stop): what meets is one, however far apart it lies in the local tensor."""
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
@@ -146,7 +146,7 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
     if block == 1:
         return None
     for cell, runs in enumerate(cells(dim)):
-        for start, stop in _list_stretches(runs):
+        for start, stop in list_stretches(runs):
             # The last block may be shorter than the others, and ends with the dimension.
             for cut in (start, stop):
                 if cut % block and cut != dim.size:

@@ -7,5 +7,7 @@ In reading order:
 - `packing`: what a rank holds, without holes;
 - `workers`: what one rank does for one of its tensors;
 - `megatron`: hooks of Megatron-Core as transforms;
-- `compile`: two sides and what travels between them, made ready.
+- `agreeing`: what ranks agree on before they agree on a plan;
+- `compile`: two sides and what travels between them, made ready;
+- `quantiser`: parts of a tensor whose blocks ranks cut.
 """

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,8 @@ from shardmath.transforms.components import End
 from shardmath.transforms.local import Job
 from shardmath.transforms.transformed import Held, Transformed
 from shardmath_torch import compat
-from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.naming import word_objection
-from shardmath_torch.agreement.party import Party, is_time
-from shardmath_torch.agreement.transport import join
+from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.shadows import Pair, Shadows
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check, signature
 from shardmath_torch.exchange.memory import mark_written
@@ -43,14 +41,19 @@ from shardmath_torch.movers.mover import Mover
 from shardmath_torch.movers.ready import Ready
 from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
+from shardmath_torch.transforms.agreeing import agree, attempt, join_group
 from shardmath_torch.transforms.workers import Worker, make_worker
 
-__all__ = ["Ends", "TransformedMover", "agree_again", "compile_transformed", "make_ends"]
+__all__ = [
+    "Ends",
+    "TransformedMover",
+    "agree_again",
+    "compile_transformed",
+    "make_ends",
+]
 
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
-
-_T = TypeVar("_T")
 
 
 class _Part(NamedTuple):
@@ -294,8 +297,8 @@ def agree_again(
     transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
 ) -> None:
     """Ranks agree that the plan is of these wire tensors, whoever has left it. Collective; raises ExchangeError."""
-    _, objection = _attempt(lambda: _check_plan(transforms, plan))
-    _agree(_join(group, settings.timeout), transforms, objection)
+    _, objection = attempt(lambda: _check_plan(transforms, plan))
+    _agree(join_group(group, settings.timeout), transforms, objection)
 
 
 def make_ends(
@@ -307,17 +310,11 @@ def make_ends(
     holds: bool = False,
 ) -> tuple[Plan | Program, Ends]:
     """The plan of the wire tensors, and what this rank does at both ends. Collective."""
-    party = _join(group, timeout)
-    made, objection = _attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
+    party = join_group(group, timeout)
+    made, objection = attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
     _agree(party, transforms, objection)
     assert made is not None, "who objects does not get past the vote"
     return made
-
-
-def _join(group: compat.Group | None, timeout: float) -> Party:
-    """This rank in the group."""
-    patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
-    return join(compat.group_of(group), patience, min(5.0, patience / 5))
 
 
 def _agree(party: Party, transforms: Transformed, objection: str) -> None:
@@ -325,17 +322,7 @@ def _agree(party: Party, transforms: Transformed, objection: str) -> None:
     claim = "compile transforms"
     if not objection:
         claim = f"compile transforms {transforms.digest[:SHOWN]}"
-    ballot = Ballot(claim, objection=objection)
-    party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")
-
-
-def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """What is made, or why not."""
-    try:
-        return make(), ""
-    except Exception as error:
-        # The others wait for this rank's vote, whatever went wrong here.
-        return None, word_objection(error)
+    agree(party, claim, objection)
 
 
 def _check_and_make(
