@@ -75,8 +75,11 @@ k_norm.*           = k_norm.*
 q_layernorm.*      = q_layernorm.*
 k_layernorm.*      = k_layernorm.*
 sinks              = sinks             : (tp n)
+attn.k_scale       = k_scale
+attn.v_scale       = v_scale
 """
-"""Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones."""
+"""Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones. The scales are
+those of keys and values in an FP8 cache."""
 
 MIXERS = """
 mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B group + tp/shared C group + tp dt) h

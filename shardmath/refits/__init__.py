@@ -7,6 +7,7 @@ In reading order:
 - `copying`: what is bound for one engine, for another that stores alike;
 - `sharing`: engines that store a tensor alike, as one window of it;
 - `pairing`: what moves, as both sides hold it;
+- `tiling`: why an engine cannot store scales as its rows say;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `models`: the shapes of real models;
 - `mappings`: which model goes from which trainer to which engines;

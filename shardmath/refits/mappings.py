@@ -68,7 +68,9 @@ RDT = "vLLM sharded_rdt"
 MILES = "miles P2P"
 
 SMALL = "qwen3-4b"
+SMALL_FP8 = "qwen3-4b-fp8"
 MIDDLE = "qwen3-30b-a3b"
+MIDDLE_FP8 = "qwen3-30b-a3b-fp8"
 LARGE = "qwen3-235b-a22b"
 STAGES = Trainer(256, pp=16, ep=16, ends=(3, 2))
 """DeepSeek-V3's: 61 layers do not divide."""
@@ -172,6 +174,36 @@ ROWS: tuple[Row, ...] = (
         7.53,
         RDT,
         "TP8 PP8 EP32 -> 4 x TP32 EP32",
+    ),
+    # Engines in FP8, on mappings of which no rank cuts a tile: TP8 would cut 9728 rows in tiles of 128, TP4 768.
+    Row(SMALL_FP8, Trainer(8), Engine(copies=8), 0.06, NEMO, "DP8 -> DP8"),
+    Row(SMALL_FP8, Trainer(8, pp=2), Engine(tp=4, copies=2)),
+    Row(SMALL_FP8, Trainer(8, pp=4), Engine(tp=4, copies=2)),
+    Row(SMALL_FP8, Trainer(8, tp=2, pp=2), Engine(tp=4, copies=2)),
+    Row(SMALL_FP8, Trainer(8, tp=2), Engine(tp=4, copies=2)),
+    Row(
+        MIDDLE_FP8,
+        Trainer(16, tp=2, pp=2, ep=4),
+        Engine(tp=2, copies=8),
+        3.19,
+        NEMO_PYTHON,
+        "EP4 TP2 PP2 -> TP2 DP8",
+    ),
+    Row(
+        MIDDLE_FP8,
+        Trainer(16, pp=2, ep=8),
+        Engine(tp=2, copies=8),
+        3.20,
+        NEMO_PYTHON,
+        "EP8 PP2 -> TP2 DP8",
+    ),
+    Row(
+        MIDDLE_FP8,
+        Trainer(16, ep=8),
+        Engine(tp=2, copies=8),
+        2.90,
+        NEMO_PYTHON,
+        "EP8 DP2 -> TP2 DP8",
     ),
 )
 

@@ -3,6 +3,8 @@
 1. A model is the fields of its TransformerConfig that say shapes, its vocabulary, and what Hugging Face calls its
    kind. An engine's configuration follows from these (`hf_config`).
 2. Sizes are those of the published checkpoints, without layers that predict further tokens.
+3. A model with tiles is trained in bfloat16 and served with FP8 data and scales of tiles in its linear layers, as its
+   checkpoint has it, and a cache of keys and values that has scales too.
 
 >>> model = MODELS["qwen3-4b"]
 >>> count_parameters(model)
@@ -14,12 +16,24 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from shardmath.families.megatron_shapes import Config, logical_shapes
+from shardmath.formats.fp8 import FP8Blocks
 from shardmath.storage.stored import Shapes
+from shardmath.transforms.components import Transform
+from shardmath.transforms.quantising import Quantise
 
-__all__ = ["MODELS", "Model", "count_parameters", "hf_config", "shapes_of"]
+__all__ = [
+    "MODELS",
+    "Model",
+    "count_parameters",
+    "hf_config",
+    "rules_of",
+    "served_shapes",
+    "shapes_of",
+]
 
 GATED = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 LATENT = {
@@ -42,6 +56,7 @@ class Model(NamedTuple):
     vocab: int
     tied: bool = False
     pattern: str | None = None
+    tiles: FP8Blocks | None = None
 
 
 def _dense(
@@ -167,22 +182,62 @@ MODELS: dict[str, Model] = {
 }
 
 
+for _name in ("qwen3-4b", "qwen3-30b-a3b"):
+    MODELS[f"{_name}-fp8"] = MODELS[_name]._replace(tiles=FP8Blocks())
+
+QUANTISED = "*_proj*.weight"
+"""Linear layers, `kv_a_proj_with_mqa` too. Embedding, head and router stay as they are."""
+
+
 def shapes_of(model: Model, dtype: str = "bfloat16") -> Shapes:
-    """The model's logical tensors."""
+    """The model's logical tensors, as a trainer has them; with tiles also a scale of keys and one of values a layer.
+
+    Latent attention has none of these: it keeps neither keys nor values.
+    """
+    shapes = dict(_list_weights(model, dtype))
+    config = Config(model.config)
+    if model.tiles and not config.latent:
+        for layer in range(config.layers):
+            for which in "kv":
+                shapes[f"model.layers.{layer}.self_attn.{which}_scale"] = (1,), "float32"
+    return shapes
+
+
+def _list_weights(model: Model, dtype: str) -> Shapes:
     return logical_shapes(
         model.config, vocab=model.vocab, tied=model.tied, pattern=model.pattern, dtype=dtype
     )
 
 
+def rules_of(tiles: FP8Blocks) -> dict[str, Transform]:
+    """What is made of a trainer's tensors for an engine in FP8."""
+    return {QUANTISED: Quantise(tiles)}
+
+
+def served_shapes(shapes: Shapes, tiles: FP8Blocks) -> Shapes:
+    """The same tensors as an engine in FP8 has them: linear layers as data and scales."""
+    served = {}
+    for name, (shape, dtype) in shapes.items():
+        served[name] = shape, dtype
+        if fnmatchcase(name, QUANTISED):
+            served[name] = shape, "float8_e4m3fn"
+            served[f"{name}_scale_inv"] = tiles.scale_shape(shape), "float32"
+    return served
+
+
 def count_parameters(model: Model) -> int:
     """Elements of all tensors of the model; of a router's bias, too."""
-    return sum(math.prod(shape) for shape, _ in shapes_of(model).values())
+    return sum(math.prod(shape) for shape, _ in _list_weights(model, "bfloat16").values())
 
 
 def hf_config(model: Model) -> dict[str, Any]:
     """The fields of Hugging Face's configuration that say how an engine stores the model."""
     config = Config(model.config)
+    quantised = None
+    if model.tiles:
+        quantised = {"quant_method": "fp8", "weight_block_size": list(model.tiles.block)}
     return {
+        "quantization_config": quantised,
         "model_type": model.kind,
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,

@@ -42,6 +42,7 @@ from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.pairing import group_tensors, list_held, pair
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
+from shardmath.refits.tiling import explain_cut
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
 from shardmath.transforms.components import Transform
@@ -251,7 +252,7 @@ def refit(
     asked = [_Asked("trainer", trainer, held, ())]
     for name, side in named.items():
         asked.append(_Asked(name, side, wanted, unused))
-    source, *others = _bind_all(asked)
+    source, *others = _bind_all(asked, rules or {})
     bound = dict(zip(named, others, strict=True))
     if rules is None and served is None:
         needed, windows = pair(source, bound, {})
@@ -276,7 +277,7 @@ class _Asked(NamedTuple):
     unused: Sequence[str]
 
 
-def _bind_all(asked: Sequence[_Asked]) -> list[Side]:
+def _bind_all(asked: Sequence[_Asked], rules: Mapping[str, Transform]) -> list[Side]:
     """The sides, bound. Raises StoreError with the faults of all."""
     bound: list[Side | None] = []
     faults = []
@@ -288,7 +289,8 @@ def _bind_all(asked: Sequence[_Asked]) -> list[Side]:
             bound.append(_bind(one, others))
         except StoreError as error:
             bound.append(None)
-            faults.append(f"{one.name}: {error}")
+            why = explain_cut(one.side, one.of, rules) or error
+            faults.append(f"{one.name}: {why}")
     if faults:
         raise StoreError("\n".join(faults))
     return [side for side in bound if side is not None]

@@ -3,7 +3,8 @@
 1. A row is a model, a mapping, and how long a published system took where one published it. The plan of each is
    proved, and certified on nodes of eight ranks at the rates of `Topology`.
 2. Both sides store what they really store: fused, grouped and padded, under Megatron-Core's rows and vLLM's.
-3. Seconds of a plan are those of its transfers all at once; of a program those of its rounds, one after the other.
+3. With FP8 engines, what moves and is counted are data and scales, which trainers make.
+4. Seconds of a plan are those of its transfers all at once; of a program those of its rounds, one after the other.
 
 >>> from shardmath.refits.mappings import find_rows
 >>> (row,) = find_rows(row=1)
@@ -30,8 +31,8 @@ from shardmath.flows.topology import Topology
 from shardmath.programs.certify import certify
 from shardmath.programs.loads import sum_leg_loads, sum_pairs
 from shardmath.programs.program import Program
-from shardmath.refits.mappings import Row
-from shardmath.refits.models import MODELS, hf_config, shapes_of
+from shardmath.refits.mappings import Row, Trainer
+from shardmath.refits.models import MODELS, Model, hf_config, rules_of, served_shapes, shapes_of
 from shardmath.refits.refit import Refit, refit
 from shardmath.storage.stored import Stored, Vocabulary
 
@@ -67,20 +68,42 @@ class Measured:
         return asdict(self)
 
 
-def make_refit(row: Row) -> Refit:
-    """The refit of a row."""
-    return refit(_make_trainer(row), _make_engines(row), _read_names(row.model))
+KV_SCALES = """
+[decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
+core_attention.k_scale = k_scale
+core_attention.v_scale = v_scale
+"""
+"""Where a trainer keeps what it finds keys and values to need in FP8. Megatron has no such tensors of its own."""
+
+
+def make_refit(row: Row, model: Model | None = None) -> Refit:
+    """The refit of a row; of `model`, such as a smaller one, in the place of its own if that is given."""
+    if model is None:
+        model = MODELS[row.model]
+        held, served = _read_names(row.model)
+    else:
+        held, served = _list_names(model)
+    trainer, engines = _make_trainer(row.trainer, model), _make_engines(row, model)
+    if model.tiles is None or served is None:
+        return refit(trainer, engines, held)
+    rules = rules_of(model.tiles)
+    return refit(trainer.extended(KV_SCALES), engines, held, served=served, rules=rules)
 
 
 @memo(1)
-def _read_names(model: str) -> Vocabulary:
-    """The tensors of a model; rows of one model follow each other, so its names are read once."""
-    return Vocabulary(shapes_of(MODELS[model]))
+def _read_names(model: str) -> tuple[Vocabulary, Vocabulary | None]:
+    """The same by a model's name; rows of one model follow each other, so its names are read once."""
+    return _list_names(MODELS[model])
 
 
-def _make_trainer(row: Row) -> Stored:
-    model = MODELS[row.model]
-    trainer = row.trainer
+def _list_names(model: Model) -> tuple[Vocabulary, Vocabulary | None]:
+    """The tensors of a model, and those that an engine has of them where these are others."""
+    shapes = shapes_of(model)
+    served = None if model.tiles is None else Vocabulary(served_shapes(shapes, model.tiles))
+    return Vocabulary(shapes), served
+
+
+def _make_trainer(trainer: Trainer, model: Model) -> Stored:
     config = dict(model.config)
     if trainer.ends is not None:
         config["num_layers_in_first_pipeline_stage"] = trainer.ends[0]
@@ -97,10 +120,10 @@ def _make_trainer(row: Row) -> Stored:
     )
 
 
-def _make_engines(row: Row) -> Stored | dict[str, Stored]:
+def _make_engines(row: Row, model: Model) -> Stored | dict[str, Stored]:
     """The engine, or each of several by its number."""
     engine = row.engine
-    config = hf_config(MODELS[row.model])
+    config = hf_config(model)
     size = engine.tp * engine.dp
     start = row.trainer.ranks
     made = {}

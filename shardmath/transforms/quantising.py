@@ -26,6 +26,7 @@ import numpy as np
 from shardmath.base import dtypes
 from shardmath.base.arguments import listed, text
 from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
 from shardmath.base.text import shown
 from shardmath.formats.blocks import Blocks
 from shardmath.formats.format import Format
@@ -74,6 +75,7 @@ def _divide(blocks: Blocks, count: int) -> Blocks:
     return Blocks((*before, last // count), blocks.others)
 
 
+@memo()
 def _list_beside(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
     """The scales as they are held beside data."""
     count = _count_numbers(format)

@@ -47,6 +47,9 @@ SHAPES = {
 LAYERS = 2
 ENGINES = {"a": range(4, 6), "b": range(6, 8)}
 
+KINDS = {"uint8": "float8_e4m3fn", "uint16": "bfloat16", "float32": "float32"}
+"""What the words of an array are."""
+
 Arrays = dict[str, Any]
 
 
@@ -120,16 +123,16 @@ def serve(arrays: Arrays) -> Arrays:
     return served
 
 
-def _to_tensor(array: Any, dtype: str) -> Tensor:
+def to_tensor(array: Any, dtype: str) -> Tensor:
+    """The array's words as elements of this type."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.view(getattr(torch, dtype))
 
 
 def _fill(bound: Any, arrays: Arrays, rank: int) -> dict[str, Tensor]:
     """What an engine's rank is to store."""
-    kinds = {"uint8": "float8_e4m3fn", "uint16": "bfloat16", "float32": "float32"}
     filled = fill(bound, serve(arrays), rank)
-    return {name: _to_tensor(array, kinds[str(array.dtype)]) for (_, name), array in filled.items()}
+    return {name: to_tensor(array, KINDS[str(array.dtype)]) for (_, name), array in filled.items()}
 
 
 def _cut(rank: int, arrays: Arrays) -> dict[str, Tensor]:
@@ -137,11 +140,12 @@ def _cut(rank: int, arrays: Arrays) -> dict[str, Tensor]:
     own = {}
     for name, layout in lay_trainer().items():
         array = arrays[name][np.ix_(*layout.indices(rank))]
-        own[name] = _to_tensor(array, layout.dtype)
+        own[name] = to_tensor(array, layout.dtype)
     return own
 
 
-def _compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that are not bit for bit as wanted."""
     return [
         n
         for n, t in wanted.items()
@@ -171,7 +175,7 @@ def steps(rank: int, options: dict[str, Any]) -> list[Any]:
                 src[name].copy_(tensor)
         found.append(ends(lambda: refit(acknowledge=True)))
         for name, bound in mine.items():
-            found.extend(_compare(dst[name], _fill(bound, arrays, rank)))
+            found.extend(compare(dst[name], _fill(bound, arrays, rank)))
     stayed = at == [tensor.data_ptr() for own in dst.values() for tensor in own.values()]
     found.append("" if stayed else "buffers moved")
     return found

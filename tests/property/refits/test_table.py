@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
 
-from shardmath import PlanError
+from shardmath import PlanError, StoreError, formats
 from shardmath.cli import main
-from shardmath.refits.mappings import ROWS, find_rows
-from shardmath.refits.models import MODELS, count_parameters, hf_config
+from shardmath.refits.mappings import ROWS, Engine, Row, Trainer, find_rows
+from shardmath.refits.models import (
+    MODELS,
+    count_parameters,
+    hf_config,
+    served_shapes,
+    shapes_of,
+)
 from shardmath.refits.table import make_refit, measure
+from shardmath.storage.stored import Shapes
 
 PUBLIC = {
     "qwen3-4b": 4_022_468_096,
@@ -39,7 +47,7 @@ def test_an_engine_s_configuration() -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(n, marks=() if n in (0, 2, 8, 16, 18) else pytest.mark.slow)
+        pytest.param(n, marks=() if n in (0, 2, 8, 16, 18, 28, 29, 30, 31, 32) else pytest.mark.slow)
         for n in range(len(ROWS))
     ],
 )
@@ -47,7 +55,61 @@ def test_every_row_is_proved(number: int) -> None:
     measured = measure(ROWS[number], program=False)
     assert measured.verified
     assert measured.plan_s >= measured.bound_s * (1 - 1e-9)
-    assert measured.bytes >= 2 * count_parameters(MODELS[measured.model]) - 4 * measured.tensors
+    model = MODELS[measured.model]
+    if model.tiles is None:
+        assert measured.bytes >= 2 * count_parameters(model) - 4 * measured.tensors
+    else:
+        assert measured.bytes == _count_bytes(served_shapes(shapes_of(model), model.tiles))
+
+
+def _count_bytes(shapes: Shapes) -> int:
+    sizes = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
+    return sum(math.prod(shape) * sizes[dtype] for shape, dtype in shapes.values())
+
+
+def test_eight_rows_are_in_fp8() -> None:
+    """Half the bytes of bfloat16, a scale for 16,384 numbers, and two of keys and values in each layer."""
+    rows = [row for row in ROWS if MODELS[row.model].tiles]
+    assert len(rows) == 8
+    held = shapes_of(MODELS["qwen3-4b-fp8"])
+    served = served_shapes(held, formats.FP8Blocks())
+    linear = 2560 * (32 + 8 + 8 + 32) * 128 + 3 * 2560 * 9728
+    assert _count_bytes(held) - _count_bytes(served) == 36 * (linear - 4 * linear // 128**2)
+    kv = [name for name in held if name.endswith(("k_scale", "v_scale"))]
+    assert len(kv) == 72 and all(held[name] == served[name] == ((1,), "float32") for name in kv)
+
+
+def test_all_that_an_engine_in_fp8_stores_comes_from_a_trainer_as_it_is() -> None:
+    """Data, scales and all else: nothing waits at an engine to be made of something else."""
+    (row,) = find_rows(row=31)
+    moved = make_refit(row)
+    stored = 0
+    for side in moved.engines.values():
+        for layout in side.layouts.values():
+            local = [math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks]
+            stored += sum(local) * layout.itemsize
+    assert sum(moved.plan.received_bytes().values()) == stored
+    assert moved.engines["0"].natives(8)[0, "model.layers.35.self_attn.attn.k_scale"] == (1,)
+    gate_up = moved.engines["0"].natives(8)[0, "model.layers.0.mlp.gate_up_proj.weight_scale_inv"]
+    assert gate_up == (2 * 9728 // 128 // 4, 20)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "cut"),
+    [
+        ("qwen3-4b-fp8", Engine(tp=8), "mlp.gate_proj.weight': .* 0:1216 .* are 1152 and 1280"),
+        pytest.param(
+            "qwen3-30b-a3b-fp8",
+            Engine(tp=4),
+            "mlp.experts.0.gate_proj.weight': .* 0:192 .* are 128 and 256",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_tile_that_an_engine_cuts_is_named(model: str, engine: Engine, cut: str) -> None:
+    """vLLM refuses these, too."""
+    with pytest.raises(StoreError, match=f"engine: tensor 'model.layers.0.{cut}"):
+        make_refit(Row(model, Trainer(8), engine))
 
 
 def test_a_program_comes_near_the_bound() -> None:
@@ -116,7 +178,7 @@ def test_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_there_are_not() -> None:
-    with pytest.raises(PlanError, match="row 99 of a table of 28"):
+    with pytest.raises(PlanError, match="row 99 of a table of 36"):
         find_rows(row=99)
     with pytest.raises(PlanError, match="no row of model 'gpt-9'"):
         find_rows(model="gpt-9")

@@ -1,0 +1,66 @@
+"""Tiling: why an engine cannot store scales as its rows say, where it cuts a tensor inside a tile.
+
+Scales are cut as their tensor is. Where a rank's part is no whole number of tiles, rows say no more of the scales than
+that their number does not divide; the tensor's own layout has the cut, the tile, and the nearest cuts between tiles.
+
+>>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.formats.fp8 import FP8Blocks
+>>> from shardmath.storage import rows
+>>> from shardmath.transforms.quantising import Quantise
+>>> data, scales = (rows.parse(f"{name} = {name} : (tp n) h") for name in ("w", "w_scale_inv"))
+>>> side = Stored(data + scales, (Mesh(tp=4),))
+>>> names = Vocabulary({"w": ((768, 8), "float8_e4m3fn"), "w_scale_inv": ((6, 1), "float32")})
+>>> explain_cut(side, names, {"w": Quantise(FP8Blocks())})
+"tensor 'w': rank 0 holds positions 0:192 of dimension 0 under float8_e4m3fn[768, 8] (tp n) h on tp=4, \
+and component 'scales float32 per 128 x 128' is cut every 128: the nearest cuts to 192 are 128 and 256; \
+divide the dimension there"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardmath.base.errors import PlanError, StoreError
+from shardmath.storage.binding import bind
+from shardmath.storage.stored import Stored, Vocabulary
+from shardmath.transforms.choosing import choose
+from shardmath.transforms.components import Companion, Component, Transform, list_companions
+from shardmath.transforms.wires import lay
+
+__all__ = ["explain_cut"]
+
+
+def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
+    """What says that the side cuts a tensor inside a block of its scales.
+
+    None where it does not, where it has other faults, and for a side that is not declared in rows.
+    """
+    beside = _list_beside(of, rules)
+    if not isinstance(side, Stored) or not beside:
+        return None
+    bare = {name: entry for name, entry in of.shapes.items() if name not in beside}
+    try:
+        layouts = bind(side, bare).layouts
+        for name, companion in beside.values():
+            scales = Component("scales", companion.dtype, companion.grain)
+            lay(layouts[name], scales, "destination", name)
+    except StoreError:
+        return None
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _list_beside(
+    of: Vocabulary, rules: Mapping[str, Transform]
+) -> dict[str, tuple[str, Companion]]:
+    """The tensors that are scales of another, by name. A trainer has none, and may cut its numbers anywhere."""
+    try:
+        chosen = choose(rules, list(of.shapes))
+    except PlanError:
+        return {}
+    beside = {}
+    for name, transform in chosen.items():
+        for companion in list_companions(transform, "destination"):
+            beside[name + companion.suffix] = name, companion
+    return {own: of_whom for own, of_whom in beside.items() if own in of.shapes}
