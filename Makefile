@@ -165,6 +165,7 @@ bench: $(DEV)
 	@$(BIN)/python tests/bench/bench_buffers.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_digest.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_formats.py --page docs/benchmarks.md
+	@$(BIN)/python tests/bench/bench_kl.py --page docs/benchmarks.md
 
 mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py run
