@@ -42,7 +42,7 @@ from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.pairing import group_tensors, list_held, pair
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
-from shardmath.refits.tiling import explain_cut
+from shardmath.refits.tiling import check_scales, explain_cut
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
 from shardmath.transforms.components import Transform
@@ -244,7 +244,8 @@ def refit(
     FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
     read again. `served` are the tensors as engines hold them, where that is not as the trainer does; `rules` then say
     what is made of them on the way, as `transformed` has it. Raises StoreError with all that does not fit on any side,
-    PlanError where the trainer holds what an engine needs nowhere, and for rules as `transformed` does.
+    and for numbers on a rank without their scale, PlanError where the trainer holds what an engine needs nowhere, and
+    for rules as `transformed` does.
     """
     held = _read_shapes(shapes)
     wanted = held if served is None else _read_shapes(served)
@@ -261,6 +262,7 @@ def refit(
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
     made = transformed(needed, windows, rules or {})
+    check_scales(bound, wanted, rules or {})
     return Refit(plan(made.src, made.dst), source, bound, made)
 
 

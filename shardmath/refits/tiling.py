@@ -1,7 +1,9 @@
-"""Tiling: why an engine cannot store scales as its rows say, where it cuts a tensor inside a tile.
+"""Tiling: an engine's data and their scales, where it cuts a tensor inside a tile.
 
-Scales are cut as their tensor is. Where a rank's part is no whole number of tiles, rows say no more of the scales than
-that their number does not divide; the tensor's own layout has the cut, the tile, and the nearest cuts between tiles.
+1. Scales are cut as their tensor is. Where a rank's part is no whole number of tiles, rows say no more of the scales
+   than that their number does not divide; the tensor's own layout has the cut, the tile, and the nearest cuts.
+2. The number of scales may divide where that of tiles does not: 192 rows in tiles of 128 on two ranks. Then a rank has
+   numbers without their scale, which is an error. Data may be cut anywhere where ranks have every scale of theirs.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.formats.fp8 import FP8Blocks
@@ -21,13 +23,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardmath.base.errors import PlanError, StoreError
+from shardmath.formats.scales import lay_blocks
+from shardmath.layouts.layout import Layout
 from shardmath.storage.binding import bind
-from shardmath.storage.stored import Stored, Vocabulary
+from shardmath.storage.stored import Side, Stored, Vocabulary
 from shardmath.transforms.choosing import choose
 from shardmath.transforms.components import Companion, Component, Transform, list_companions
 from shardmath.transforms.wires import lay
 
-__all__ = ["explain_cut"]
+__all__ = ["check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
@@ -48,6 +52,44 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
         return None
     except PlanError as error:
         return str(error)
+    return None
+
+
+def check_scales(
+    engines: Mapping[str, Side], of: Vocabulary, rules: Mapping[str, Transform]
+) -> None:
+    """Raise StoreError where a rank of an engine has numbers of a tensor without their scale."""
+    beside = _list_beside(of, rules)
+    checked: set[tuple[int, int]] = set()
+    for engine, side in engines.items():
+        for own, (name, companion) in beside.items():
+            if name not in side.layouts or own not in side.layouts:
+                continue
+            data, scales = side.layouts[name], side.layouts[own]
+            # Layers and engines share layouts.
+            pair = id(data), id(scales)
+            if pair in checked:
+                continue
+            checked.add(pair)
+            component = companion.component
+            blocks = component.blocks(data.ndim, "destination")
+            needed = lay_blocks(data, blocks, component.dtype, "scales", name, duplicated=True)
+            rank = _find_short(needed, scales)
+            if rank is not None:
+                raise StoreError(
+                    f"{engine}: rank {rank} has numbers of {name!r} without their scale: data are {data}, "
+                    f"{own!r} is {scales}, a scale per {blocks}; cut both between blocks"
+                )
+
+
+def _find_short(needed: Layout, held: Layout) -> int | None:
+    """The first rank that holds less than it needs."""
+    for rank in needed.mesh.ranks:
+        if rank not in held.mesh:
+            return rank
+        for wanted, own in zip(needed.indices(rank), held.indices(rank), strict=True):
+            if not set(wanted.tolist()) <= set(own.tolist()):
+                return rank
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardmath as sm
+from shardmath.refits.table import make_refit
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import fp8_rows
 
@@ -63,10 +64,16 @@ def test_scales_of_a_row_are_as_vllm_has_them() -> None:
 
 
 def test_a_tile_that_an_engine_cuts_is_named() -> None:
-    """Eight rows on four ranks are two each, and a tile has four."""
+    """Eight rows on four ranks are two each, and a tile has four. Six on two ranks have as many scales as ranks."""
     row = fp8_rows.ROWS[7]._replace(engine=fp8_rows.Engine(tp=4))
     with pytest.raises(
         sm.StoreError,
         match=r"experts.0.gate_proj.weight': rank 4 holds positions 0:2 .* cut every 4",
     ):
         fp8_rows.plan(row)
+    model = fp8_rows.MODELS["experts"]
+    odd = model._replace(config=model.config | {"moe_ffn_hidden_size": 6})
+    with pytest.raises(
+        sm.StoreError, match=r"0: rank 5 has numbers of '.*gate_proj.weight' without their scale"
+    ):
+        make_refit(fp8_rows.ROWS[7], odd)

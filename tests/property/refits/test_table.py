@@ -47,7 +47,9 @@ def test_an_engine_s_configuration() -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(n, marks=() if n in (0, 2, 8, 16, 18, 28, 29, 30, 31, 32) else pytest.mark.slow)
+        pytest.param(
+            n, marks=() if n in (0, 2, 8, 16, 18, 28, 29, 30, 31, 32) else pytest.mark.slow
+        )
         for n in range(len(ROWS))
     ],
 )
