@@ -60,12 +60,16 @@ def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
     The core's plain arithmetic quantises, and not the kernels that a refit runs.
     """
     tensors = {}
+    others = []
     for name, tensor in read(folder):
         tensors[name] = tensor
+        module = name.removesuffix(".weight")
         if name.endswith("_proj.weight"):
             data, scales = tiles.quantise(tensor.float().numpy())
             tensors[name] = torch.from_numpy(data).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
+        elif module != name:
+            others.append(module)
     into.mkdir()
     save_file(tensors, into / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -73,6 +77,7 @@ def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
         "quant_method": "fp8",
         "weight_block_size": list(tiles.block),
         "activation_scheme": "dynamic",
+        "modules_to_not_convert": others,
     }
     (into / "config.json").write_text(json.dumps(config))
     return into

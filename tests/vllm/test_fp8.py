@@ -1,5 +1,5 @@
-"""A refit makes FP8 tiles of bfloat16 weights in vLLM's own parameters, bit for bit as vLLM's own loader fills them from
-a checkpoint of such tiles."""
+"""A refit makes FP8 tiles of bfloat16 weights in vLLM's own parameters, bit for bit as vLLM's own loader fills them
+from a checkpoint of such tiles."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def list_sizes(heads: int) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "head_dim": 64,
+        "moe_intermediate_size": 32 * heads,
     }
 
 
-CASES = [("source", 16), ("destination", 8)]
+CASES = [("qwen3", "source", 16), ("qwen3", "destination", 8), ("qwen3_moe", "destination", 8)]
 """Where is quantised, and heads. Trainers can where their quarters are whole tiles, which those of 8 heads are not."""
 
 
-@pytest.mark.parametrize(("at", "heads"), CASES)
-def test_fp8_parameters_are_those_that_vllm_loads(at: Any, heads: int, tmp_path: Path) -> None:
-    model = fields("qwen3", **list_sizes(heads))
+@pytest.mark.parametrize(("kind", "at", "heads"), CASES)
+def test_fp8_parameters_are_those_that_vllm_loads(
+    kind: str, at: Any, heads: int, tmp_path: Path
+) -> None:
+    model = fields(kind, **list_sizes(heads))
     held, loaded = [], []
     for seed in range(STEPS):
         folder = checkpoints.save(model, tmp_path / str(seed), seed)
