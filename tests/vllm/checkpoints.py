@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["Shapes", "read", "save", "shapes_of"]
+from shardmath import formats
+
+__all__ = ["Shapes", "calibrate", "quantise", "read", "save", "shapes_of"]
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
@@ -38,6 +41,46 @@ def save(fields: dict[str, Any], folder: Path, seed: int = 0) -> Path:
     named = {key: fields[key] for key in ("topk_method", "scoring_func") if key in fields}
     file.write_text(json.dumps(json.loads(file.read_text()) | named))
     return folder
+
+
+def calibrate(folder: Path, layers: int, seed: int = 0) -> Path:
+    """The checkpoint with a scale each of the keys and the values that a layer caches."""
+    tensors = dict(read(folder))
+    torch.manual_seed(seed)
+    for layer in range(layers):
+        for cached in "kv":
+            tensors[f"model.layers.{layer}.self_attn.{cached}_scale"] = torch.rand(())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
+    """The same weights as DeepSeek publishes its own: projections in FP8 beside the scales of their tiles.
+
+    The core's plain arithmetic quantises, and not the kernels that a refit runs.
+    """
+    tensors = {}
+    others = []
+    for name, tensor in read(folder):
+        tensors[name] = tensor
+        module = name.removesuffix(".weight")
+        if name.endswith("_proj.weight"):
+            data, scales = tiles.quantise(tensor.float().numpy())
+            tensors[name] = torch.from_numpy(data).view(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
+        elif module != name:
+            others.append(module)
+    into.mkdir()
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": list(tiles.block),
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": others,
+    }
+    (into / "config.json").write_text(json.dumps(config))
+    return into
 
 
 def read(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import vllm
@@ -16,6 +17,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -71,12 +73,34 @@ def placed(rank: int, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def built(
-    folder: Path, rank: int = 0, tp: int = 1, device: str = "meta", **more: Any
+    folder: Path,
+    rank: int = 0,
+    tp: int = 1,
+    device: str = "meta",
+    *,
+    to_run: bool = False,
+    **more: Any,
 ) -> Iterator[nn.Module]:
-    """The rank's model, which is as if it were on that rank as long as the block is."""
+    """The rank's model, which is as if it were on that rank as long as the block is.
+
+    Unless it is `to_run`, the processor need not have what its kernels multiply with.
+    """
     initialise()
     config = configure(folder, tp, **more)
     with placed(rank, tp), set_current_vllm_config(config):
-        with set_default_torch_dtype(torch.bfloat16), torch.device(device):
+        with contextlib.ExitStack() as building:
+            building.enter_context(set_default_torch_dtype(torch.bfloat16))
+            building.enter_context(torch.device(device))
+            if not to_run:
+                building.enter_context(_on_any_processor())
             model = initialize_model(config)
         yield model
+
+
+def _on_any_processor() -> contextlib.AbstractContextManager[Any]:
+    """What has vLLM build layers of FP8 tiles also where its kernel for them, which needs AMX, cannot run.
+
+    It looks for a kernel when it makes a layer's parameters, which are the same with any, and loading runs none.
+    """
+    can_run = classmethod(lambda kernel, capability=None: (True, None))
+    return mock.patch.object(CPUFp8BlockScaledMMKernel, "is_supported", can_run)

@@ -8,9 +8,12 @@ they are right.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,20 +23,52 @@ from vllm.distributed import parallel_state
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import transforms
 from tests.vllm import checkpoints, engine
 
-__all__ = ["refit"]
+__all__ = ["Asked", "refit"]
 
 TRAINERS, TP = 4, 2
+ITS_OWN = ["*.attn.q_scale", "*.attn.prob_scale"]
+"""What an FP8 engine has for other kinds of attention: no checkpoint has them."""
+CACHED = "*.self_attn.[kv]_scale"
 
 
-def refit(rank: int, folders: list[Path]) -> list[list[str]]:
-    """Which tensors of this rank differ from what vLLM loads, after a refit of each checkpoint."""
+class Asked(NamedTuple):
+    """A checkpoint for each step: as the trainer has it, and as vLLM loads it, which `rules` make of that."""
+
+    held: list[Path]
+    loaded: list[Path]
+    rules: Mapping[str, transforms.Transform] | None
+
+    def plan(self, recorded: sm.Recorded | None) -> smt.Refit:
+        """The refit, once each rank knows what those of the engine have recorded."""
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, recorded and recorded.to_json())
+        ranks = {rank: sm.Recorded.from_json(text) for rank, text in enumerate(texts) if text}
+        held = checkpoints.shapes_of(self.held[0])
+        served = self.list_served() if self.rules else None
+        side = sm.RecordedSide(ranks)
+        planned = sm.refit(_lay_out(held), side, held, served=served, rules=self.rules)
+        sm.verify(planned.plan)
+        return smt.Refit(planned, timeout=60.0)
+
+    def list_served(self) -> checkpoints.Shapes:
+        """What vLLM stores: of scales of its cache it makes numbers of the model's own type as it loads them."""
+        served = checkpoints.shapes_of(self.loaded[0])
+        for name in fnmatch.filter(served, CACHED):
+            shape, _ = served[name]
+            served[name] = shape, "bfloat16"
+        return served
+
+
+def refit(rank: int, asked: Asked) -> list[list[str]]:
+    """Which tensors of this rank differ from what vLLM loads, after each step."""
     _initialise()
     if rank < TRAINERS:
-        return _train(rank, folders)
-    with engine.built(folders[0], rank - TRAINERS, TP, device="cpu") as model:
-        return _serve(model, rank, folders)
+        return _train(rank, asked)
+    with engine.built(asked.loaded[0], rank - TRAINERS, TP, device="cpu") as model:
+        return _serve(model, rank, asked)
 
 
 def _initialise() -> None:
@@ -48,58 +83,57 @@ def _initialise() -> None:
         parallel_state.initialize_model_parallel(TP)
 
 
-def _train(rank: int, folders: list[Path]) -> list[list[str]]:
+def _train(rank: int, asked: Asked) -> list[list[str]]:
     """A trainer's rank: it has a part of each checkpoint in turn, in the same memory."""
-    shapes = checkpoints.shapes_of(folders[0])
-    layouts = _lay_out(shapes)
-    moved = _plan(shapes, None)
-    own = {name: _cut(tensor, layouts[name], rank) for name, tensor in checkpoints.read(folders[0])}
+    first = asked.held[0]
+    layouts = _lay_out(checkpoints.shapes_of(first))
+    moved = asked.plan(None)
+    own = {name: _cut(tensor, layouts[name], rank) for name, tensor in checkpoints.read(first)}
     moved.prepare(src=own)
-    for folder in folders:
+    for folder in asked.held:
         for name, tensor in checkpoints.read(folder):
             own[name].copy_(_cut(tensor, layouts[name], rank))
         moved(acknowledge=True)
-    return [[] for _ in folders]
+    return [[] for _ in asked.held]
 
 
-def _serve(model: nn.Module, rank: int, folders: list[Path]) -> list[list[str]]:
+def _serve(model: nn.Module, rank: int, asked: Asked) -> list[list[str]]:
     """An engine's rank: what is wrong with it after each refit."""
-    shapes = checkpoints.shapes_of(folders[0])
     own = _empty(model)
-    moved = _plan(shapes, smt.record(model.load_weights, shapes, model, form="pairs"))
-    moved.prepare(dst=own)
+    moved = asked.plan(smt.record(model.load_weights, asked.list_served(), model, form="pairs"))
+    moved.prepare(dst=own, own=ITS_OWN)
     wrong = []
-    for folder in folders:
+    for folder in asked.loaded:
         moved(acknowledge=True)
         with engine.built(folder, rank - TRAINERS, TP, device="cpu") as loaded:
             wanted = _empty(loaded)
             loaded.load_weights(checkpoints.read(folder))
         assert own.keys() == wanted.keys()
-        wrong.append([name for name in own if not torch.equal(own[name], wanted[name])])
+        wrong.append([name for name in own if not _is_equal(own[name], wanted[name])])
     return wrong
 
 
-def _plan(shapes: checkpoints.Shapes, recorded: sm.Recorded | None) -> smt.Refit:
-    """The refit, once each rank knows what those of the engine have recorded."""
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, recorded and recorded.to_json())
-    ranks = {rank: sm.Recorded.from_json(text) for rank, text in enumerate(texts) if text}
-    planned = sm.refit(_lay_out(shapes), sm.RecordedSide(ranks), shapes)
-    sm.verify(planned.plan)
-    return smt.Refit(planned, timeout=60.0)
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type and the same bytes."""
+    if one.dtype != other.dtype:
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _lay_out(shapes: checkpoints.Shapes) -> dict[str, sm.Layout]:
-    """The trainer's layouts: those of FSDP2."""
+    """The trainer's layouts: those of FSDP2. Scalars are whole."""
     mesh = sm.Mesh(fsdp=TRAINERS)
-    cut = {"fsdp": sm.Shard(0)}
-    return {
-        name: sm.Layout(shape, mesh, cut, dtype=dtype) for name, (shape, dtype) in shapes.items()
-    }
+    layouts = {}
+    for name, (shape, dtype) in shapes.items():
+        cut = {"fsdp": sm.Shard(0)} if shape else {}
+        layouts[name] = sm.Layout(shape, mesh, cut, dtype=dtype)
+    return layouts
 
 
 def _cut(tensor: Tensor, layout: sm.Layout, rank: int) -> Tensor:
     """A trainer's part."""
+    if not layout.shape:
+        return tensor.clone()
     rows = torch.from_numpy(layout.indices(rank)[0])
     return tensor[rows]
 

@@ -8,11 +8,16 @@ from typing import Any
 __all__ = ["generate", "load_again", "refit", "reload"]
 
 
-def refit(rank: int, folders: list[Path]) -> list[list[str]]:
-    """Refits of these checkpoints, one after the other; which tensors of this rank differ after each."""
+def refit(
+    rank: int, held: list[Path], loaded: list[Path] | None = None, rules: Any = None
+) -> list[list[str]]:
+    """Refits of these checkpoints, one after the other; which tensors of this rank differ after each.
+
+    `loaded` are what vLLM's own loader takes in their place, where `rules` make other tensors of them.
+    """
     from tests.vllm import moves
 
-    return moves.refit(rank, folders)
+    return moves.refit(rank, moves.Asked(held, loaded or held, rules))
 
 
 def generate(rank: int, folder: Path) -> list[list[int]]:

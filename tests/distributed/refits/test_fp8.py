@@ -20,6 +20,12 @@ def test_every_step_brings_all(pool: Pool, options: dict[str, Any]) -> None:
         assert not any(found), f"rank {rank}: {found}"
 
 
+def test_an_engine_recorded_by_its_loader(pool: Pool) -> None:
+    """What it loads is FP8 and scales; rows of the same engine say what is right."""
+    for rank, found in enumerate(pool.run(fp8.steps, {}, True)):
+        assert not any(found), f"rank {rank}: {found}"
+
+
 def test_wires_are_data_and_scales() -> None:
     """A byte a number and a scale a tile, however many engines there are."""
     planned = fp8.plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath import formats, transforms
 from shardmath.numbers.casting import cast_array
-from shardmath.storage import Stored, fill, parse
+from shardmath.storage import Stored, bind, fill, parse
 from tests.distributed.tasks.breaks import ends
 
 HIDDEN, HEADS, KV, INNER = 256, 8, 2, 512
@@ -32,6 +33,9 @@ attn.k_scale                 = attn.k_scale
 attn.v_scale                 = attn.v_scale
 norm.weight                  = norm.weight
 """
+
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "down": ("down",)}
+"""In the order in which a loader puts them."""
 
 SHAPES = {
     "q_proj.weight": (HEADS * 64, HIDDEN),
@@ -88,18 +92,63 @@ def lay_trainer() -> dict[str, sm.Layout]:
     return layouts
 
 
-def plan() -> sm.Refit:
+def plan(*, recorded: bool = False) -> sm.Refit:
+    """The refit of both engines; the first is what its loader was seen to store, where it is `recorded`."""
+    engines: dict[str, Any] = dict(_declare())
+    if recorded:
+        engines["a"] = _record(engines["a"])
+    return plan_to(engines, list_served())
+
+
+def _declare() -> dict[str, Stored]:
     engines = {}
     for name, ranks in ENGINES.items():
         # The second has whole weights, and so other windows of data and of scales.
         text = ENGINE if name == "a" else ENGINE.replace("(tp (", "((").replace("(tp h)", "h")
         engines[name] = Stored(parse(text), (sm.Mesh(tp=2, ranks=ranks),))
-    return plan_to(engines, list_served())
+    return engines
 
 
 def plan_to(engines: Mapping[str, Stored], served: Mapping[str, Any], **unused: Any) -> sm.Refit:
     """The refit of these engines."""
     return sm.refit(lay_trainer(), engines, list_held(), served=served, rules=RULES, **unused)
+
+
+def _record(declared: Stored) -> sm.RecordedSide:
+    """The same engine by its loader."""
+    served = list_served()
+    bound = bind(declared, served)
+    ranks = {}
+    for tp, rank in enumerate(bound.ranks):
+        own = {}
+        for (_, name), shape in bound.natives(rank).items():
+            dtype = getattr(torch, _find_dtype(name))
+            own[name] = torch.empty(shape, dtype=dtype, device="meta")
+        ranks[rank] = smt.record(partial(_load, own, tp), served, own)
+    return sm.RecordedSide(ranks)
+
+
+def _find_dtype(native: str) -> str:
+    """That of a tensor of the engine."""
+    if native.endswith(("_scale", "_scale_inv")):
+        return "float32"
+    return "float8_e4m3fn" if _is_quantised(native) else "bfloat16"
+
+
+def _load(own: Mapping[str, Tensor], tp: int, given: Mapping[str, Tensor]) -> None:
+    """A rank's loader as vLLM has it: one for data and for scales, of which there are fewer rows."""
+    for name, tensor in own.items():
+        prefix, fused, kind = name.rpartition("_proj")
+        layer, _, parts = prefix.rpartition(".")
+        if not fused:
+            tensor.copy_(given[name])
+            continue
+        at = 0
+        for part in FUSED[parts]:
+            whole = given[f"{layer}.{part}_proj{kind}"]
+            own_part = whole.chunk(2, dim=1 if part == "down" else 0)[tp]
+            tensor.narrow(0, at, len(own_part)).copy_(own_part)
+            at += len(own_part)
 
 
 def draw(seed: int) -> Arrays:
@@ -153,11 +202,13 @@ def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[s
     ]
 
 
-def steps(rank: int, options: dict[str, Any]) -> list[Any]:
+def steps(rank: int, options: dict[str, Any], recorded: bool = False) -> list[Any]:
     """What is wrong after each of three steps, of which the last changes one tensor."""
-    planned = plan()
+    planned = plan(recorded=recorded)
+    # Rows say what is right, however the engine was planned.
+    declared = plan().engines if recorded else planned.engines
     refit = smt.Refit(planned, timeout=30.0, **options)
-    mine = {name: planned.engines[name] for name, ranks in ENGINES.items() if rank in ranks}
+    mine = {name: declared[name] for name, ranks in ENGINES.items() if rank in ranks}
     src = _cut(rank, draw(0)) if rank < 4 else None
     zeros = {name: array * 0 for name, array in draw(0).items()}
     dst = {name: _fill(bound, zeros, rank) for name, bound in mine.items()}
