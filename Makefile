@@ -164,6 +164,7 @@ bench: $(DEV)
 	@$(BIN)/python tests/bench/bench_checkpoint.py --folder /dev/shm --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_buffers.py --page docs/benchmarks.md
 	@$(BIN)/python tests/bench/bench_digest.py --page docs/benchmarks.md
+	@$(BIN)/python tests/bench/bench_formats.py --page docs/benchmarks.md
 
 mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py run

@@ -14,6 +14,8 @@ refit.prepare(src=..., dst=...)             # once; then refit() after every ste
 
 recorded = record(load, shapes, module)     # how a loader stores tensors, instead of rows that say it
 
+data, scales = quantise(formats.MXFP8(), tensor)   # of any format, and dequantise, on any device
+
 digest(layout, tensor)                      # a number for what all ranks hold, the same under every layout
 
 layout = from_dtensor(dtensor)              # what every rank really holds
@@ -39,6 +41,8 @@ from shardmath_torch.dtensors.styles import Fused
 from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.formats.quantising import dequantise, quantise
+from shardmath_torch.formats.views import quantised_parts, sendable
 from shardmath_torch.movers.compile import compile
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
@@ -48,9 +52,9 @@ from shardmath_torch.observing.tracing import trace
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, save_state, state_of
+from shardmath_torch.transforms.amaxes import Quantiser, compile_quantise
 from shardmath_torch.transforms.compile import TransformedMover, compile_transformed
 from shardmath_torch.transforms.megatron import megatron_hook
-from shardmath_torch.transforms.quantising import Quantiser, compile_quantise
 from shardmath_torch.weights.filling import load_weights
 
 __all__ = [
@@ -69,6 +73,7 @@ __all__ = [
     "compile_changes",
     "compile_quantise",
     "compile_transformed",
+    "dequantise",
     "digest",
     "export",
     "from_dtensor",
@@ -79,10 +84,13 @@ __all__ = [
     "megatron_hook",
     "open_checkpoint",
     "progress_bar",
+    "quantise",
+    "quantised_parts",
     "record",
     "redistribute",
     "save",
     "save_state",
+    "sendable",
     "set_device_mesh",
     "state_of",
     "to_dtensor",

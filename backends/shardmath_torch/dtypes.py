@@ -26,6 +26,7 @@ from shardmath.base.memo import memo
 
 __all__ = [
     "COPIED",
+    "Seen",
     "divide",
     "dtype_of",
     "fill",
@@ -77,10 +78,10 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(WORDS[tensor.element_size()])
 
 
-class _Seen:
-    """Memory of a tensor, as numpy is told of it, and the tensor, so that it stays."""
+class Seen:
+    """Memory of a tensor as numpy is told of it, and the tensor, so that it stays; `kind` is of its elements."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor
         size = tensor.element_size()
         self.__array_interface__ = {
@@ -88,7 +89,7 @@ class _Seen:
             "data": (tensor.data_ptr(), True),
             "shape": tuple(tensor.shape),
             "strides": tuple(step * size for step in tensor.stride()),
-            "typestr": NUMPY_WORDS[size],
+            "typestr": kind,
         }
 
 
@@ -97,9 +98,10 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
     `Tensor.numpy` would do, but that nobody can resize the tensor's storage ever after, as FSDP does.
     """
+    kind = NUMPY_WORDS[tensor.element_size()]
     if not tensor.numel():
-        return np.zeros(tuple(tensor.shape), NUMPY_WORDS[tensor.element_size()])
-    return np.asarray(_Seen(tensor))
+        return np.zeros(tuple(tensor.shape), kind)
+    return np.asarray(Seen(tensor, kind))
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:

@@ -97,9 +97,12 @@ class Format(ABC):
         return self._pad_shape(self.scale_shape(shape))
 
     def _pad_shape(self, count: tuple[int, ...]) -> tuple[int, ...]:
+        padded = []
         multiples = self._list_multiples(len(count))
-        both = zip(count, multiples, strict=True)
-        return tuple(n + -n % multiple for n, multiple in both)
+        for n, multiple in zip(count, multiples, strict=True):
+            n += -n % multiple
+            padded.append(n)
+        return tuple(padded)
 
     def _list_multiples(self, ndim: int) -> tuple[int, ...]:
         """What each dimension of the scales is padded to a multiple of."""
@@ -155,7 +158,8 @@ class Format(ABC):
             dtype = part.kind if kinds else part.dtype
             # Data are not: of a byte of two numbers nobody can have half.
             shared = duplicated and i > 0
-            found.append(lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared))
+            lies = lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared)
+            found.append(lies)
         return tuple(found)
 
     def scale_layout(
@@ -169,7 +173,8 @@ class Format(ABC):
 
         Padding is holes: nobody sends or stores it, and it is zeros where scales are loaded.
         """
-        return pad_parts(layout, self._list_multiples(layout.ndim))
+        multiples = self._list_multiples(layout.ndim)
+        return pad_parts(layout, multiples)
 
     # Numbers
 

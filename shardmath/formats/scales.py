@@ -67,8 +67,8 @@ def lay_blocks(
         if block is None:
             dims.append(Dimension(shape[d], (Field(shape[d]),)))
             continue
-        bad = None if duplicated else _find_bad_cut(dim, block)
-        if bad is not None:
+        bad = _find_bad_cut(dim, block)
+        if bad and not duplicated:
             found = _word_bad_cut(layout, what, block, d, bad)
             raise FormatError(f"{label(name)}{found}")
         dims.append(_lay_dimension(dim, block, shape[d]))
@@ -109,9 +109,10 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
         # Two stretches may have parts of one block, where cuts inside blocks are allowed.
         first = max(start // block, behind)
         behind = -(-stop // block)
-        if first < behind:
-            segments.append((at, first, behind - first))
-            at += behind - first
+        count = behind - first
+        if count > 0:
+            segments.append((at, first, count))
+            at += count
     return Runs(segments, at)
 
 
@@ -119,7 +120,9 @@ def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
     """The layout under which each rank has, behind its own positions, holes up to a multiple in each dimension."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
-        dims.append(dim if multiple == 1 else _pad_dimension(dim, multiple))
+        if multiple > 1:
+            dim = _pad_dimension(dim, multiple)
+        dims.append(dim)
     return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
@@ -127,7 +130,8 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
     padded = []
     for runs in cells(dim):
         size = len(runs)
-        padded.append(Runs(runs.segments, size + -size % multiple))
+        size += -size % multiple
+        padded.append(Runs(runs.segments, size))
     return fit(dim.size, dim.axes, padded)
 
 

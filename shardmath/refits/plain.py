@@ -46,7 +46,8 @@ class PlainSide:
                 if not any(fnmatchcase(name, pattern) for pattern in unused):
                     faults.append(f"no layout of {name!r}; give one, or name it in unused=")
             elif layout.shape != tuple(shape) or layout.dtype != dtype:
-                faults.append(f"{name!r} is {dtype}{list(shape)}, and its layout {layout}")
+                what = f"{name!r} is {dtype}{list(shape)}, and its layout {layout}"
+                faults.append(f"{what}; what engines hold otherwise goes in served=, with rules=")
             else:
                 held[name] = layout
         if faults:

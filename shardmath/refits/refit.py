@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
-from shardmath.base.text import shown
+from shardmath.base.text import plural, shown
 from shardmath.layouts.holdings import Windows, windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.membership.leaving import without
@@ -57,7 +57,7 @@ ENGINE = "engine"
 
 
 @public
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Refit:
     """A plan from a trainer to its engines, by name, and how each side stores what it moves.
 
@@ -70,6 +70,10 @@ class Refit:
     engines: Mapping[str, Side]
     transforms: Transformed | None = None
     whole: Refit | None = None
+
+    def __repr__(self) -> str:
+        tensors = plural(self.moved, "tensor")
+        return f"<refit of {tensors} to {', '.join(self.engines)}: {self.plan!r}>"
 
     @property
     def moved(self) -> Collection[str]:

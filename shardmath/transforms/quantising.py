@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from shardmath.base import dtypes
 from shardmath.base.arguments import listed, text
 from shardmath.base.errors import PlanError
@@ -251,6 +253,8 @@ class Dequantise:
 
     def _read(self, parts: tuple[Array, ...], dst: Form) -> Array:
         numbers = self.format.dequantise(*parts)
+        # Every NaN has the same bits, whatever the processor makes.
+        numbers[np.isnan(numbers)] = np.nan
         return cast_array(numbers, "float32", dst.dtype)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from shardmath.numbers.casting import cast_array, is_float
 from shardmath.transforms import Form, NegativeExp
-from shardmath_torch.transforms.casting import cast_into
+from shardmath_torch.formats.casting import cast_into
 from shardmath_torch.transforms.functions import finalize
 from tests.distributed.transforms.test_casting import NUMBERS, PAIRS, patterns, to_bytes, to_tensor
 

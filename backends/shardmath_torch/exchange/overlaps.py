@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from shardmath_torch.dtypes import Seen
 from shardmath_torch.exchange.memory import reach
 
 __all__ = ["find_meeting", "find_meeting_sides", "overlaps_itself", "shares_memory"]
@@ -108,25 +109,12 @@ def find_meeting_sides(
         mine.append(span)
 
 
-class _Cells:
-    """The tensor's addresses as numpy sees them; its memory is never read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for step in tensor.stride()),
-            "typestr": f"|V{size}",
-        }
-
-
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the tensors have a byte in common; yes where that is too hard to tell."""
     # numpy's own types know two values of max_work only.
     shares: Callable[..., bool] = np.shares_memory
-    here, there = np.asarray(_Cells(a)), np.asarray(_Cells(b))
+    # Addresses alone, of memory that is never read.
+    here, there = (np.asarray(Seen(one, f"|V{one.element_size()}")) for one in (a, b))
     try:
         return shares(here, there, max_work=MOST_WORK)
     except np.exceptions.TooHardError:

@@ -2,12 +2,12 @@
 
 In reading order:
 
-- `casting`: numbers of one type as those of another;
+- `quantising`: data and scales, made of numbers and read again;
 - `functions`: what transforms do, on tensors;
 - `packing`: what a rank holds, without holes;
 - `workers`: what one rank does for one of its tensors;
 - `megatron`: hooks of Megatron-Core as transforms;
 - `agreeing`: what ranks agree on before they agree on a plan;
 - `compile`: two sides and what travels between them, made ready;
-- `quantising`: parts of a tensor whose blocks ranks cut.
+- `amaxes`: parts of a tensor whose blocks ranks cut.
 """

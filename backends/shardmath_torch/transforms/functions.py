@@ -18,10 +18,24 @@ from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
 from shardmath.numbers.elements import Array, numpy_type, read_elements
-from shardmath.transforms import Cast, Form, NegativeExp, Transform
+from shardmath.transforms import (
+    Cast,
+    Dequantise,
+    Form,
+    NegativeExp,
+    Quantise,
+    Requantise,
+    Transform,
+)
 from shardmath.transforms.custom import OnTensors
 from shardmath_torch.dtypes import dtype_of, see_words, words
-from shardmath_torch.transforms.casting import cast, cast_into, negative_exp_into
+from shardmath_torch.formats.casting import cast, cast_into, negative_exp_into
+from shardmath_torch.transforms.quantising import (
+    dequantise_into,
+    prepare_numbers,
+    quantise_arrived,
+    requantise_into,
+)
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
 
@@ -48,8 +62,20 @@ def _make_exp(t: Transform, src: Form, dst: Form, values: _Values, out: _Values)
     negative_exp_into(values[0], src.dtype, dst.dtype, out[0])
 
 
-PREPARE: dict[type, _Making] = {Cast: _prepare_cast, NegativeExp: _make_exp}
-FINALIZE: dict[type, _Making] = {Cast: _finalize_cast, NegativeExp: _make_exp}
+PREPARE: dict[type, _Making] = {
+    Cast: _prepare_cast,
+    NegativeExp: _make_exp,
+    Quantise: prepare_numbers,
+    Dequantise: dequantise_into,
+    Requantise: requantise_into,
+}
+FINALIZE: dict[type, _Making] = {
+    Cast: _finalize_cast,
+    NegativeExp: _make_exp,
+    Quantise: quantise_arrived,
+    Dequantise: dequantise_into,
+    Requantise: requantise_into,
+}
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:

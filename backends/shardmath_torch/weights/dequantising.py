@@ -1,18 +1,26 @@
 """Dequantising: what a rank has of a tensor, from its data and the scales of the blocks of which it has some.
 
-1. A rank's part is boxes of the tensor, and each box is dequantised by itself, so that ends of boxes may lie inside
-   blocks. Holes are zero.
+1. A rank's part is boxes of the tensor. What of a box lies before the first cut between blocks, in each dimension, is a
+   box of its own; then each begins with a block, or lies inside one, and is dequantised as if it were a whole tensor.
 2. Scales lie packed: in each dimension those of the blocks that the rank has some of, in ascending order.
-3. Numbers are those of the whole tensor, dequantised in float32 and rounded once, to the module's type.
+3. Numbers are those of the whole tensor, dequantised in float32 and rounded once, to the module's type. Holes are zero.
+
+>>> list(_begin_with_blocks([slice(0, 7)], [slice(5, 12)], (4,)))
+[((slice(0, 3, None),), (slice(5, 8, None),)), ((slice(3, 7, None),), (slice(8, 12, None),))]
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardmath.base.arrays import Ints
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.formats import quantising
 from shardmath_torch.safetensors.slices import Slices, list_boxes, make_zeros
 from shardmath_torch.weights.quantised import E8M0, Quantised
 
@@ -23,23 +31,41 @@ def dequantise(one: Quantised, data: Tensor, scales: Tensor, rank: int) -> Tenso
     """The rank's local tensor, of the module's type, from what it has read."""
     out = make_zeros(one.layout, rank)
     factors = _read_scales(scales, one.format.parts[1].dtype)
+    shape = one.layout.shape
+    blocks = one.format.blocks.positions(shape)
     held = one.scales.indices(rank)
-    for local, where in list_boxes(one.layout, rank):
-        cover = one.format.cover(where, one.layout.shape)
-        firsts = [
-            np.searchsorted(index, part.start) for index, part in zip(held, cover, strict=True)
-        ]
-        spans = zip(firsts, cover, strict=True)
-        own = tuple(slice(at, at + part.stop - part.start) for at, part in spans)
-        out[local] = _dequantise_box(one, data[local], factors[own], where)
+    for box, positions in list_boxes(one.layout, rank):
+        for local, where in _begin_with_blocks(box, positions, blocks):
+            cover = one.format.cover(where, shape)
+            own = tuple(map(_find_scales, held, cover))
+            parts = data[local], factors[own]
+            out[local] = quantising.dequantise(one.format, parts, torch.float32)
     return out
 
 
-def _dequantise_box(one: Quantised, data: Tensor, scales: Tensor, where: Slices) -> Tensor:
-    """The float32 numbers of a box of the tensor."""
-    shape = one.layout.shape
-    values = one.format.dequantise(data.numpy(), scales.numpy(), where=where, shape=shape)
-    return torch.from_numpy(values)
+def _begin_with_blocks(
+    local: Sequence[slice], where: Sequence[slice], blocks: Sequence[int]
+) -> Iterator[tuple[Slices, Slices]]:
+    """The parts of a box that begin with a block or lie inside one: in the local tensor, and in the whole one."""
+    pieces = [_cut_once(*of_one) for of_one in zip(local, where, blocks, strict=True)]
+    for part in itertools.product(*pieces):
+        inside, outside = zip(*part, strict=True)
+        yield inside, outside
+
+
+def _cut_once(local: slice, where: slice, block: int) -> list[tuple[slice, slice]]:
+    """The positions before the first cut between blocks, and those behind it."""
+    first = min(where.stop, where.start + -where.start % block)
+    cut = local.start + first - where.start
+    before = slice(local.start, cut), slice(where.start, first)
+    behind = slice(cut, local.stop), slice(first, where.stop)
+    return [(inside, outside) for inside, outside in (before, behind) if inside.start < inside.stop]
+
+
+def _find_scales(index: Ints, blocks: slice) -> slice:
+    """Where consecutive blocks are among those of which there are scales, which ascend."""
+    first = int(np.searchsorted(index, blocks.start))
+    return slice(first, first + blocks.stop - blocks.start)
 
 
 def _read_scales(scales: Tensor, dtype: str) -> Tensor:

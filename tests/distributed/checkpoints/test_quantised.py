@@ -17,6 +17,7 @@ TEXTS = {
     "rows -> columns": ("(tp n) k", "n (tp k)"),
     "FSDP over tensor parallel -> tensor parallel": ("(tp dp n) k", "(dp n) (tp k)"),
     "columns -> rows cut inside blocks": ("n (tp k)", "(n tp 24) k"),
+    "rows and columns cut inside blocks -> columns": ("(n dp 24) (k tp 6)", "n (tp k)"),
 }
 FORMATS: dict[str, formats.Format] = {
     "mxfp8": formats.MXFP8(),

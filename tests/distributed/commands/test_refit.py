@@ -196,10 +196,15 @@ def raw(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+AO_WARNING = re.compile(r"^Failed to load .*/torchao/|<enum '\w+'> is an Enum subclass")
+
+
 @pytest.mark.slow
 def test_the_demo() -> None:
     done = shardmath("refit", "--demo", "--steps", "1")
-    assert (done.returncode, done.stderr) == (0, "")
+    # transformers imports torchao where it is installed, which warns that it finds no CUDA.
+    said = [line for line in done.stderr.splitlines() if not AO_WARNING.search(line)]
+    assert (done.returncode, said) == (0, [])
     assert (
         "embeddings of the arrived weights equal the original model's, bit for bit" in done.stdout
     )

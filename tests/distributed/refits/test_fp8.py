@@ -8,7 +8,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.storage import Stored, parse
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import fp8
 
 
@@ -47,3 +47,11 @@ def test_what_lacks_its_scales_is_an_error() -> None:
         fp8.plan_to(
             {"a": short, "b": whole}, fp8.list_served(), unused=["*down_proj.weight_scale_inv"]
         )
+
+
+@pytest.mark.parametrize("at", ["source", "destination"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_is_wire_tensors_and_what_is_under_way(dtype: str, at: str) -> None:
+    """Beside them a few MiB: what kernels work in, what the allocator keeps."""
+    for taken, wires in alone(2, fp8.measure_memory, dtype, at):
+        assert taken <= wires + fp8.LIMIT + (12 << 20), (taken >> 20, wires >> 20)

@@ -175,3 +175,46 @@ def steps(rank: int, options: dict[str, Any]) -> list[Any]:
     stayed = at == [tensor.data_ptr() for own in dst.values() for tensor in own.values()]
     found.append("" if stayed else "buffers moved")
     return found
+
+
+# Memory
+
+ROWS, COLUMNS = 4096, 8192
+LIMIT = 4 << 20
+
+
+def measure_memory(rank: int, dtype: str, at: str) -> tuple[int, int]:
+    """Bytes that two steps take at their peak beside the tensors, and those of wire tensors; of one 32 Mi weight."""
+    mx = formats.MXFP8()
+    shape = ROWS, COLUMNS
+    held = sm.Layout(shape, sm.Mesh(ranks=[0]), "n k", dtype=dtype)
+    served = sm.Layout(shape, sm.Mesh(ranks=[1]), "n k", dtype="uint8")
+    scales = mx.scale_layout(served)
+    vocabulary = {"w": (shape, dtype)}
+    quantised = {"w": (shape, "uint8"), "w_scale": (scales.shape, "uint8")}
+    rules = {"w": transforms.Quantise(mx, at)}  # type: ignore[arg-type]
+    planned = sm.refit(
+        {"w": held}, {"w": served, "w_scale": scales}, vocabulary, served=quantised, rules=rules
+    )
+    refit = smt.Refit(planned, timeout=60.0, max_inflight_bytes=LIMIT)
+    src = {"w": torch.randn(shape).to(getattr(torch, dtype))} if rank == 0 else None
+    dst = None
+    if rank == 1:
+        dst = {
+            "w": torch.zeros(shape, dtype=torch.uint8),
+            "w_scale": torch.zeros(scales.shape, dtype=torch.uint8),
+        }
+    refit.prepare(src, dst)
+    before = _read_memory("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    for _ in range(2):
+        refit(acknowledge=True)
+    return _read_memory("VmHWM") - before, refit.wire_bytes
+
+
+def _read_memory(what: str) -> int:
+    """Resident bytes of this process, now or at their peak."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(what))
+    return int(line.split()[1]) << 10

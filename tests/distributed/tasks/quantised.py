@@ -39,7 +39,7 @@ def taken(whole: torch.Tensor, layout: sm.Layout, rank: int) -> torch.Tensor:
         raw = np.take(raw, index.clip(0), axis=d)
         shape = [1] * raw.ndim
         shape[d] = len(index)
-        raw = raw * (index >= 0).reshape(shape).astype(raw.dtype)
+        raw = np.where((index >= 0).reshape(shape), raw, raw.dtype.type(0))
     return torch.from_numpy(np.ascontiguousarray(raw)).view(whole.dtype)
 
 
@@ -50,7 +50,7 @@ def resharded(
     whole = parts_of(one, numbers(shape, 0))
     mesh = sm.Mesh(dp=2, tp=4)
     before, after = (sm.Layout(shape, mesh, text) for text in texts)
-    src = named(one, before, kinds=True)
+    src = named(one, before, kinds=True, duplicated=True)
     # Ranks save their scales as kernels store them.
     src["scales"] = one.pad_layout(src["scales"])
     smt.save(path, {name: taken(whole[name], lies, rank) for name, lies in src.items()}, src)

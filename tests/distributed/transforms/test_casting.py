@@ -15,7 +15,7 @@ from shardmath.numbers.casting import NAN, cast_array, is_float, refuse_cast
 from shardmath.numbers.elements import numpy_type
 from shardmath.transforms import Cast, Custom, Form, NegativeExp
 from shardmath.transforms.components import Component
-from shardmath_torch.transforms.casting import cast_into
+from shardmath_torch.formats.casting import cast_into
 from shardmath_torch.transforms.functions import finalize, prepare
 
 NUMBERS = [name for name in ITEMSIZE if is_float(name) or is_integer(name) or is_bool(name)]

@@ -55,6 +55,13 @@ def carry(moved: sm.Refit, arrays: dict[str, Array]) -> dict[int, dict[str, Arra
     return sm.simulate(moved.plan, given)  # type: ignore[return-value]
 
 
+def test_refits_say_what_they_are() -> None:
+    mesh = sm.Mesh(tp=2, ranks=(2, 3))
+    side = Stored(parse("w = w : (tp n)"), (mesh,))
+    moved = sm.refit(Stored(parse("... = ..."), (sm.Mesh(dp=2),)), side, {"w": ((4,), "int8")})
+    assert repr(moved) == f"<refit of 1 tensor to engine: {moved.plan!r}>"
+
+
 def check_arrived(moved: sm.Refit, arrays: dict[str, Array], name: str) -> None:
     """Everything that the engine's ranks hold has arrived; cells of other tensors are theirs."""
     arrived = carry(moved, arrays)

@@ -184,8 +184,23 @@ def test_half_the_bytes_travel() -> None:
     for at, per_number in (("source", 1 + 1 / 32), ("destination", 2)):
         dst = hold(FORMATS["MXFP8"], sm.Mesh(tp=2, ranks=(4, 5)), "(tp n) k", "uint8")
         t = sm.transformed(src, dst, {"w": Quantise(FORMATS["MXFP8"], at, ("_scales",))})
-        sent = sum(sm.plan(t.src, t.dst).sent_bytes().values())
+        plan = sm.plan(t.src, t.dst)
+        sent = sum(plan.sent_bytes().values())
         assert sent == 512 * 512 * per_number
+
+
+def test_certificates_count_what_travels() -> None:
+    """Nothing takes less time than the bytes of the busiest rank."""
+    bounds = []
+    for at in ("source", "destination"):
+        src = sm.Layout((4096, 4096), HERE, "(tp dp n) k", dtype="bfloat16")
+        dst = sm.Layout((4096, 4096), sm.Mesh(tp=2, ranks=(8, 9)), "(tp n) k", dtype="uint8")
+        both = {"w": dst, "w_scale": formats.MXFP8().scale_layout(dst)}
+        t = sm.transformed({"w": src}, both, {"w": Quantise(formats.MXFP8(), at)})  # type: ignore[arg-type]
+        certificate = sm.certify(sm.schedule(sm.plan(t.src, t.dst)))
+        bounds.append(certificate.bound_s)
+    here, there = bounds
+    assert here < 0.55 * there
 
 
 def refusal(transform: Any, here: str, there: str, dtype: str = "bfloat16") -> str:

@@ -15,7 +15,7 @@ from shardmath.numbers.casting import NAN, SHORT, is_float
 from shardmath.numbers.exponential import exp
 from shardmath_torch.dtypes import dtype_of, words
 
-__all__ = ["cast", "cast_into", "negative_exp_into"]
+__all__ = ["cast", "cast_into", "may_have_nan", "negative_exp_into"]
 
 
 def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
@@ -26,12 +26,14 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
     # torch has casts from each type of its own, of which not all round twice.
     short = values.float() if dst in SHORT else values
     out.copy_(short)
-    if is_float(src) and is_float(dst) and _may_have_nan(out):
+    # Where one has NaN the other has, and torch compares large numbers faster than short ones.
+    wider = max(values, out, key=Tensor.element_size)
+    if is_float(src) and is_float(dst) and may_have_nan(wider):
         # torch's own bits of NaN differ between the middle of a tensor and its end.
         words(out).masked_fill_(out.isnan(), NAN[dst])
 
 
-def _may_have_nan(values: Tensor) -> bool:
+def may_have_nan(values: Tensor) -> bool:
     """Whether NaN has to be looked for, which on a CPU takes longer than the cast; weights have none."""
     if values.device.type != "cpu":
         return True  # asking would wait for the device
