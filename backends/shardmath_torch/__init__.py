@@ -52,9 +52,9 @@ from shardmath_torch.observing.tracing import trace
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, save_state, state_of
+from shardmath_torch.transforms.amaxes import Quantiser, compile_quantise
 from shardmath_torch.transforms.compile import TransformedMover, compile_transformed
 from shardmath_torch.transforms.megatron import megatron_hook
-from shardmath_torch.transforms.quantiser import Quantiser, compile_quantise
 from shardmath_torch.weights.filling import load_weights
 
 __all__ = [

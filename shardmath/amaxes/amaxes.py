@@ -50,7 +50,6 @@ from shardmath.base.text import shown
 from shardmath.formats.blocks import Blocks, label
 from shardmath.formats.floats import Floats
 from shardmath.formats.format import Format
-from shardmath.formats.format import Part as Kind
 from shardmath.formats.fp8 import FP8
 from shardmath.formats.nvfp4 import MOST_OF_ALL, NVFP4
 from shardmath.formats.scales import list_stretches
@@ -60,7 +59,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.numbers.elements import Array, numpy_type
 from shardmath.transforms.packing import pack
 
-__all__ = ["Amaxes", "plan_amaxes"]
+__all__ = ["Amaxes", "Piece", "plan_amaxes"]
 
 WHOLE = Blocks((), others=None)
 """The one block that all of a tensor is."""
@@ -75,6 +74,19 @@ class _Place(NamedTuple):
     part: Part
     shape: tuple[int, ...]
     shares: tuple[Share, ...]
+
+
+class Piece(NamedTuple):
+    """A box of a rank's part, which can be quantised alone where the amaxes of its blocks are known.
+
+    `there` is where it is in the tensor, `here` in what the rank holds of it, packed; `blocks` where its blocks are
+    among those that the rank touches, and `targets` where its data and scales are in those of the rank.
+    """
+
+    there: Box
+    here: Box
+    blocks: Box
+    targets: tuple[Box, ...]
 
 
 @public
@@ -99,22 +111,41 @@ class Amaxes:
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
-        place = self._find_place(rank)
         packed = self._read(rank, x)
-        format = self.format
-        shape = self.layout.shape
-        if isinstance(format, FP8) and format.tensor_amax is not None:
-            return np.full(place.shape, format.tensor_amax, np.float32)
-        out = np.zeros(place.shape, np.float32)
-        touched = touch(place.part, format.blocks, shape)
-        for there, here in place.part.boxes():
-            cover = format.cover(there, shape)
-            own = touched.locate(cover)
-            values = packed[here]
-            found = format.amax(values, there, shape)
-            # Two boxes may have parts of one block.
-            out[own] = np.maximum(out[own], found)
+        known = self.find_known(rank)
+        if known is not None:
+            return known
+        out = np.zeros(self._find_place(rank).shape, np.float32)
+        for piece in self.list_pieces(rank):
+            values = packed[piece.here]
+            found = self.format.amax(values, piece.there, self.layout.shape)
+            # Two pieces may have parts of one block.
+            out[piece.blocks] = np.maximum(out[piece.blocks], found)
         return out
+
+    def find_known(self, rank: int) -> Floats | None:
+        """The amax of each block that the rank touches, where the format says it; None where it is to be measured."""
+        shape = self._find_place(rank).shape
+        if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
+            return np.full(shape, self.format.tensor_amax, np.float32)
+        return None
+
+    def list_pieces(self, rank: int) -> Iterator[Piece]:
+        """The boxes of which the rank's part is made, for those who measure and cast by other means than these."""
+        part = self._find_place(rank).part
+        shape = self.layout.shape
+        scales = self.format.blocks
+        kinds = [scales, *(one.blocks for one in self.format.parts)]
+        grids = [touch(part, blocks, shape) for blocks in kinds]
+        sizes = scales.per_dimension(len(shape))
+        for there, here in part.boxes(sizes):
+            found = []
+            for blocks, grid in zip(kinds, grids, strict=True):
+                window = make_window(blocks, there, shape)
+                own = grid.locate(window.cover)
+                found.append(own)
+            first, *others = found
+            yield Piece(there, here, first, tuple(others))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
         """What the rank sends of what it has measured, by local name. Raises PlanError."""
@@ -159,16 +190,15 @@ class Amaxes:
         packed = self._read(rank, x)
         _check_like(amax, place.shape, f"rank {rank}: amaxes")
         shape = self.layout.shape
-        touched = touch(place.part, format.blocks, shape)
-        drafts = [_Draft(place.part, one, shape) for one in format.parts]
-        for there, here in place.part.boxes():
-            cover = format.cover(there, shape)
-            own = amax[touched.locate(cover)]
-            values = packed[here]
-            found = format.quantise(values, amax=own, where=there, shape=shape)
-            for draft, made in zip(drafts, found, strict=True):
-                draft.write(there, made)
-        return tuple(draft.array for draft in drafts)
+        made = tuple(_make_empty(layout, rank) for layout in self.layouts)
+        for piece in self.list_pieces(rank):
+            values = packed[piece.here]
+            own = amax[piece.blocks]
+            parts = format.quantise(values, amax=own, where=piece.there, shape=shape)
+            for out, target, part in zip(made, piece.targets, parts, strict=True):
+                # Two pieces have the same scale for a block that is in both.
+                out[target] = part
+        return made
 
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
@@ -184,6 +214,10 @@ class Amaxes:
             return []
         windows = windows_of(side[self.name], self.name, PlanError)
         return [key for key, _ in windows.locals(self.name, rank)]
+
+    def count_blocks(self, rank: int) -> tuple[int, ...]:
+        """How many blocks the rank touches in each dimension: the shape of what it measures."""
+        return self._find_place(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:
         """How many slots the rank holds at an end."""
@@ -212,6 +246,7 @@ class Amaxes:
 
     def _read(self, rank: int, x: Floats) -> Floats:
         """What the rank holds, without holes."""
+        self._find_place(rank)
         expected = self.layout.local_shape(rank)
         what = f"{label(self.name)}rank {rank}: the local array"
         _check_like(x, expected, what)
@@ -252,20 +287,10 @@ def _tell(format: Format, of_all: Sequence[Floats]) -> Format:
     return format
 
 
-class _Draft:
-    """What a rank has of data, or of scales, while they are made box by box."""
-
-    def __init__(self, part: Part, kind: Kind, shape: tuple[int, ...]) -> None:
-        self._blocks = kind.blocks
-        self._shape = shape
-        self._touched = touch(part, kind.blocks, shape)
-        self.array: Array = np.zeros(self._touched.shape, numpy_type(kind.dtype))
-
-    def write(self, where: Box, values: Array) -> None:
-        """Those of a box of the tensor. Two boxes have the same for a block that is in both."""
-        window = make_window(self._blocks, where, self._shape)
-        own = self._touched.locate(window.cover)
-        self.array[own] = values
+def _make_empty(layout: Layout, rank: int) -> Array:
+    """Memory for what the rank has of data, or of scales."""
+    shape = layout.local_shape(rank)
+    return np.zeros(shape, numpy_type(layout.dtype))
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:

@@ -4,13 +4,15 @@
    shares of fused tensors, and of tensors dealt out in turn.
 2. It **touches** a block of which it has a position, and **cuts** it where it has not all of them. What stands for all
    of a dimension is touched by every part, one of no position too.
+3. Its boxes begin where a block does, or end in the block in which they begin. So each has the blocks
+   of a tensor of its own, and whoever quantises it need not know where it lies.
 
 >>> part = Part((((0, 2), (3, 8)),))
 >>> touched = touch(part, Blocks((2,)), (8,))
 >>> touched.numbers[0], touched.cut
 (array([0, 1, 2, 3]), array([False,  True, False, False]))
->>> [(str(there[0]), str(here[0])) for there, here in part.boxes()]
-[('slice(0, 2, None)', 'slice(0, 2, None)'), ('slice(3, 8, None)', 'slice(2, 7, None)')]
+>>> [(there[0].start, there[0].stop, here[0].start) for there, here in part.boxes((2,))]
+[(0, 2, 0), (3, 4, 2), (4, 8, 3)]
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Ints
-from shardmath.formats.blocks import Blocks
+from shardmath.formats.blocks import Blocks, Sizes
 from shardmath.formats.scales import list_stretches
 
 __all__ = ["Bools", "Box", "Part", "Touched", "read_part", "touch"]
@@ -46,9 +48,9 @@ class Part(NamedTuple):
         ends = [spans[-1][1] for spans in self.dims]
         return 0 in ends
 
-    def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Each box in the tensor, and where it is among the part's own positions."""
-        placed = map(_place_stretches, self.dims)
+    def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
+        """Each box in the tensor, for blocks of these sizes, and where it is among the part's own positions."""
+        placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             there, here = zip(*box, strict=True)
             yield there, here
@@ -63,17 +65,27 @@ def read_part(held: Sequence[Runs]) -> Part:
     return Part(tuple(dims))
 
 
-def _place_stretches(spans: Stretches) -> list[tuple[slice, slice]]:
-    """Each stretch, and where it is when they are one after the other."""
+def _place_stretches(spans: Stretches, size: int | None) -> list[tuple[slice, slice]]:
+    """Each stretch, cut behind a block of which it has the end alone; and where it is when they are one by one."""
     at = 0
     placed = []
-    for start, stop in spans:
+    for start, stop in _cut_first(spans, size):
         behind = at + stop - start
         there = slice(start, stop)
         here = slice(at, behind)
         placed.append((there, here))
         at = behind
     return placed
+
+
+def _cut_first(spans: Stretches, size: int | None) -> Iterator[tuple[int, int]]:
+    """The stretches, those apart that come before the first beginning of a block."""
+    for start, stop in spans:
+        border = start + -start % (size or 1)
+        if start < border < stop:
+            yield start, border
+            start = border
+        yield start, stop
 
 
 class Touched(NamedTuple):

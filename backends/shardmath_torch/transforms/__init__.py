@@ -9,5 +9,5 @@ In reading order:
 - `megatron`: hooks of Megatron-Core as transforms;
 - `agreeing`: what ranks agree on before they agree on a plan;
 - `compile`: two sides and what travels between them, made ready;
-- `quantiser`: parts of a tensor whose blocks ranks cut.
+- `amaxes`: parts of a tensor whose blocks ranks cut.
 """

@@ -24,27 +24,25 @@ from shardmath.formats.floats import Floats
 from shardmath.formats.format import Format
 from shardmath.layouts.holdings import holdings_digest
 from shardmath.layouts.layout import Layout
-from shardmath.numbers.casting import cast_array
-from shardmath.numbers.elements import numpy_type
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.shadows import Pair
-from shardmath_torch.dtypes import dtype_of, see_words
+from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check
+from shardmath_torch.formats.quantising import amax_of, quantise
 from shardmath_torch.movers.compile import make_ready
 from shardmath_torch.movers.mover import Mover
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.transforms.agreeing import agree, attempt, join_group
+from shardmath_torch.transforms.packing import Packing
 
 __all__ = ["Quantiser", "compile_quantise"]
 
 EXACT = ("float32", "bfloat16", "float16")
 """Types whose numbers float32 has."""
-
-NOTHING = np.zeros(0, np.float32)
 
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
@@ -60,12 +58,8 @@ class _Call:
     def __init__(self, out: object) -> None:
         self.out = out
         self.made: tuple[Tensor, ...] = ()
-        self.x: Floats = NOTHING
-        self.own: Floats = NOTHING
-
-    def forget(self) -> None:
-        """The numbers are kept no longer."""
-        self.x = self.own = NOTHING
+        self.numbers: Tensor | None = None
+        self.own: Floats = np.zeros(0, np.float32)
 
 
 class _Ends(Stage):
@@ -86,6 +80,8 @@ class _Ends(Stage):
             for part, lies in zip(amaxes.format.parts, amaxes.layouts, strict=True):
                 parts[part.name] = lies.local_shape(rank), lies
             self._received = _make_slots(amaxes, "destination", rank, self._device)
+            self._packing = Packing(layout, rank, self._device)
+            self._pieces = list(amaxes.list_pieces(rank))
         self._tensor = Wanted("source", rank, tensors, single=True)
         self._parts = Wanted("destination", rank, parts, single=False)
         self._writes = False
@@ -102,8 +98,8 @@ class _Ends(Stage):
         self._call = call
         if not self._is_holder:
             return {}, {}
-        call.x = _see_numbers(here[""])
-        call.own = self._amaxes.measure(self._rank, call.x)
+        call.numbers = self._packing.read(here[""])
+        call.own = self._measure(call.numbers)
         sent = {}
         for key, slots in self._amaxes.send(self._rank, call.own).items():
             row = torch.from_numpy(slots)
@@ -137,32 +133,45 @@ class _Ends(Stage):
             return ()
         slots = {}
         for key, row in self._received.items():
-            slots[key] = _see_numbers(row)
+            slots[key] = row.cpu().numpy()
         call = self._call
-        made = self._amaxes.finish(self._rank, call.x, call.own, slots)
+        format, amax = self._amaxes.settle(self._rank, call.own, slots)
         self._writes = True
-        for array, out in zip(made, call.made, strict=True):
-            values = torch.from_numpy(array)
-            with torch.no_grad():
-                out.copy_(values)
+        self._cast(format, amax)
         self._writes = False
         return ()
 
+    def _measure(self, numbers: Tensor) -> Floats:
+        """The amax of each block that the rank touches, of its own part."""
+        known = self._amaxes.find_known(self._rank)
+        if known is not None:
+            return known
+        shape = self._amaxes.count_blocks(self._rank)
+        largest = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        for piece in self._pieces:
+            found = amax_of(self._amaxes.format, numbers[piece.here])
+            own = largest[piece.blocks]
+            torch.maximum(own, found, out=own)
+        return largest.cpu().numpy()
+
+    def _cast(self, format: Format, amax: Floats) -> None:
+        """Data and scales in their place."""
+        numbers = self._call.numbers
+        assert numbers is not None, "bound before"
+        amaxes = torch.from_numpy(amax).to(self._device)
+        for piece in self._pieces:
+            into = []
+            for out, target in zip(self._call.made, piece.targets, strict=True):
+                into.append(out[target])
+            quantise(format, numbers[piece.here], into, amaxes[piece.blocks])
+
     def end(self) -> None:
         """The caller's tensors are kept no longer."""
-        self._call.forget()
+        self._call = _Call(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Outputs, where it has begun to write them."""
         return tuple(self._parts.tensors) if self._writes else ()
-
-
-def _see_numbers(tensor: Tensor) -> Floats:
-    """The numbers as an array of float32: memory that may be the caller's, to be read."""
-    here = tensor.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    words = see_words(here)
-    return cast_array(words.view(numpy_type(name)), name, "float32")
 
 
 def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> dict[str, Tensor]:
