@@ -7,7 +7,7 @@
    multiples of it. Zeros keep their signs.
 3. **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes the largest
    number, and the block's byte is 254 by `rceil`, where all finite numbers become 0, and 247 by `floor` (240 of E5M2),
-   where they keep their bits. The product is infinite again in both.
+   where small ones do. The product is infinite again in both.
 4. Data are x times 2^(127 - b), which is exact, rounded to nearest, ties to even, saturated.
 5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).
 
