@@ -42,7 +42,7 @@ from shardmath.refits.coverage import Native, find_faults, show_native
 from shardmath.refits.pairing import group_tensors, list_held, pair
 from shardmath.refits.plain import PlainSide
 from shardmath.refits.sharing import share
-from shardmath.refits.tiling import check_scales, explain_cut
+from shardmath.refits.tiling import check_places, check_scales, explain_cut
 from shardmath.storage.binding import Bound, bind
 from shardmath.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
 from shardmath.transforms.components import Transform
@@ -263,6 +263,7 @@ def refit(
     _check_sources(source, needed)
     made = transformed(needed, windows, rules or {})
     check_scales(bound, wanted, rules or {})
+    check_places(bound, wanted, rules or {})
     return Refit(plan(made.src, made.dst), source, bound, made)
 
 

@@ -4,6 +4,7 @@
    than that their number does not divide; the tensor's own layout has the cut, the tile, and the nearest cuts.
 2. The number of scales may divide where that of tiles does not: 192 rows in tiles of 128 on two ranks. Then a rank has
    numbers without their scale, which is an error. Data may be cut anywhere where ranks have every scale of theirs.
+3. In a fused tensor every part begins with a tile, where its scales begin: who reads it knows nothing of parts.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.formats.fp8 import FP8Blocks
@@ -25,13 +26,13 @@ from collections.abc import Mapping
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.formats.scales import lay_blocks
 from shardmath.layouts.layout import Layout
-from shardmath.storage.binding import bind
-from shardmath.storage.stored import Side, Stored, Vocabulary
+from shardmath.storage.binding import Bound, bind
+from shardmath.storage.stored import Side, Slot, Stored, Vocabulary
 from shardmath.transforms.choosing import choose
 from shardmath.transforms.components import Companion, Component, Transform, list_companions
 from shardmath.transforms.wires import lay
 
-__all__ = ["check_scales", "explain_cut"]
+__all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
@@ -80,6 +81,47 @@ def check_scales(
                     f"{engine}: rank {rank} has numbers of {name!r} without their scale: data are {data}, "
                     f"{own!r} is {scales}, a scale per {blocks}; cut both between blocks"
                 )
+
+
+def check_places(
+    engines: Mapping[str, Side], of: Vocabulary, rules: Mapping[str, Transform]
+) -> None:
+    """Raise StoreError where a part of a fused tensor begins inside a tile, or beside the scales of another part."""
+    beside = _list_beside(of, rules)
+    checked: set[object] = set()
+    for engine, side in engines.items():
+        # Engines that store alike do so at the same places.
+        alike = (
+            (side.stored.rows, *map(str, side.stored.meshes)) if isinstance(side, Bound) else engine
+        )
+        if beside and alike not in checked:
+            checked.add(alike)
+            for rank in sorted(side.ranks):
+                _check_rank(engine, side, rank, beside)
+
+
+def _check_rank(
+    engine: str, side: Side, rank: int, beside: Mapping[str, tuple[str, Companion]]
+) -> None:
+    slots = side.slots(rank)
+    for own, (name, companion) in beside.items():
+        if name not in slots or own not in slots:
+            continue
+        sizes = companion.component.block(side.layouts[name].ndim, "destination")
+        both = _list_begins(slots[name]), _list_begins(slots[own])
+        for d, (size, begin, scale) in enumerate(zip(sizes, *both, strict=True)):
+            if size is None or begin == scale * size:
+                continue
+            where = f"{engine}: {name!r} begins at {begin} in dimension {d} of {slots[name].native!r} on rank {rank}"
+            why = f"its scales at {scale} of {slots[own].native!r}, and a scale is of {size}"
+            fix = "make the parts before it whole tiles, or store it apart"
+            raise StoreError(f"{where}, {why}: its numbers would be read with other scales; {fix}")
+
+
+def _list_begins(slot: Slot) -> list[int]:
+    """Where the tensor begins in the stored one, in each of its own dimensions."""
+    kept = [part.start for part in slot.cut if isinstance(part, slice)]
+    return [kept[d] for d in slot.order]
 
 
 def _find_short(needed: Layout, held: Layout) -> int | None:

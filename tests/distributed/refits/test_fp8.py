@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import shardmath as sm
+from shardmath import formats, transforms
 from shardmath.storage import Stored, parse
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import fp8
@@ -61,3 +62,29 @@ def test_memory_is_wire_tensors_and_what_is_under_way(dtype: str, at: str) -> No
     """Beside them a few MiB: what kernels work in, what the allocator keeps."""
     for taken, wires in alone(2, fp8.measure_memory, dtype, at):
         assert taken <= wires + fp8.LIMIT + (12 << 20), (taken >> 20, wires >> 20)
+
+
+@pytest.mark.parametrize("rows", [200, 256])
+def test_parts_of_a_fused_tensor_begin_with_tiles(rows: int) -> None:
+    """Who reads it would take the scales of the part before for some of the next one's numbers."""
+    tiles = formats.FP8Blocks((128, 128))
+    held = {"q_proj.weight": ((rows, 128), "bfloat16"), "k_proj.weight": ((128, 128), "bfloat16")}
+    served = {name: (shape, "uint8") for name, (shape, _) in held.items()}
+    for name, (shape, _) in held.items():
+        served[f"{name}_scale_inv"] = tiles.scale_shape(shape), "float32"
+    text = "qk.weight = [q k]_proj.weight : (q + k) h\nqk.scale = [q k]_proj.weight_scale_inv : (q + k) h"
+    trainer = {
+        n: sm.Layout(shape, sm.Mesh(), "n h", dtype="bfloat16") for n, (shape, _) in held.items()
+    }
+    engine = Stored(parse(text), (sm.Mesh(ranks=[1]),))
+
+    def plan() -> sm.Refit:
+        rules = {"*_proj.weight": transforms.Quantise(tiles)}
+        return sm.refit(trainer, engine, held, served=served, rules=rules)
+
+    if rows == 256:
+        sm.verify(plan().plan)
+        return
+    said = "'k_proj.weight' begins at 200 in dimension 0 of 'qk.weight' on rank 1, its scales at 2 of 'qk.scale'"
+    with pytest.raises(sm.StoreError, match=said):
+        plan()
