@@ -9,7 +9,7 @@
 4. A tensor may be held as several: beside `w` lie its **companions**, such as the scales of a quantised one, under
    names of their own. What functions take and give at that end is then a tuple, of the tensor and its companions.
 5. Arrays that functions take and give have no holes, and their blocks in ascending order. Of a rank that holds nothing
-   no function is called.
+   no function is called, unless there is something for it to make: what stands for all of a dimension.
 
 >>> scale = Component("scale", "uint8", (32,))
 >>> scale.block(2, "source"), scale.shape(Form((6, 70), "bfloat16"), "source")

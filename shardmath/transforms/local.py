@@ -81,7 +81,10 @@ def _make_wires(job: Job, wired: Wired, rank: int, given: tuple[Array, ...]) -> 
         own.flags.writeable = False
         packed.append(own)
     if not packed[0].size:
-        return _make_empty(job.wires, rank)
+        empty = _make_empty(job.wires, rank)
+        # What stands for all of a dimension is there of nothing, too.
+        if not any(one.size for one in empty):
+            return empty
     values: Any = tuple(packed) if len(packed) > 1 else packed[0]
     made = wired.transform.prepare(values, wired.src, wired.dst)
     arrays = tuple(made)
@@ -158,7 +161,7 @@ def _compute(job: Job, wired: Wired, rank: int, given: Sequence[Array]) -> list[
     """What the rank holds of the tensor and its companions, packed."""
     arrays = _read_all(given, job.wires, rank)
     shapes = [_count_held(layout, rank) for _, layout in job.held]
-    if 0 not in shapes[0]:
+    if any(0 not in shape for shape in shapes):
         made = wired.transform.finalize(arrays, wired.src, wired.dst)
         return _read_made(job, wired, rank, made, shapes)
     empty = []

@@ -113,8 +113,14 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
     if form.dtype not in (data.dtype, data.kind):
         kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
         raise PlanError(f"{what}: {form} cannot be the data of {format.name}; hold {kinds}")
+    if not form.shape:
+        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantised")
     if shape is None:
         return
+    count = _count_numbers(format)
+    if shape[-1:] and shape[-1] % count:
+        fix = f"its last dimension has to be a multiple of {count}"
+        raise PlanError(f"{what}: a tensor of {list(shape)} parts the numbers of one byte; {fix}")
     expected = data.blocks.count(shape)
     if form.shape != expected:
         raise PlanError(f"{what}: the data of {list(shape)} are {list(expected)}, not {form}")
@@ -141,8 +147,9 @@ def _check_whole(format: Format, layout: Layout, name: str) -> None:
 
 def _is_cut(layout: Layout, d: int) -> bool:
     """Whether some rank has a part of the dimension alone."""
+    # Of nothing too: a rank has a scale however little it holds, and could not tell which.
     sizes = {layout.runs(rank)[d].size for rank in layout.mesh.ranks}
-    return not sizes <= {0, layout.shape[d]}
+    return sizes != {layout.shape[d]}
 
 
 def _to_float32(array: Array, dtype: str, wire: str) -> Array:

@@ -77,10 +77,11 @@ def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
         for one in held:
             layouts = _list_layouts(one)
             _check_addends(name, layouts, end, is_held)
+        beside = list_companions(transform, end)
+        _check_windows(name, beside, held, end)
         lay_end = _keep_as_held if is_held else _lay_end
         side = lay_end(name, transform, components, held, end)
         sides.append(side)
-        beside = list_companions(transform, end)
         suffixes.append(tuple(one.suffix for one in beside))
     sent, received = sides
     first, last = suffixes
@@ -106,15 +107,27 @@ def _check_companions(name: str, beside: Sequence[Companion], held: Held, end: E
     first, *others = map(_list_layouts, held)
     for companion, layouts in zip(beside, others, strict=True):
         own = name + companion.suffix
-        if len(layouts) != len(first):
-            what = f"{own!r} has {plural(layouts, 'window')}, and {name!r} {len(first)}"
-            raise PlanError(f"{what} at the {end}; give as many of both")
         for layout, whole in zip(layouts, first, strict=True):
             wanted = lay(whole, companion.component, end, name)
             found = lay(layout, Component("own", layout.dtype), end, own)
             if holdings_digest(found) != holdings_digest(wanted):
                 what = f"{own!r} is {layout} at the {end}, beside {whole}"
                 raise PlanError(f"{what}; ranks hold of both the same blocks as in {wanted}")
+
+
+def _check_windows(name: str, beside: Sequence[Companion], held: Held, end: End) -> None:
+    """Raise PlanError for a companion that has other windows than the tensor, or lies on other ranks."""
+    first, *others = map(_list_layouts, held)
+    for companion, layouts in zip(beside, others, strict=True):
+        own = name + companion.suffix
+        if len(layouts) != len(first):
+            what = f"{own!r} has {plural(layouts, 'window')}, and {name!r} {len(first)}"
+            raise PlanError(f"{what} at the {end}; give as many of both")
+        for layout, whole in zip(layouts, first, strict=True):
+            alone = set(layout.mesh.ranks) ^ set(whole.mesh.ranks)
+            if alone:
+                what = f"{own!r} is {layout} at the {end}, beside {whole}"
+                raise PlanError(f"{what}: rank {min(alone)} has one of them; give it both")
 
 
 ENDS: tuple[End, End] = ("source", "destination")

@@ -52,7 +52,8 @@ def _cut_rows(
     step = math.lcm(*(size or 1 for size in sizes))
     row = max(1, values[:1].numel())
     rows = step * max(1, FEW // (row * step))
-    for first in range(0, len(values), rows):
+    # Once where there are no rows, for what all share.
+    for first in range(0, max(1, len(values)), rows):
         past = min(len(values), first + rows)
         parts = []
         for one, size in zip(out, sizes, strict=True):

@@ -105,8 +105,9 @@ class _Preparing(_Packed):
         """The wire tensors of the local ones."""
         wired = self._wired
         packed = self._read(tensors)
-        if packed[0].numel():
-            out = tuple(self.buffers.values())
+        out = tuple(self.buffers.values())
+        # Of nothing too there may be something, such as the scale of all of a tensor.
+        if any(one.numel() for one in out):
             prepare(wired.transform, wired.src, wired.dst, packed, out)
 
 
@@ -115,7 +116,7 @@ class _Finalizing(_Packed):
 
     def run(self, *tensors: Tensor) -> None:
         """The local tensors of the wire ones."""
-        if 0 in self._packings[0].shape:
+        if all(0 in packing.shape for packing in self._packings):
             return
         wired = self._wired
         values = tuple(self.buffers.values())

@@ -71,7 +71,9 @@ def check_format(format: object) -> None:
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
     """The stored name of the scales of what is stored under that name; None where it has none."""
-    if not has_same_bytes("uint8", checkpoint[stored].dtype):
+    dtype = checkpoint[stored].dtype
+    # No format has integers: they are found so that they are not taken for numbers.
+    if dtype != "int8" and not has_same_bytes("uint8", dtype):
         return None
     names = (stored + suffix for suffix in SUFFIXES)
     return next((name for name in names if name in checkpoint), None)

@@ -93,3 +93,18 @@ def list_cases(format: formats.Format, count: int) -> list[tuple[Moved, Wanted]]
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_all_ends_of_all_formats(pool: Pool, format: formats.Format, count: int) -> None:
     check(pool, list_cases(format, count))
+
+
+def test_a_rank_without_rows_has_the_scale_of_all(pool: Pool) -> None:
+    """At the source it may be the one that sends it; at the destination it is read from it later."""
+    cases = []
+    both = sm.Mesh(tp=2)
+    for format in (formats.FP8(tensor_amax=AMAX), formats.NVFP4(tensor_amax=AMAX)):
+        suffixes = SUFFIXES[: len(format.parts) - 1]
+        for dtype, text in itertools.product(("bfloat16", "float32"), ("n k", "(tp n) k")):
+            src = {"w": sm.Layout((1, 64), both, "(tp n) k", dtype=dtype)}
+            dst = hold(format, sm.Layout((1, 64), both, text, dtype=dtype))
+            for at in ("source", "destination"):
+                rule = Quantise(format, at, suffixes)  # type: ignore[arg-type]
+                cases.append(make(src, dst, {"w": rule}))
+    check(pool, cases)

@@ -272,6 +272,17 @@ def test_tensors_of_few_bits_without_scales_are_cast(tmp_path: Path) -> None:
     assert module.w.equal(full.bfloat16())
 
 
+@pytest.mark.parametrize("one", [None, TILES])
+def test_integers_with_scales_are_no_numbers(tmp_path: Path, one: formats.Format | None) -> None:
+    """No format reads them, and without their scales they are other weights."""
+    stored = {"w": torch.ones(4, 8, dtype=torch.int8), "w_scale": torch.full((4, 1), 0.01)}
+    save_file(stored, tmp_path / "model.safetensors")
+    module = work.tree({"w": (4, 8)})
+    with pytest.raises(CheckpointError, match=r"'w' is .*int8"):
+        smt.load_weights(tmp_path, module, format=one)
+    assert not module.w.any()
+
+
 ERRORS: dict[str, tuple[Any, str]] = {
     "no format": (
         None,

@@ -236,6 +236,71 @@ def test_what_shares_a_scale_is_whole() -> None:
     assert "give the format its tensor_amax=" in refusal(one, "(tp n) k", "n k")
 
 
+@pytest.mark.parametrize("name", ["FP8", "NVFP4", "NVFP4 2-D"])
+@pytest.mark.parametrize("at", ["source", "destination"])
+def test_a_rank_without_rows_has_the_scale_of_all(name: str, at: Any) -> None:
+    """Every rank holds the scale of a tensor, and may be the one that others have it from."""
+    format = FORMATS[name]
+    both = sm.Mesh(tp=2)
+    row = np.linspace(-AMAX, AMAX, 64, dtype=np.float32).reshape(1, 64)
+    row = cast_array(cast_array(row, "float32", "bfloat16"), "bfloat16", "float32")
+    names = ("w", *(f"w{one}" for one in suffixes(format)))
+    parts = dict(zip(names, format.quantise(row), strict=True))
+    few = sm.Layout((1, 64), both, "(tp n) k", dtype="float32")
+    assert few.local_shape(1) == (0, 64)
+    for text in ("n k", "(tp n) k"):
+        lies = format.layouts(sm.Layout((1, 64), both, text))
+        dst = dict(zip(names, lies, strict=True))
+        quantise = Quantise(format, at, suffixes(format))
+        check(carry(quantise, {"w": few}, dst, {"w": row}), dst, parts)
+
+
+def test_a_rank_without_rows_cannot_tell_an_amax() -> None:
+    for format in (formats.FP8(), formats.NVFP4()):
+        src = {"w": sm.Layout((1, 64), sm.Mesh(tp=2), "(tp n) k", dtype="bfloat16")}
+        lies = format.layouts(sm.Layout((1, 64), sm.Mesh(tp=2), "n k"))
+        names = ("w", *(f"w{one}" for one in suffixes(format)))
+        rule = {"w": Quantise(format, suffixes=suffixes(format))}
+        dst = dict(zip(names, lies, strict=True))
+        with pytest.raises(sm.PlanError, match=r"divides dimension 0, and .* are of all of it"):
+            sm.transformed(src, dst, rule)
+
+
+def test_scales_lie_where_data_do() -> None:
+    """Where nothing is done to them, too."""
+    here, there = sm.Mesh(ranks=[0]), sm.Mesh(ranks=[1])
+    mx = formats.MXFP8()
+    data, scales = mx.layouts(sm.Layout((2, 64), here, "n k"))
+    away, scales_away = mx.layouts(sm.Layout((2, 64), there, "n k"))
+    src = {"w": sm.Layout((2, 64), here, "n k", dtype="bfloat16")}
+    rule = {"w": Quantise(mx)}
+    with pytest.raises(sm.PlanError, match="'w_scale' has 1 window, and 'w' 2 at the destination"):
+        sm.transformed(src, {"w": (data, away), "w_scale": (scales,)}, rule)
+    with pytest.raises(sm.PlanError, match="rank 0 has one of them"):
+        sm.transformed(src, {"w": data, "w_scale": scales_away}, rule)
+    with pytest.raises(sm.PlanError, match=r"'w_scale' .* at the source, .* rank 0 has one"):
+        sm.transformed({"w": data, "w_scale": scales_away}, src, {"w": Dequantise(mx)})
+
+
+def test_bytes_of_two_numbers_and_numbers_alone() -> None:
+    """Known before anything travels."""
+    one = sm.Mesh()
+
+    def lay(shape: tuple[int, ...], dtype: str) -> sm.Layout:
+        return sm.Layout(shape, one, {}, dtype=dtype)
+
+    four = formats.NVFP4()
+    odd = {"w": lay((2, 63), "bfloat16")}
+    data = {"w": lay((2, 32), "uint8"), "w_scale": lay((2, 4), "uint8")}
+    data["w_scale_2"] = lay((1, 1), "float32")
+    for src, dst, rule in ((odd, data, Quantise(four)), (data, odd, Dequantise(four))):
+        with pytest.raises(sm.PlanError, match=r"\[2, 63\] parts the numbers of one byte"):
+            sm.transformed(src, dst, {"w": rule})
+    alone = {"w": lay((), "uint8"), "w_scale": lay((), "float32")}
+    with pytest.raises(sm.PlanError, match="numbers alone are not quantised"):
+        sm.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantise(formats.FP8())})
+
+
 def test_what_does_not_fit_is_named() -> None:
     mx = formats.MXFP8()
     assert "int64 has no fractions to quantise" in refusal(
