@@ -71,6 +71,9 @@ def list_held(
     held = {}
     for engine, side in engines.items():
         if first not in side.layouts:
+            alone = [name for name in others if name in side.layouts]
+            if alone:
+                raise PlanError(f"{engine} stores {alone[0]!r} without {first!r}; give both a row")
             continue
         missing = [name for name in others if name not in side.layouts]
         if missing:

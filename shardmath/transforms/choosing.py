@@ -65,6 +65,10 @@ def _gather(
     taken: set[str] = set()
     for name, transform in chosen.items():
         beside[name] = _find_beside(side, name, transform, end)
+        twice = taken.intersection(beside[name])
+        if twice:
+            what = f"{min(twice)!r} lies beside {name!r} and another tensor at the {end}"
+            raise PlanError(f"{what}; give scales other suffixes")
         taken.update(beside[name])
     gathered = {}
     for name, held in side.items():
@@ -83,6 +87,8 @@ def _find_beside(
         if own not in side:
             what = f"the {end} holds no {own!r} beside {name!r}"
             raise PlanError(f"{what}, and {transform} says that it does; give its layout")
+        if own in found:
+            raise PlanError(f"{transform} has {own!r} twice beside {name!r}; give other suffixes")
         found[own] = side[own]
     return found
 

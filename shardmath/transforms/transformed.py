@@ -219,6 +219,8 @@ def _check_dtypes(
     for name, held in here.items():
         first = windows_of(held[0], name, PlanError)[0]
         last = windows_of(there[name][0], name, PlanError)[0]
+        for beside in (*held[1:], *there[name][1:]):
+            windows_of(beside, f"beside {name}", PlanError)
         if name not in chosen and first.dtype != last.dtype:
             what = f"tensor {name!r}: {describe_form(first)} here, {describe_form(last)} there"
             fix = f"give it a rule: {{{name!r}: transforms.Cast({last.dtype!r})}}"

@@ -301,6 +301,49 @@ def test_bytes_of_two_numbers_and_numbers_alone() -> None:
         sm.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantise(formats.FP8())})
 
 
+def test_scales_are_of_one_tensor() -> None:
+    """Two that are written to one place would be silently wrong."""
+
+    def lay(columns: int, dtype: str) -> sm.Layout:
+        return sm.Layout((2, columns), sm.Mesh(), {}, dtype=dtype)
+
+    src = {name: lay(64, "bfloat16") for name in ("w", "w_a")}
+    dst = {"w": lay(64, "uint8"), "w_a": lay(64, "uint8"), "w_a_b": lay(2, "uint8")}
+    first, last = (Quantise(formats.MXFP8(), suffixes=(one,)) for one in ("_a_b", "_b"))
+    with pytest.raises(sm.PlanError, match="'w_a_b' lies beside 'w_a' and another tensor"):
+        sm.transformed(src, dst, {"w": first, "w_a": last})
+    four = Quantise(formats.NVFP4(), suffixes=("_s", "_s"))
+    there = {"w": lay(32, "uint8"), "w_s": lay(4, "uint8")}
+    with pytest.raises(sm.PlanError, match="has 'w_s' twice beside 'w'"):
+        sm.transformed({"w": src["w"]}, there, {"w": four})
+    nothing: Any = {"w": lay(64, "uint8"), "w_a_b": None}
+    with pytest.raises(sm.PlanError, match="'beside w' is None"):
+        sm.transformed({"w": src["w"]}, nothing, {"w": first})
+
+
+def test_an_engine_with_scales_alone() -> None:
+    """They would be left as they are, beside the data of others."""
+    tiles = formats.FP8Blocks()
+    shape = (256, 256)
+    trainer = {"w": sm.Layout(shape, sm.Mesh(), {}, dtype="bfloat16")}
+    engines = {}
+    for rank, engine in enumerate("AB"):
+        data, scales = tiles.layouts(sm.Layout(shape, sm.Mesh(ranks=[rank]), {}))
+        engines[engine] = {"w": data, "w_scale_inv": scales}
+    del engines["B"]["w"]
+    served = {"w": (shape, "uint8"), "w_scale_inv": ((2, 2), "float32")}
+    given: Any = engines
+    with pytest.raises(sm.PlanError, match="B stores 'w_scale_inv' without 'w'"):
+        sm.refit(
+            trainer,
+            given,
+            {"w": (shape, "bfloat16")},
+            unused=["w"],
+            served=served,
+            rules={"w": Quantise(tiles)},
+        )
+
+
 def test_what_does_not_fit_is_named() -> None:
     mx = formats.MXFP8()
     assert "int64 has no fractions to quantise" in refusal(
