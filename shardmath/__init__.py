@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardmath.membership.leaving import without
     from shardmath.plans.adjoint import Transposed, adjoint
     from shardmath.plans.plan import Plan, Transfer, plan
+    from shardmath.portions.dividing import divide
     from shardmath.programs.certify import certify, crossing_bytes
     from shardmath.programs.program import Program
     from shardmath.programs.scheduling import schedule
@@ -82,6 +83,7 @@ LATE = {
     "certify": "programs.certify",
     "crossing_bytes": "programs.certify",
     "digest_of": "digests.content",
+    "divide": "portions.dividing",
     "equivalent": "layouts.holdings",
     "find_difference": "digests.content",
     "from_holdings": "storage.fitting",
@@ -187,6 +189,7 @@ __all__ = [
     "clear_caches",
     "crossing_bytes",
     "digest_of",
+    "divide",
     "equivalent",
     "find_difference",
     "from_holdings",

@@ -1,0 +1,131 @@
+"""Meeting: trainers and workers of engines join in one group, say what they hold, and plan the same.
+
+1. The group is made for the purpose: both are jobs of their own, with ranks from 0. Places in it are the trainer's
+   ranks first, then the workers of each engine.
+2. Trainers say what they hold, and workers what their loader stores of that. Each rank plans for itself; that all
+   plans are the same, they find out as they compile them.
+3. What goes wrong on one rank is an error on all, that says whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.base.errors import ExchangeError
+from shardmath.storage.stored import Shapes
+from shardmath_torch.agreement.gather import gather
+from shardmath_vllm.link import Link, together
+from shardmath_vllm.source import Told
+
+__all__ = ["Given", "meet"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a rank brings: `told`, if it is a trainer; else its engine, and what records the engine's loader."""
+
+    told: Told | None = None
+    engine: int = 0
+    record: Callable[[Shapes], sm.Recorded] | None = None
+
+
+class Where(Protocol):
+    """Where ranks meet, and what they do alike: what a trainer brings, and what it tells workers."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def timeout(self) -> float: ...
+
+    @property
+    def max_inflight_bytes(self) -> int | None: ...
+
+    @property
+    def transport(self) -> str: ...
+
+
+def meet(where: Where, meeting: str, place: int, given: Given) -> Link:
+    """Join the others at this place, and plan. Raises ExchangeError on all ranks where one does not come, or fails."""
+    group = smt.connect(
+        where.address,
+        place,
+        where.size,
+        backend=where.transport,
+        timeout=where.timeout,
+        name=meeting,
+    )
+    try:
+        return _plan_together(group, where, given)
+    except BaseException:
+        smt.disconnect(group)
+        raise
+
+
+def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link:
+    """What all ranks of the group have planned. Collective."""
+    told = _find_told(gather(given.told, group, "say what trainers hold"))
+    recorded = together(group, "record its loader", lambda: _record(given, told))
+    text = None if recorded is None else recorded.to_json()
+    texts = gather((given.engine, text), group, "say what engines store")
+    planned = together(group, "plan", lambda: _plan(told, texts))
+    limits: dict[str, Any] = {
+        "timeout": where.timeout,
+        "max_inflight_bytes": where.max_inflight_bytes,
+    }
+    refits = [smt.Refit(portion, group=group, **limits) for portion in sm.divide(planned)]
+    return Link(group, group.rank(), planned, tuple(refits), recorded, where.timeout)
+
+
+def _find_told(said: list[Told | None]) -> Told:
+    """What all trainers say. Raises ExchangeError where two say otherwise: all ranks have heard the same."""
+    first, *others = [one for one in said if one is not None]
+    for place, other in enumerate(others, 1):
+        for what in ("shapes", "served", "side"):
+            if getattr(first, what) != getattr(other, what):
+                raise ExchangeError(
+                    f"places 0 and {place} hold different {what}{_show_difference(first, other, what)}; "
+                    f"give all trainers the same"
+                )
+    return first
+
+
+def _show_difference(one: Told, other: Told, what: str) -> str:
+    """The first tensor of which they say different things; "" where it is not of one tensor."""
+    here, there = getattr(one, what), getattr(other, what)
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                return f" of {name!r}, {here.get(name)} and {there.get(name)}"
+    return ""
+
+
+def _record(given: Given, told: Told) -> sm.Recorded | None:
+    """What this rank's loader stores, if it is a worker."""
+    if given.record is None:
+        return None
+    return given.record(told.served)
+
+
+def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
+    """The refit to all engines, proved."""
+    engines: dict[str, dict[int, sm.Recorded]] = {}
+    for place, (engine, text) in enumerate(texts):
+        if text is not None:
+            recorded = engines.setdefault(f"engine {engine}", {})
+            recorded[place] = sm.Recorded.from_json(text)
+    sides = {name: sm.RecordedSide(ranks) for name, ranks in engines.items()}
+    rules = told.rules or None
+    served = told.served if rules else None
+    planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)
+    sm.verify(planned.plan)
+    return planned

@@ -1,0 +1,23 @@
+"""The plugin: vLLM finds it by the entry point group `vllm.general_plugins`, in every process that it starts."""
+
+from __future__ import annotations
+
+from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import (
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+
+from shardmath_vllm.infos import BACKEND
+from shardmath_vllm.trainer import Trainer
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make both ends known to vLLM as "shardmath"; again does nothing."""
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, "shardmath_vllm.workers.worker", "Engine")
+    WeightTransferTrainerFactory.register_engine(BACKEND, Trainer)
+    TrainerWeightTransferEngine.register(Trainer)

@@ -1,0 +1,96 @@
+"""Sources: what a trainer's rank holds, and how all of its ranks do.
+
+1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Tensors go by its own names, which vLLM's
+   loaders have to know: those of transformers' models they do.
+2. Whoever stores them otherwise says how, by rows (`shardmath.storage`): then tensors go by the names in these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.storage import Stored
+from shardmath.storage.stored import Shapes
+from shardmath.transforms import Cast
+
+__all__ = ["Chunks", "Source", "Told", "read_source"]
+
+Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+"""Tensors by name, or those of each virtual stage."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a trainer's rank holds.
+
+    `tensors` are this rank's, by the trainer's names, or a list of them with one per virtual stage. `side` is how all of
+    the trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name
+    that vLLM's loader knows, and `served` the same as engines get them, where their numbers are of another type.
+    """
+
+    tensors: Chunks
+    side: Stored | Mapping[str, sm.Layout]
+    shapes: Shapes
+    served: Shapes | None = None
+
+    def tell(self) -> Told:
+        """What all ranks plan by."""
+        shapes = dict(self.shapes)
+        return Told(self.side, shapes, dict(self.served or shapes))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the ranks of a trainer say alike."""
+
+    side: Stored | Mapping[str, sm.Layout]
+    shapes: Shapes
+    served: Shapes
+
+    @property
+    def rules(self) -> dict[str, Cast]:
+        """What is made of tensors on the way."""
+        rules = {}
+        for name, (_, dtype) in self.served.items():
+            if self.shapes[name][1] != dtype:
+                rules[name] = Cast(dtype)
+        return rules
+
+
+def read_source(given: Any, dtype: str | None = None) -> Source:
+    """The source itself, or that of a module, or of what holds one, as vLLM's ModuleSource does.
+
+    Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
+    Collective over the trainer's ranks for a module. Raises TypeError for anything else.
+    """
+    if isinstance(given, Source):
+        return given
+    module = getattr(given, "_module", given)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"source is {type(given).__name__}; give a module, vLLM's ModuleSource of one, or a Source"
+        )
+    layouts = smt.layout_of(module)
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    side = {name: layouts[name] for name in tensors}
+    mesh = max((layout.mesh for layout in side.values()), key=lambda mesh: mesh.size)
+    buffers = _find_buffers(module)
+    for name, buffer in buffers.items():
+        side[name] = sm.Layout(tuple(buffer.shape), mesh, {}, dtype=str(buffer.dtype)[6:])
+    shapes = {name: (layout.shape, layout.dtype) for name, layout in side.items()}
+    served = dict(shapes)
+    if dtype is not None:
+        served |= {name: (shapes[name][0], dtype) for name in tensors}
+    return Source(tensors | buffers, side, shapes, served)
+
+
+def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers, as a router's correction: those that checkpoints have."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}

@@ -1,0 +1,127 @@
+"""Trainers: what each rank of a trainer does to meet its engines, and to send them its weights.
+
+trainer = Trainer.trainer_init(TrainerInfo("10.0.0.1:29600", 4, workers=2, rank=rank), client=client, source=model)
+trainer.send_weights()                                          # on every rank, after each step
+
+1. Rank 0 speaks to the engines, through the client of each; all ranks move what they hold themselves.
+2. A worker that fails is an error on all ranks, within the time limit. The ranks then meet again, by `trainer_init`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import shardmath_torch as smt
+from shardmath_torch.refits.views import to_local
+from shardmath_vllm.calls import calling
+from shardmath_vllm.clients import Client
+from shardmath_vllm.infos import TrainerInfo, Updating
+from shardmath_vllm.link import Link
+from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.source import Chunks, Source, read_source
+
+__all__ = ["Trainer"]
+
+_meetings = itertools.count(1)
+"""Numbers of meetings, which all ranks of a trainer count alike."""
+
+
+class Trainer:
+    """One rank of a trainer that has met its engines; made by `trainer_init`."""
+
+    init_info_cls = TrainerInfo
+
+    def __init__(self, clients: Sequence[Client], source: Source, link: Link) -> None:
+        self._clients = clients
+        self.source = source
+        self.link = link
+        self._number = 0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TrainerInfo,
+        *,
+        client: Client | Sequence[Client],
+        source: Any,
+    ) -> Trainer:
+        """Meet the engines, of which each has a client. Collective over the trainer's ranks, and again after a failure.
+
+        `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
+        Raises ExchangeError on all ranks, where one does not come, or its tensors do not fit those of the others.
+        """
+        clients = list(client) if isinstance(client, Sequence) else [client]
+        if init_info.is_sender and len(clients) != len(init_info.engines):
+            raise ValueError(
+                f"{len(clients)} clients, and workers of {len(init_info.engines)} engines; give one of each"
+            )
+        own = read_source(source, init_info.dtype)
+        name = f"meeting {next(_meetings)}"
+        calls = []
+        if init_info.is_sender:
+            for engine, one in enumerate(clients):
+                told = init_info.tell(engine, name)
+                calls.append(partial(one.init_weight_transfer_engine, told))
+        with calling(calls):
+            link = meet(init_info, name, init_info.rank, Given(own.tell()))
+        return cls(clients if init_info.is_sender else [], own, link)
+
+    def send_weights(self) -> None:
+        """Have every engine take this rank's weights as they are now. Collective over the trainer's ranks.
+
+        Raises ExchangeError on all ranks where a worker or a trainer fails. Where that is before any weight has moved,
+        engines go on with those that they had.
+        """
+        self._number += 1
+        self._tell("start", lambda client: client.start_weight_update())
+        updating = vars(Updating(self._number))
+        calls = [partial(client.update_weights, updating) for client in self._clients]
+        with calling(calls):
+            self.link.move(self._number, self._check, self._move)
+        self._tell("finish", lambda client: client.finish_weight_update())
+
+    def _move(self) -> None:
+        """Send what this rank holds, a portion after the other."""
+        for refit in self.link.refits:
+            refit.prepare(src=self._select(refit))
+            refit()
+
+    def shutdown(self) -> None:
+        """Leave the engines, which go on with the weights that they have."""
+        self.link.leave()
+
+    def _tell(self, what: str, say: Callable[[Client], None]) -> None:
+        """Have rank 0 say something to all engines; all ranks hear of it where one does not take it."""
+
+        def act() -> None:
+            for client in self._clients:
+                say(client)
+
+        self.link.relay(f"{what} update {self._number}", act)
+
+    def _check(self) -> None:
+        """Raise StoreError where this rank's tensors are not what was planned."""
+        place = self.link.place
+        shapes = {}
+        for chunk, named in enumerate(_list_chunks(self.source.tensors)):
+            for name, tensor in named.items():
+                shapes[chunk, name] = tuple(to_local(tensor).shape)
+        self.link.planned.check(place, shapes)
+
+    def _select(self, refit: smt.Refit) -> list[Mapping[str, Tensor]]:
+        """This rank's tensors of a portion, by chunk."""
+        stored = refit.planned.trainer.natives(self.link.place)
+        chunks: list[Mapping[str, Tensor]] = []
+        for number, named in enumerate(_list_chunks(self.source.tensors)):
+            chunks.append({name: one for name, one in named.items() if (number, name) in stored})
+        return chunks
+
+
+def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:
+    """The tensors of each virtual stage."""
+    return [tensors] if isinstance(tensors, Mapping) else list(tensors)

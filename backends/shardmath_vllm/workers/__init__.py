@@ -1,0 +1,10 @@
+"""Workers: vLLM's end of transfers; all that imports vLLM, but for the plugin.
+
+In reading order:
+
+- `repacking`: what vLLM packs once on a CPU, and has to pack again;
+- `loading`: a running model as it is loaded, and back;
+- `coverage`: whether an update writes everything;
+- `refusing`: models that an update has left torn;
+- `worker`: the weight-transfer engine of a worker.
+"""

@@ -1,0 +1,55 @@
+"""Coverage: whether an update writes all that an engine's rank has.
+
+Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
+pads it by, or is vLLM's own, or is named as somebody's else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+import shardmath as sm
+from shardmath.base.errors import StoreError
+from shardmath.refits.coverage import matches
+
+__all__ = ["check_coverage"]
+
+OF_VLLM = (
+    "*.attn.*_scale",
+    "*_attn._?_scale",
+    "*_attn._prob_scale",
+    "*_expert_map",
+    "*.expert_*_to_*",
+    "*.expert_mask",
+)
+"""Tensors that are no checkpoint's: scales of caches, and where experts are."""
+
+
+def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) -> None:
+    """Raise StoreError with all tensors of which cells are written by nothing."""
+    faults = []
+    for native, left in recorded.unwritten.items():
+        padded = _count_padding(model, native)
+        if left > padded and not matches(native, (*OF_VLLM, *own)):
+            faults.append(f"{left - padded} elements of {native!r}")
+    if faults:
+        listed = "\n".join(faults)
+        raise StoreError(
+            f"no tensor of the trainer's is written to\n{listed}\ngive these too, or name the engine's own in own="
+        )
+
+
+def _count_padding(model: nn.Module, native: str) -> int:
+    """Elements that vLLM adds to a stored tensor, so that it divides well."""
+    prefix, _, name = native.rpartition(".")
+    module: Any = model.get_submodule(prefix)
+    tensor = getattr(module, name)
+    if isinstance(module, VocabParallelEmbedding):
+        rows = module.shard_indices.num_org_elements + module.shard_indices.num_added_elements
+        return int(tensor.numel() - rows * tensor[0].numel())
+    return int(tensor.numel() - get_tensor_load_numel(tensor))

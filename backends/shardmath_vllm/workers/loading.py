@@ -1,0 +1,154 @@
+"""Loading: a running model's tensors in the form in which weights are loaded, a module at a time, and back.
+
+1. What vLLM runs may be repacked or quantised. `begin` puts every parameter back as it was before that, without memory;
+   `materialise` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
+   addresses where that was before (`vllm.model_executor.model_loader.reload`).
+2. `undo` puts back what runs, as it was: whatever was not processed until then.
+3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.storage.stored import Shapes
+from shardmath_vllm.workers.repacking import process_tied, repacks_anew
+
+__all__ = ["Loading"]
+
+
+class Loading:
+    """A model that vLLM runs, as it is loaded."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        self._model = model
+        self._config = config
+        # Asked before anything is taken back: afterwards tied modules have a tensor each.
+        self._tied = _find_tied(model)
+
+    def record(self, shapes: Shapes) -> sm.Recorded:
+        """What the model's own loader stores where, of tensors of these shapes. The model runs as before afterwards."""
+        self.begin()
+        try:
+            for module in self._model.modules():
+                for tensor in _list_tensors(module).values():
+                    if hasattr(tensor, "weight_loader"):
+                        tensor.weight_loader = _get_original_loader(tensor)
+            with disable_mtp_completeness_check():
+                return smt.record(self._load, shapes, self._list_natives(), form="pairs")
+        finally:
+            self.undo()
+
+    def _load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
+        self._model.load_weights(pairs)  # type: ignore[operator]
+
+    def _list_natives(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by name; a tied one under its first name alone."""
+        natives = {}
+        for prefix, module in self._model.named_modules():
+            hidden = module._non_persistent_buffers_set
+            for name, tensor in _list_tensors(module).items():
+                native = f"{prefix}.{name}"
+                if name not in hidden and native not in self._tied:
+                    natives[native] = tensor
+        return natives
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take back what vLLM has made of the weights; until `process` or `undo` the model does not run."""
+        initialize_layerwise_reload(self._model)
+
+    def undo(self) -> None:
+        """Put back what runs, as it was, of modules that were not processed."""
+        for module in self._model.modules():
+            if get_layerwise_info(module).can_load():
+                _put_back(module)
+        model: Any = self._model
+        model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
+
+    @torch.no_grad()
+    def materialise(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
+        """Memory for these tensors; of those of which so many cells are not written, filled with zeros."""
+        made = {}
+        for module, names in self._find_modules(natives):
+            materialize_layer(module, get_layerwise_info(module))
+            for native, name in names.items():
+                made[native] = getattr(module, name).data
+                if natives[native] and name not in SKIP_TENSORS:
+                    made[native].zero_()
+        return made
+
+    @torch.no_grad()
+    def process(self, natives: Collection[str]) -> None:
+        """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
+        for module, _ in self._find_modules(natives):
+            info = get_layerwise_info(module)
+            if info.can_load():
+                with repacks_anew(module):
+                    _layerwise_process(module, info)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The model runs again."""
+        for module in self._model.modules():
+            if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
+                _put_back(module)
+        # What is left are attention layers, which vLLM processes last.
+        finalize_layerwise_reload(self._model, self._config)
+        process_tied(self._model, self._tied)
+
+    def _find_modules(self, natives: Iterable[str]) -> Iterator[tuple[nn.Module, dict[str, str]]]:
+        """The modules of these tensors, and what each of theirs is called there."""
+        by_module: dict[str, dict[str, str]] = {}
+        for native in natives:
+            prefix, _, name = native.rpartition(".")
+            by_module.setdefault(prefix, {})[native] = name
+        for prefix, names in by_module.items():
+            yield self._model.get_submodule(prefix), names
+
+
+def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _find_tied(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another module's, too, and the first name of each."""
+    first: dict[int, str] = {}
+    tied = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                native = f"{prefix}.{name}"
+                own = first.setdefault(id(parameter), native)
+                if own != native:
+                    tied[native] = own
+    return tied
+
+
+def _put_back(module: nn.Module) -> None:
+    """What runs, in its place."""
+    info = get_layerwise_info(module)
+    _place_kernel_tensors(module, info)
+    info.reset()

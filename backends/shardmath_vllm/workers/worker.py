@@ -1,0 +1,132 @@
+"""Workers: the weight-transfer engine that vLLM makes in each of its workers for `{"backend": "shardmath"}`.
+
+1. As it is told of a trainer, a worker joins it, records its own model's loader, and plans.
+2. An update arrives a layer at a time, in tensors of the form in which weights are loaded, of which vLLM then makes what
+   it runs. Beside the model a worker needs one layer, and what is under way.
+3. Nothing is taken back before all ranks are there. What fails later leaves a model that is partly old: it refuses to
+   answer until an update is over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import shardmath as sm
+from shardmath.base.errors import ExchangeError
+from shardmath.storage.stored import Shapes
+from shardmath_vllm import infos
+from shardmath_vllm.link import Link
+from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.workers.coverage import check_coverage
+from shardmath_vllm.workers.loading import Loading
+from shardmath_vllm.workers.refusing import accept, refuse
+
+__all__ = ["Engine"]
+
+
+class _Joining(infos.Joining, WeightTransferInitInfo):
+    """As vLLM has it."""
+
+
+class _Updating(infos.Updating, WeightTransferUpdateInfo):
+    """As vLLM has it."""
+
+
+class Engine(WeightTransferEngine[_Joining, _Updating]):
+    """One worker's end of transfers."""
+
+    init_info_cls = _Joining
+    update_info_cls = _Updating
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._loading = Loading(model, vllm_config.model_config)
+        self._link: Link | None = None
+
+    def init_transfer_engine(self, init_info: _Joining) -> None:
+        """Join a trainer, and leave the one before. Raises ExchangeError where the ranks cannot plan together."""
+        self.shutdown()
+        parallel = self.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        if not 0 <= number < init_info.workers:
+            raise ExchangeError(
+                f"worker {number} of an engine that the trainer takes to have {init_info.workers}; "
+                f"give its number of workers in TrainerInfo"
+            )
+
+        def record(shapes: Shapes) -> sm.Recorded:
+            recorded = self._loading.record(shapes)
+            check_coverage(recorded, self.model, init_info.own)
+            return recorded
+
+        given = Given(engine=init_info.engine, record=record)
+        self._link = meet(init_info, init_info.meeting, init_info.first + number, given)
+
+    def start_weight_update(self) -> None:
+        """Nothing: weights are taken back once all ranks have come to send and to receive others."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive all weights, and have vLLM run them."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: _Updating) -> None:
+        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails."""
+        link = self._link
+        if link is None:
+            raise ExchangeError("no trainer was joined; call init_weight_transfer_engine first")
+        link.move(update_info.number, lambda: None, lambda: self._receive(link))
+        accept(self.model)
+
+    def _receive(self, link: Link) -> None:
+        """The portions of an update, one after the other."""
+        self._loading.begin()
+        try:
+            for portion in range(len(link.refits)):
+                self._receive_portion(link, portion)
+        except BaseException as error:
+            self._loading.undo()
+            refuse(self.model, f"an update failed ({error})")
+            raise
+        self._loading.finish()
+
+    def _receive_portion(self, link: Link, number: int) -> None:
+        """One portion into memory that is given back once vLLM has made of it what it runs."""
+        refit = link.refits[number]
+        assert link.recorded is not None, "workers have recorded"
+        stored: set[str] = set()
+        for engine in refit.planned.engines.values():
+            if link.place in engine.ranks:
+                stored.update(name for _, name in engine.natives(link.place))
+        unwritten = link.recorded.unwritten
+        made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
+        refit.prepare(dst=made)
+        refit()
+        self._loading.process(stored)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: an update is over on all ranks, or on none, when `update_weights` is."""
+
+    def shutdown(self) -> None:
+        """Leave the trainer; the engine goes on with the weights that it has."""
+        if self._link is not None:
+            self._link.leave()
+            self._link = None
