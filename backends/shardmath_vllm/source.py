@@ -31,13 +31,15 @@ class Source:
 
     `tensors` are this rank's, by the trainer's names, or a list of them with one per virtual stage. `side` is how all of
     the trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name
-    that vLLM's loader knows, and `served` the same as engines get them, where their numbers are of another type.
+    that vLLM's loader knows, and `served` the same as engines get them, where their numbers are of another type. A
+    tensor in whose place another is put in one of `modules` is an error.
     """
 
     tensors: Chunks
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
     served: Shapes | None = None
+    modules: tuple[nn.Module, ...] = ()
 
     def tell(self) -> Told:
         """What all ranks plan by."""
@@ -87,7 +89,7 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     served = dict(shapes)
     if dtype is not None:
         served |= {name: (shapes[name][0], dtype) for name in tensors}
-    return Source(tensors | buffers, side, shapes, served)
+    return Source(tensors | buffers, side, shapes, served, (module,))
 
 
 def _find_buffers(module: nn.Module) -> dict[str, Tensor]:

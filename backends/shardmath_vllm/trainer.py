@@ -88,7 +88,7 @@ class Trainer:
     def _move(self) -> None:
         """Send what this rank holds, a portion after the other."""
         for refit in self.link.refits:
-            refit.prepare(src=self._select(refit))
+            refit.prepare(src=self._select(refit), modules=self.source.modules)
             refit()
 
     def shutdown(self) -> None:

@@ -76,15 +76,16 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
     return list(watched.values())
 
 
-def find_owners(watched: Iterable[Watched]) -> None:
-    """Add the places of these very tensors in modules. Looks at all objects that are alive, once."""
+def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
+    """Add the places of these very tensors in modules: these, or all that are alive."""
     by_id: dict[int, list[Watched]] = {}
     for one in watched:
         by_id.setdefault(id(one.tensor), []).append(one)
     if not by_id:
         return
     keepers = _find_keepers()
-    for holder in _list_holders(_list_modules()):
+    among = _list_modules() if modules is None else modules
+    for holder in _list_holders(among):
         # A list at once: other threads may make modules meanwhile.
         for key, tensor in list(dict.items(holder)):
             for one in by_id.get(id(tensor), []):

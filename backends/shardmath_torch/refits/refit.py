@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
@@ -219,23 +219,27 @@ class Refit:
         *,
         own: Sequence[str] = (),
         functions: Mapping[str, Function] | None = None,
+        modules: Sequence[nn.Module] | None = None,
     ) -> None:
         """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
 
         `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
-        rows name. With changes the next call moves all. Raises ExchangeError on all ranks, with all that does not fit
+        rows name. A tensor that another takes the place of is noticed in the modules that are alive, each with its
+        submodules, or in `modules` alone, which takes less time: none, for tensors that are in none. With changes the next call moves all. Raises ExchangeError on all ranks, with all that does not fit
         on one.
         """
         # One that is under way computes from what was bound for it.
         self._party.turns.wait_for_beside()
-        objection = ""
-        self._at = None
+        objection, self._at = "", None
         try:
             if src is None and dst is None and self._kept is not None:
                 self._at = self._kept
             else:
-                self._bind(src, dst, own, functions or {})
+                watched = self._bind(src, dst, own, functions or {})
+                find_owners(watched, _list_parts(modules))
+                self._at = watched
+                self._kept = None
         except Exception as error:
             # The others wait for this rank's vote, whatever went wrong here.
             objection = word_objection(error)
@@ -256,7 +260,8 @@ class Refit:
         dst: Given | Mapping[str, Given] | None,
         own: Sequence[str],
         functions: Mapping[str, Function],
-    ) -> None:
+    ) -> list[Watched]:
+        """Bind what was given; what is to be looked at before every move."""
         here = name_natives(src)
         self._bound = self._src = self._bind_side(here, None, own, functions)
         tensors: dict[str, Tensor] = {}
@@ -271,12 +276,10 @@ class Refit:
             tensors |= views.tensors
             computed += views.computed
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
-        find_owners(watched)
         self._check_computed(computed)
         self._dst = Views(tensors, computed)
         self._groups = find_groups(received)
-        self._at = watched
-        self._kept = None
+        return watched
 
     def _check_computed(self, computed: Sequence[Computed]) -> None:
         """Raise ExchangeError for functions of what is not there when they are called."""
@@ -367,6 +370,13 @@ class Refit:
         except Exception as error:
             # The others wait for this rank's vote, whatever went wrong here.
             return word_objection(error)
+
+
+def _list_parts(modules: Sequence[nn.Module] | None) -> list[nn.Module] | None:
+    """These modules and all in them; None for None."""
+    if modules is None:
+        return None
+    return [part for module in modules for part in module.modules()]
 
 
 def _are_related(one: Planned, other: Planned) -> bool:

@@ -118,7 +118,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
                 stored.update(name for _, name in engine.natives(link.place))
         unwritten = link.recorded.unwritten
         made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
-        refit.prepare(dst=made)
+        refit.prepare(dst=made, modules=())
         refit()
         self._loading.process(stored)
 
