@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.wire import LATE, PeerFailure, Pending, check_is_torchs, says_ended
-from shardmath_torch.compat import Group
+from shardmath_torch.compat import Group, channel_of, check_there, ranks_of
 
 __all__ = ["LONG", "GlooWire"]
 
@@ -52,15 +53,13 @@ class _Pending(NamedTuple):
     `is_late`: the caller has said that it may take long.
     """
 
-    work: dist.Work | None
+    work: dist.Work
     rank: int | None
     until: float
     is_late: bool = False
 
     def wait(self) -> None:
         """Return once it has come or left. Raises PeerFailure."""
-        if self.work is None:
-            return
         if self.is_late:
             _wait_beside(self._replace(is_late=False))
             return
@@ -124,8 +123,9 @@ class GlooWire:
         self._group = group
         self._own_patience = self._patience = patience
         self._is_late = False
-        self._ranks = dist.get_process_group_ranks(group)
-        self._place = dist.get_rank(group)
+        self._ranks = ranks_of(group)
+        self._places = {rank: place for place, rank in enumerate(self._ranks)}
+        self._place = group.rank()
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
@@ -159,18 +159,18 @@ class GlooWire:
         return _Long((answer, tail, data))
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
-        tag = self._tag + step
+        tag, place = self._tag + step, self._places[rank]
 
-        def post() -> dist.Work | None:
-            return dist.irecv(memory, rank, group=self._group, tag=tag)
+        def post(channel: Group) -> dist.Work:
+            return channel.recv([memory], place, tag)
 
         return self._post(rank, patience, post)
 
     def _send(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
-        tag = self._tag + step
+        tag, place = self._tag + step, self._places[rank]
 
-        def post() -> dist.Work | None:
-            return dist.isend(memory, rank, group=self._group, tag=tag)
+        def post(channel: Group) -> dist.Work:
+            return channel.send([memory], place, tag)
 
         return self._post(rank, patience, post)
 
@@ -215,10 +215,12 @@ class GlooWire:
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
         """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
+        options = dist.BroadcastOptions()
+        options.rootRank = self._places[rank]
+        options.asyncOp = True
 
-        def post() -> dist.Work | None:
-            work: dist.Work | None = dist.broadcast(memory, rank, group=self._group, async_op=True)
-            return work
+        def post(channel: Group) -> dist.Work:
+            return channel.broadcast([memory], options)
 
         self._post(None, self._patience, post).wait()
 
@@ -229,17 +231,23 @@ class GlooWire:
         # closed already does not time out, and ends no other.
         for place in range(len(self._ranks)):
             if place != self._place:
-                with suppress(RuntimeError):
-                    # Not by dist.irecv, which refuses groups that were destroyed meanwhile.
-                    work = self._group.recv([nothing], place, OURS + NOTHING)
+                # Also of a group that was destroyed meanwhile; one that was disconnected has none.
+                with suppress(RuntimeError, ExchangeError):
+                    work = channel_of(self._group).recv([nothing], place, OURS + NOTHING)
                     work.wait(timedelta(milliseconds=1))
 
     def _post(
-        self, rank: int | None, patience: float, post: Callable[[], dist.Work | None]
+        self, rank: int | None, patience: float, post: Callable[[Group], dist.Work]
     ) -> _Pending:
-        """What was posted, to be waited for until the patience is over. Raises PeerFailure."""
+        """What was posted, to be waited for until the patience is over. Raises PeerFailure.
+
+        Not by torch's own functions, which know registered groups alone, and ask more than this.
+        """
+        check_there(self._group)
         try:
-            return _Pending(post(), rank, time.monotonic() + patience, self._is_late)
+            return _Pending(
+                post(channel_of(self._group)), rank, time.monotonic() + patience, self._is_late
+            )
         except RuntimeError as error:
             check_is_torchs(error, __file__)
             raise PeerFailure(rank, _explain(error)) from error

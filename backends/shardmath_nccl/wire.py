@@ -25,6 +25,8 @@ from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.programs.messages import MOST_OPS
+from shardmath_nccl import batches
+from shardmath_nccl.batches import Message, start_batch, start_gather
 from shardmath_torch import compat
 from shardmath_torch.agreement.wire import LATE, PeerFailure, check_is_torchs
 
@@ -48,7 +50,7 @@ class _Batch:
     """Messages of one group of NCCL's, which are done together."""
 
     def __init__(self) -> None:
-        self.ops: list[dist.P2POp] = []
+        self.ops: list[Message] = []
         self.works: list[dist.Work] = []
         self._is_ordered = False
 
@@ -72,7 +74,7 @@ def _blame() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        check_is_torchs(error, __file__)
+        check_is_torchs(error, __file__, batches.__file__)
         raise PeerFailure(None, str(error)) from error
 
 
@@ -108,6 +110,7 @@ class NcclWire:
         self._group = group
         self._own_patience = self._patience = patience
         self._ranks = compat.ranks_of(group)
+        self._places = {rank: place for place, rank in enumerate(self._ranks)}
         self._batch = _Batch()
         self._started: deque[_Batch] = deque()
 
@@ -122,12 +125,12 @@ class NcclWire:
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
         """Bytes from `rank` into `memory`, from the next start on."""
-        self._batch.ops.append(dist.P2POp(dist.irecv, memory, rank, self._group))
+        self._batch.ops.append(Message(False, memory, self._places[rank]))
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
         """The bytes of `memory` to `rank`, from the next start on."""
-        self._batch.ops.append(dist.P2POp(dist.isend, memory, rank, self._group))
+        self._batch.ops.append(Message(True, memory, self._places[rank]))
         return self._batch
 
     def start(self) -> None:
@@ -139,9 +142,10 @@ class NcclWire:
         assert len(batch.ops) <= MOST_OPS, "rounds are cut where both ends of each message know it"
         if len(self._started) == MOST_AHEAD:
             self._finish_first()
+        compat.check_there(self._group)
         compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
         with _blame(), compat.closing_group(self._group, self.device):
-            batch.works = dist.batch_isend_irecv(batch.ops)
+            batch.works = start_batch(self._group, self.device, batch.ops)
         self._started.append(batch)
 
     def finish(self) -> None:
@@ -159,12 +163,13 @@ class NcclWire:
         if patience is None:
             patience = self._patience
         self._meet(patience)
+        compat.check_there(self._group)
         compat.allow_seconds(self._group, patience)
         on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         mine = on_host.to(self.device)
         got = mine.new_empty(len(self._ranks), len(record))
         with _blame():
-            work = dist.all_gather(list(got), mine, group=self._group, async_op=True)
+            work = start_gather(self._group, list(got), mine)
         # Torch gives none where there is nothing to do.
         _settle([] if work is None else [work], patience)
         return [row.numpy().tobytes() for row in got.cpu()]
@@ -180,7 +185,7 @@ class NcclWire:
         keys = {rank: f"shardmath/here/{rank}" for rank in self._ranks}
         until = time.monotonic() + patience
         with _blame():
-            store.set(keys[compat.my_rank()], "")
+            store.set(keys[compat.rank_in(self._group)], "")
             while not store.check(list(keys.values())):
                 if time.monotonic() > until:
                     absent = (rank for rank, key in keys.items() if not store.check([key]))
@@ -191,4 +196,4 @@ class NcclWire:
     def abandon(self) -> None:
         """Aborts the group's communicators. Never raises."""
         with suppress(Exception):
-            self._group.abort()
+            compat.channel_of(self._group).abort()

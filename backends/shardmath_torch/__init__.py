@@ -9,6 +9,8 @@ data, scales = quantise(tensor)
 with commit(move, other):                   # several moves: all in place on all ranks, or none on any
     ...
 
+group = connect("host:port", rank, size)       # processes of several jobs, for any of these as group=group
+
 refit = Refit(planned)                      # collective; a trainer's and an engine's own tensors, by their names
 refit.prepare(src=..., dst=...)             # once; then refit() after every step
 
@@ -43,6 +45,7 @@ from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.formats.quantising import dequantise, quantise
 from shardmath_torch.formats.views import quantised_parts, sendable
+from shardmath_torch.joint.connect import connect, disconnect
 from shardmath_torch.movers.compile import compile
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover
@@ -73,8 +76,10 @@ __all__ = [
     "compile_changes",
     "compile_quantise",
     "compile_transformed",
+    "connect",
     "dequantise",
     "digest",
+    "disconnect",
     "export",
     "from_dtensor",
     "layout_of",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -14,51 +14,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.joint_group import JointGroup, list_joint
 from shardmath_torch.ports import find_listened_ports
 
 __all__ = [
     "Components",
     "EqualComponents",
     "Group",
+    "PrefixStore",
     "Spec",
     "StorageInfo",
     "Store",
+    "TCPStore",
     "allow_seconds",
     "apart_from",
     "backend_of",
+    "channel_of",
     "check_not_forked",
+    "check_registered",
+    "check_there",
     "closing_group",
     "device_of",
     "group_of",
-    "give_shards_back",
     "group_of_mesh",
     "groups_of_axes",
-    "has_gathered",
     "hold_nothing",
     "in_backward",
-    "is_registered",
-    "is_served_here",
-    "list_fsdp_groups",
-    "list_gathered",
-    "list_keepers",
+    "is_alone",
+    "is_there",
     "local_of",
     "my_rank",
     "packs_saved_tensors",
+    "rank_in",
     "rank_or_0",
     "ranks_of",
+    "serves_store",
     "shape_of_scalar",
     "spec_of",
     "identity_of",
     "storage_start",
     "store_of",
     "time_limit_of",
+    "word_gone",
 ]
 
 Group: TypeAlias = dist.ProcessGroup
@@ -68,7 +71,7 @@ _forked: WeakSet[Group] = WeakSet()
 
 
 def _note_fork() -> None:
-    _forked.update(c10d._world.pg_map)
+    _forked.update([*c10d._world.pg_map, *list_joint()])
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -83,22 +86,31 @@ def check_not_forked(group: Group) -> None:
 
 def group_of(group: Group | None) -> Group:
     """The group, or the default one. Raises ExchangeError where there is none, or this process is not in it."""
-    if not dist.is_available() or not dist.is_initialized():
-        fix = "call torch.distributed.init_process_group on every rank before compile"
+    if isinstance(group, JointGroup):
+        check_there(group)
+        check_not_forked(group)
+        return group
+    if is_alone():
+        fix = "call torch.distributed.init_process_group on every rank before, or pass group="
         raise ExchangeError(f"torch.distributed has no process group; {fix}")
     found = dist.group.WORLD if group is None else group
     # What torch gives to a rank that is not in a group that it has made with others.
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if found is None or found is outside:
         raise _make_outside_error()
-    if not isinstance(found, Group) or not is_registered(found):
+    if not isinstance(found, Group) or not is_there(found):
         what = f"group={found!r} is not a process group that is there"
-        fix = "pass what dist.new_group() returned, and has not been destroyed"
+        fix = "pass what dist.new_group() or smt.connect() returned, and has not been destroyed"
         raise ExchangeError(f"{what}; {fix}")
     check_not_forked(found)
     if dist.get_rank(found) < 0:
         raise _make_outside_error()
     return found
+
+
+def is_alone() -> bool:
+    """Whether this process has no default group."""
+    return not dist.is_available() or not dist.is_initialized()
 
 
 def _make_outside_error() -> ExchangeError:
@@ -108,8 +120,48 @@ def _make_outside_error() -> ExchangeError:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Global ranks of the group, in the group's order."""
+    """The ranks that plans name, in the group's order: global ones, and of a joint group its places."""
+    if isinstance(group, JointGroup):
+        return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
+
+
+def rank_in(group: Group) -> int:
+    """This process's rank as plans on the group name it."""
+    return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
+
+
+def channel_of(group: Group) -> Group:
+    """What has the connections, for one call of it: sends and receives by places.
+
+    Raises ExchangeError where a joint group is disconnected.
+    """
+    return group.channel if isinstance(group, JointGroup) else group
+
+
+def is_there(group: Group) -> bool:
+    """Whether it can be used: not after `destroy_process_group`, or `disconnect`."""
+    return group.is_open if isinstance(group, JointGroup) else group in c10d._world.pg_map
+
+
+def check_there(group: Group) -> None:
+    """Raises ExchangeError for a group that was destroyed or disconnected."""
+    if isinstance(group, JointGroup):
+        group.channel  # noqa: B018
+    elif not is_there(group):
+        raise ExchangeError("the process group was destroyed; make another")
+
+
+def word_gone(group: Group) -> str:
+    """What became of one that is not there."""
+    return "disconnected" if isinstance(group, JointGroup) else "destroyed"
+
+
+def check_registered(group: Group | None, what: str) -> None:
+    """Raises ExchangeError for a joint group: `what` goes on groups of one job alone."""
+    if isinstance(group, JointGroup):
+        fix = f"{what} on a group of the job's own, as the default one"
+        raise ExchangeError(f"{group!r} is of several jobs, which do not {what} together; {fix}")
 
 
 def my_rank() -> int:
@@ -175,11 +227,13 @@ def _check_ranks(group: Group, mesh: DeviceMesh, ranks_there: Tensor) -> Group:
 
 def rank_or_0() -> int:
     """This process's global rank; 0 where there is no process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return 0 if is_alone() else dist.get_rank()
 
 
 def backend_of(group: Group) -> str:
     """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
+    if isinstance(group, JointGroup):
+        return group.backend
     name = str(dist.get_backend(group))
     return next((known for known in ("nccl", "gloo") if known in name), name)
 
@@ -187,7 +241,7 @@ def backend_of(group: Group) -> str:
 def time_limit_of(group: Group) -> float:
     """Seconds that the group's own collectives wait for a rank."""
     device = "cuda" if backend_of(group) == "nccl" else "cpu"
-    backend = group._get_backend(torch.device(device))
+    backend = channel_of(group)._get_backend(torch.device(device))
     limit: timedelta = backend.options._timeout
     return limit.total_seconds()
 
@@ -196,7 +250,7 @@ def device_of(group: Group) -> torch.device:
     """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
     if backend_of(group) != "nccl":
         return torch.device("cpu")
-    bound: torch.device | None = getattr(group, "bound_device_id", None)
+    bound: torch.device | None = getattr(channel_of(group), "bound_device_id", None)
     return bound or torch.device("cuda", torch.cuda.current_device())
 
 
@@ -206,7 +260,9 @@ def allow_seconds(group: Group, seconds: float) -> None:
     Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
     """
     missing = seconds - time_limit_of(group)
-    extend = getattr(group._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None)
+    extend = getattr(
+        channel_of(group)._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None
+    )
     if missing > 0 and extend is not None:
         extend(timedelta(seconds=missing))
 
@@ -218,12 +274,14 @@ def closing_group(group: Group, device: torch.device) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(Exception):
-            group._end_coalescing(device)
+            channel_of(group)._end_coalescing(device)
         raise
 
 
 def store_of(group: Group) -> Store | None:
     """The group's key-value store; None where torch no longer says."""
+    if isinstance(group, JointGroup):
+        return group.store
     try:
         return c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
@@ -245,8 +303,11 @@ def apart_from(store: Store) -> Store:
     return _apart[store]
 
 
-def is_served_here(store: Store | None) -> bool:
-    """Whether this process serves the store to others: whether it listens on its port."""
+def serves_store(group: Group) -> bool:
+    """Whether this process serves the group's store to others: whether it listens on its port."""
+    if isinstance(group, JointGroup) and group.serves_store is not None:
+        return group.serves_store
+    store = store_of(group)
     # torch tells only in the store's repr, which looks names up and may take seconds.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -261,11 +322,6 @@ def packs_saved_tensors() -> bool:
 def has_own_connections(group: Group) -> bool:
     """Whether it is not the default group, on which a job's other collectives go."""
     return group is not dist.group.WORLD
-
-
-def is_registered(group: Group) -> bool:
-    """Whether torch still knows the group: not after `destroy_process_group`."""
-    return group in c10d._world.pg_map
 
 
 class EqualComponents(_StridedShard):
@@ -306,48 +362,6 @@ def spec_of(tensor: DTensor) -> Spec:
 def in_backward() -> bool:
     """Whether autograd computes gradients in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def list_fsdp_groups() -> list[Any]:
-    """What FSDP2 gathers together, of all modules that are alive (torch 2.13: FSDPParamGroup)."""
-    found: dict[int, Any] = {}
-    # A list at once: other threads may divide modules meanwhile.
-    for module in [ref() for ref in _module_state_mapping.keyrefs()]:
-        state = None if module is None else _get_module_state(module)
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        found |= {id(group): group for group in groups if group is not None}
-    return list(found.values())
-
-
-def list_keepers(group: Any) -> list[Any]:
-    """What it keeps of each parameter, with its `sharded_param` (torch 2.13: FSDPParam)."""
-    return list(group.fsdp_params)
-
-
-def list_gathered(keeper: Any) -> list[Tensor]:
-    """What FSDP2 has gathered of a parameter, whether or not it still has memory."""
-    names = "_unsharded_param", "_sharded_post_forward_param"
-    found = [getattr(keeper, name, None) for name in names]
-    return [one for one in found if one is not None]
-
-
-def give_shards_back(group: Any) -> None:
-    """Puts shards in their places, and frees what was gathered of them: as FSDP2 itself does before a `state_dict`.
-
-    Not its `reshard`, which does nothing in a forward: in one that has failed, it is for ever.
-    """
-    # What was gathered ahead came of the shards as they were.
-    group.wait_for_unshard()
-    group._to_sharded()
-
-
-def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
-    """Whether FSDP2 has what it gathered of a sharded parameter in its place, or a part of that, for the time being."""
-    if now is None or getattr(keeper, "sharded_param", None) is not sharded:
-        return False
-    return any(now is one for one in list_gathered(keeper))
 
 
 def hold_nothing(tensor: DTensor) -> None:

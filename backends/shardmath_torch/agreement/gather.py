@@ -142,7 +142,8 @@ def shared(group: Group | None) -> Iterator[None]:
     heard of our errors, and of what was marked by `mark_told`. Raises ExchangeError where another thread is
     in such a call as long as the group's own time limit.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    compat.check_registered(group, "save, load or export")
+    if compat.is_alone():
         yield
         return
     found = compat.group_of(group)
@@ -171,14 +172,14 @@ def mark_told(error: BaseException, group: Group | None) -> None:
     """All ranks have heard of what this one goes on with, in this call: raised again in another, it is news."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
-    if dist.is_available() and dist.is_initialized():
+    if not compat.is_alone():
         turns_of(compat.group_of(group)).told = error
 
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
     """What this rank does by itself in a call of several steps. Raises ExchangeError inside of another."""
-    if not dist.is_available() or not dist.is_initialized():
+    if compat.is_alone():
         yield
         return
     with turns_of(compat.group_of(group)).step():

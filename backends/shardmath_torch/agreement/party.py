@@ -84,7 +84,7 @@ class Party:
         """
         is_first = self.turns.host == UNTOLD
         if is_first:
-            serves_store = compat.is_served_here(compat.store_of(self.group))
+            serves_store = compat.serves_store(self.group)
             nonce = secrets.randbits(NONCE_BITS)
             mine = mine._replace(serves_store=serves_store, nonce=nonce)
         self._begin(event)
@@ -163,8 +163,9 @@ class Party:
             # Ctrl-C too: messages may be on their way, or others told that this rank has left.
             if self.turns.protocol.state is not State.IDLE:
                 self.leave(error)
-            if isinstance(error, Exception) and not compat.is_registered(self.group):
-                what = "the process group was destroyed while a call on it was under way"
+            if isinstance(error, Exception) and not compat.is_there(self.group):
+                gone = compat.word_gone(self.group)
+                what = f"the process group was {gone} while a call on it was under way"
                 raise ExchangeError(f"{what}; wait for moves beside before") from error
             raise
 

@@ -31,6 +31,6 @@ def package_of(group: compat.Group) -> ModuleType:
 def join(group: compat.Group, patience: float, grace: float) -> Party:
     """This rank in the group, its times in seconds as `Party` has them. Talks to nobody."""
     wire = package_of(group).open_wire(group, patience)
-    rank = compat.my_rank()
+    rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
     return Party(group, rank, ranks, wire, turns_of(group), patience, grace)

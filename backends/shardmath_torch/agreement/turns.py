@@ -249,6 +249,23 @@ class Turns:
         finally:
             self._step.give_back(turn)
 
+    @contextmanager
+    def ending(self, patience: float, cause: str) -> Iterator[None]:
+        """The last turn, of a group that is broken too: there are no more, by this cause.
+
+        Waits for what goes on beside, and at most `patience` seconds for other threads. Raises ExchangeError where
+        the turn cannot be had.
+        """
+        turn = _Turn(threading.current_thread())
+        self.refuse_nested()
+        self.wait_for_beside()
+        try:
+            self._turn.take(turn, patience)
+            self.broken = self.broken or cause
+            yield
+        finally:
+            self._turn.give_back(turn)
+
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
         """The latest is this one from now on; gives the one after which it comes."""
         with self._queue:

@@ -39,17 +39,17 @@ class PeerFailure(Exception):
         self.tensor = tensor
 
 
-def check_is_torchs(error: BaseException, file: str) -> None:
-    """Raises the error itself unless torch raised it, called from `file`.
+def check_is_torchs(error: BaseException, *files: str) -> None:
+    """Raises the error itself unless torch raised it, called from one of `files`.
 
     Otherwise a signal handler's own error, raised meanwhile, would be taken for the network's.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    raised_in = trace.tb_frame.f_code.co_filename if trace is not None else file
+    raised_in = trace.tb_frame.f_code.co_filename if trace is not None else files[0]
     # Torch's C++ has no frames of its own: what it raises is raised in the file that called it.
-    if raised_in != file and not raised_in.startswith(TORCH):
+    if raised_in not in files and not raised_in.startswith(TORCH):
         raise error
 
 

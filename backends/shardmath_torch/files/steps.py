@@ -42,11 +42,12 @@ differs."""
 
 def is_alone() -> bool:
     """Whether there are no processes to do this with."""
-    return not dist.is_available() or not dist.is_initialized()
+    return compat.is_alone()
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
     """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
+    compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
     found = compat.group_of(group)

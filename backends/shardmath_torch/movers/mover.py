@@ -232,8 +232,8 @@ class Mover:
 
     def _take_turn(self, call: Call, watch: Stopwatch) -> None:
         """The move, as a turn of the group."""
-        if not compat.is_registered(self._party.group):
-            what = "the process group of this mover was destroyed"
+        if not compat.is_there(self._party.group):
+            what = f"the process group of this mover was {compat.word_gone(self._party.group)}"
             raise ExchangeError(f"{what}; compile again on a group that is there")
         block = block_of(self._party.group)
         with self._landing.telling(self._party.turns):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.refits.coverage import Native, show_native
-from shardmath_torch import compat
+from shardmath_torch import compat, fsdp
 
 __all__ = ["check_not_gathered", "find_groups", "give_back"]
 
@@ -27,8 +27,8 @@ def find_groups(tensors: Iterable[Tensor]) -> list[object]:
     if not memories:
         return []
     found = []
-    for group in compat.list_fsdp_groups():
-        shards = [keeper.sharded_param for keeper in compat.list_keepers(group)]
+    for group in fsdp.list_fsdp_groups():
+        shards = [keeper.sharded_param for keeper in fsdp.list_keepers(group)]
         if any(_memory_of(shard) in memories for shard in shards):
             found.append(group)
     return found
@@ -45,9 +45,9 @@ def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
 
 
 def _list_gathered() -> Iterator[Tensor]:
-    for group in compat.list_fsdp_groups():
-        for keeper in compat.list_keepers(group):
-            yield from compat.list_gathered(keeper)
+    for group in fsdp.list_fsdp_groups():
+        for keeper in fsdp.list_keepers(group):
+            yield from fsdp.list_gathered(keeper)
 
 
 def _memory_of(tensor: Tensor) -> int | None:
@@ -62,4 +62,4 @@ def _memory_of(tensor: Tensor) -> int | None:
 def give_back(groups: Iterable[object]) -> None:
     """Let FSDP2 gather anew before it goes on."""
     for group in groups:
-        compat.give_shards_back(group)
+        fsdp.give_shards_back(group)

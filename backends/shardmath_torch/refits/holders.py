@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from shardmath.base.errors import ExchangeError
 from shardmath.refits.coverage import show_native
-from shardmath_torch import compat
+from shardmath_torch import fsdp
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
 
 __all__ = ["Watched", "find_fault", "find_owners", "find_removed", "watch"]
@@ -110,8 +110,8 @@ def _list_modules() -> list[nn.Module]:
 def _find_keepers() -> dict[int, object]:
     """What FSDP2 keeps of parameters, by the id of each shard."""
     keepers = {}
-    for group in compat.list_fsdp_groups():
-        for keeper in compat.list_keepers(group):
+    for group in fsdp.list_fsdp_groups():
+        for keeper in fsdp.list_keepers(group):
             keepers[id(keeper.sharded_param)] = keeper
     return keepers
 
@@ -169,7 +169,7 @@ def _is_replaced(one: Watched, place: _Place) -> bool:
         ) from error
     if now is one.tensor or not isinstance(now, Tensor):
         return False
-    if compat.has_gathered(place.keeper, one.tensor, now):
+    if fsdp.has_gathered(place.keeper, one.tensor, now):
         return False
     return _lay_of(now) != one.lay
 

@@ -262,14 +262,14 @@ def handled(rank: int) -> list[Said]:
     rows = Rows(rank, 2, 64)
     move = smt.compile(rows.plan, timeout=8.0)
     if rank == 0:
-        plain = dist.isend
+        plain = dist.ProcessGroup.send
 
-        def fail(*arguments: Any, **options: Any) -> Any:
-            if options["tag"] % 32 == 0:
+        def fail(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            if tag % 32 == 0:
                 raise RuntimeError("from a handler")
-            return plain(*arguments, **options)
+            return plain(group, tensors, peer, tag)
 
-        dist.isend = fail
+        dist.ProcessGroup.send = fail  # type: ignore[method-assign]
     return [ends(lambda: move(rows.src, out=rows.out))]
 
 

@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
-from shardmath_nccl import wire
+from shardmath_nccl import batches, wire
 from shardmath_torch import compat
 from shardmath_torch.agreement import transport
 from shardmath_torch.agreement.wire import PeerFailure
 from tests.distributed.tasks.scenarios import Case, move_cases
-
-_batch, _all_gather = dist.batch_isend_irecv, dist.all_gather
 
 
 class _Work:
@@ -45,12 +43,13 @@ class _Work:
             self._is_done = True
 
 
-def _start(ops: list[dist.P2POp]) -> list[Any]:
-    return [_Work(work) for work in _batch(ops)]
+def _start(*args: Any) -> list[Any]:
+    return [_Work(work) for work in batches.start_batch(*args)]
 
 
 def _gather(*args: Any, **how: Any) -> Any:
-    return _Work(_all_gather(*args, **how))
+    work = batches.start_gather(*args, **how)
+    return None if work is None else _Work(work)
 
 
 @contextlib.contextmanager
@@ -60,8 +59,8 @@ def over_gloo() -> Iterator[None]:
         enter = stack.enter_context
         enter(mock.patch.object(wire.NcclWire, "device", torch.device("cpu")))
         enter(mock.patch.object(compat, "allow_seconds"))
-        enter(mock.patch.object(dist, "batch_isend_irecv", _start))
-        enter(mock.patch.object(dist, "all_gather", _gather))
+        enter(mock.patch.object(wire, "start_batch", _start))
+        enter(mock.patch.object(wire, "start_gather", _gather))
         enter(mock.patch.dict(transport.TRANSPORTS, gloo="shardmath_nccl"))
         yield
 
@@ -98,7 +97,7 @@ def start_and_fail(rank: int) -> list[str]:
     group = compat.group_of(None)
     closed: list[torch.device] = []
     found = []
-    with over_gloo(), mock.patch.object(dist, "batch_isend_irecv", return_value=[_Never()]):
+    with over_gloo(), mock.patch.object(wire, "start_batch", return_value=[_Never()]):
         mine = wire.NcclWire(group, 0.05)
         post = functools.partial(mine.send, torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
         for _ in range(wire.MOST_AHEAD):
@@ -109,7 +108,7 @@ def start_and_fail(rank: int) -> list[str]:
         found.append(_tell(mine.start))
         found.append(_tell(mine.finish))
 
-    def fail(ops: object) -> None:
+    def fail(*args: object) -> None:
         exec(compile("raise RuntimeError('connection closed')", torch.__file__, "exec"))
 
     def end(group: object, device: torch.device) -> None:
@@ -117,7 +116,7 @@ def start_and_fail(rank: int) -> list[str]:
 
     with (
         over_gloo(),
-        mock.patch.object(dist, "batch_isend_irecv", fail),
+        mock.patch.object(wire, "start_batch", fail),
         mock.patch.object(dist.ProcessGroup, "_end_coalescing", end),
     ):
         mine = wire.NcclWire(group, 0.05)

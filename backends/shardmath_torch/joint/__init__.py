@@ -1,0 +1,8 @@
+"""Joint: process groups of several jobs, whose processes know of each other only where they meet.
+
+In reading order:
+
+- `rendezvous`: processes find each other in a store;
+- `meeting`: the store where they do, by an address or as it was given;
+- `connect`: a group of those who have met, and its end.
+"""
