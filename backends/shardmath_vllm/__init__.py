@@ -3,6 +3,7 @@
 In reading order:
 
 - `infos`: what trainers say of themselves, and what workers are told;
+- `converting`: a module's tensors as checkpoints have them;
 - `source`: what a trainer's rank holds, and how all of its ranks do;
 - `link`: what ranks have of each other once they have met;
 - `meeting`: trainers and workers join, say what they hold, and plan the same;

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
-from shardmath.storage.stored import Shapes
 from shardmath_torch.agreement.gather import gather
 from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told
@@ -32,7 +31,7 @@ class Given:
 
     told: Told | None = None
     engine: int = 0
-    record: Callable[[Shapes], sm.Recorded] | None = None
+    record: Callable[[Told], sm.Recorded] | None = None
 
 
 class Where(Protocol):
@@ -90,7 +89,7 @@ def _find_told(said: list[Told | None]) -> Told:
     """What all trainers say. Raises ExchangeError where two say otherwise: all ranks have heard the same."""
     first, *others = [one for one in said if one is not None]
     for place, other in enumerate(others, 1):
-        for what in ("shapes", "served", "side"):
+        for what in ("shapes", "served", "checkpoint", "side"):
             if getattr(first, what) != getattr(other, what):
                 raise ExchangeError(
                     f"places 0 and {place} hold different {what}{_show_difference(first, other, what)}; "
@@ -113,7 +112,7 @@ def _record(given: Given, told: Told) -> sm.Recorded | None:
     """What this rank's loader stores, if it is a worker."""
     if given.record is None:
         return None
-    return given.record(told.served)
+    return given.record(told)
 
 
 def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:

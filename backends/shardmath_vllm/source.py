@@ -1,7 +1,7 @@
 """Sources: what a trainer's rank holds, and how all of its ranks do.
 
-1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Tensors go by its own names, which vLLM's
-   loaders have to know: those of transformers' models they do.
+1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Its tensors go by its own names; where its
+   checkpoints have others, as of transformers' experts, vLLM's loaders are given those.
 2. Whoever stores them otherwise says how, by rows (`shardmath.storage`): then tensors go by the names in these.
 """
 
@@ -18,6 +18,7 @@ import shardmath_torch as smt
 from shardmath.storage import Stored
 from shardmath.storage.stored import Shapes
 from shardmath.transforms import Cast
+from shardmath_vllm.converting import record_conversion
 
 __all__ = ["Chunks", "Source", "Told", "read_source"]
 
@@ -29,22 +30,24 @@ Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 class Source:
     """What a trainer's rank holds.
 
-    `tensors` are this rank's, by the trainer's names, or a list of them with one per virtual stage. `side` is how all of
-    the trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name
-    that vLLM's loader knows, and `served` the same as engines get them, where their numbers are of another type. A
-    tensor in whose place another is put in one of `modules` is an error.
+    `tensors` are this rank's, by the trainer's names, or one such mapping per virtual stage. `side` is how all of the
+    trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name that
+    vLLM's loader knows, or that `checkpoint` has; `served` the same as engines get them, where their numbers are of
+    another type. `checkpoint` is what vLLM's loader is given of these, where that is not the tensors themselves
+    (`converting`). A parameter in whose place another is put in one of `modules` is an error.
     """
 
     tensors: Chunks
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
     served: Shapes | None = None
+    checkpoint: sm.Recorded | None = None
     modules: tuple[nn.Module, ...] = ()
 
     def tell(self) -> Told:
         """What all ranks plan by."""
         shapes = dict(self.shapes)
-        return Told(self.side, shapes, dict(self.served or shapes))
+        return Told(self.side, shapes, dict(self.served or shapes), self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Told:
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
     served: Shapes
+    checkpoint: sm.Recorded | None
 
     @property
     def rules(self) -> dict[str, Cast]:
@@ -89,7 +93,8 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     served = dict(shapes)
     if dtype is not None:
         served |= {name: (shapes[name][0], dtype) for name in tensors}
-    return Source(tensors | buffers, side, shapes, served, (module,))
+    checkpoint = record_conversion(module, served)
+    return Source(tensors | buffers, side, shapes, served, checkpoint, (module,))
 
 
 def _find_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -225,9 +225,9 @@ class Refit:
 
         `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
-        rows name. A tensor that another takes the place of is noticed in the modules that are alive, each with its
-        submodules, or in `modules` alone, which takes less time: none, for tensors that are in none. With changes the next call moves all. Raises ExchangeError on all ranks, with all that does not fit
-        on one.
+        rows name. Another parameter in the place of one is noticed in all modules that are alive, or, in less time, in
+        `modules` and their submodules alone. With changes the next call moves all. Raises ExchangeError on all ranks,
+        with all that does not fit on one.
         """
         # One that is under way computes from what was bound for it.
         self._party.turns.wait_for_beside()

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.storage.stored import Shapes
+from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 
 __all__ = ["Loading"]
@@ -46,8 +47,16 @@ class Loading:
         # Asked before anything is taken back: afterwards tied modules have a tensor each.
         self._tied = _find_tied(model)
 
-    def record(self, shapes: Shapes) -> sm.Recorded:
-        """What the model's own loader stores where, of tensors of these shapes. The model runs as before afterwards."""
+    def record(self, shapes: Shapes, checkpoint: sm.Recorded | None = None) -> sm.Recorded:
+        """What the model's own loader stores where, of tensors of these shapes; it is given the `checkpoint` of them.
+
+        The model runs as before afterwards.
+        """
+
+        def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+            given = pairs if checkpoint is None else convert(checkpoint, pairs)
+            self._model.load_weights(given)  # type: ignore[operator]
+
         self.begin()
         try:
             for module in self._model.modules():
@@ -55,22 +64,20 @@ class Loading:
                     if hasattr(tensor, "weight_loader"):
                         tensor.weight_loader = _get_original_loader(tensor)
             with disable_mtp_completeness_check():
-                return smt.record(self._load, shapes, self._list_natives(), form="pairs")
+                return smt.record(load, shapes, _Natives(self._list_natives()), form="pairs")
         finally:
             self.undo()
 
-    def _load(self, pairs: Iterator[tuple[str, Tensor]]) -> None:
-        self._model.load_weights(pairs)  # type: ignore[operator]
-
-    def _list_natives(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by name; a tied one under its first name alone."""
+    def _list_natives(self) -> dict[str, _Place]:
+        """Where parameters and persistent buffers are, by name; a tied one under its first name alone."""
         natives = {}
         for prefix, module in self._model.named_modules():
             hidden = module._non_persistent_buffers_set
-            for name, tensor in _list_tensors(module).items():
-                native = f"{prefix}.{name}"
-                if name not in hidden and native not in self._tied:
-                    natives[native] = tensor
+            for holder in (module._parameters, module._buffers):
+                for name, tensor in holder.items():
+                    native = f"{prefix}.{name}"
+                    if tensor is not None and name not in hidden and native not in self._tied:
+                        natives[native] = _Place(holder, name)
         return natives
 
     @torch.no_grad()
@@ -125,6 +132,38 @@ class Loading:
             by_module.setdefault(prefix, {})[native] = name
         for prefix, names in by_module.items():
             yield self._model.get_submodule(prefix), names
+
+
+class _Place(NamedTuple):
+    """What has a tensor, under which name."""
+
+    holder: dict[str, Any]
+    name: str
+
+
+class _Natives(MutableMapping[str, Tensor]):
+    """The tensors of modules: what is put here, is put there, where loaders look for it."""
+
+    def __init__(self, places: dict[str, _Place]) -> None:
+        self._places = places
+
+    def __getitem__(self, native: str) -> Tensor:
+        place = self._places[native]
+        tensor: Tensor = place.holder[place.name]
+        return tensor
+
+    def __setitem__(self, native: str, tensor: Tensor) -> None:
+        place = self._places[native]
+        place.holder[place.name] = tensor
+
+    def __delitem__(self, native: str) -> None:
+        raise TypeError(f"{native!r} is the model's; put another tensor in its place")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _list_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Workers: the weight-transfer engine that vLLM makes in each of its workers for `{"backend": "shardmath"}`.
 
 1. As it is told of a trainer, a worker joins it, records its own model's loader, and plans.
-2. An update arrives a layer at a time, in tensors of the form in which weights are loaded, of which vLLM then makes what
-   it runs. Beside the model a worker needs one layer, and what is under way.
+2. An update arrives a layer at a time, in tensors of the form in which weights are loaded; vLLM makes of them what it
+   runs. Beside the model a worker needs one layer, and what is under way.
 3. Nothing is taken back before all ranks are there. What fails later leaves a model that is partly old: it refuses to
    answer until an update is over.
 """
@@ -23,10 +23,10 @@ from vllm.distributed.weight_transfer.base import (
 
 import shardmath as sm
 from shardmath.base.errors import ExchangeError
-from shardmath.storage.stored import Shapes
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.source import Told
 from shardmath_vllm.workers.coverage import check_coverage
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
@@ -71,8 +71,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
                 f"give its number of workers in TrainerInfo"
             )
 
-        def record(shapes: Shapes) -> sm.Recorded:
-            recorded = self._loading.record(shapes)
+        def record(told: Told) -> sm.Recorded:
+            recorded = self._loading.record(told.served, told.checkpoint)
             check_coverage(recorded, self.model, init_info.own)
             return recorded
 

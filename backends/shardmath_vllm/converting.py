@@ -1,0 +1,124 @@
+"""Converting: a module's tensors by the names, and in the shapes, that checkpoints of it have.
+
+1. transformers keeps some models otherwise than it saves them, such as experts in a stack; vLLM's loaders know what it
+   saves. How the one is made of the other its own code says: it is run once on tensors without data, and recorded.
+2. What was recorded is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
+   way: workers run it to record their loaders.
+
+>>> import torch
+>>> from shardmath.recordings.pieces import Piece
+>>> from shardmath.recordings.recorded import Native
+>>> second = Native("experts.1.weight", (2,), "int64", (Piece("experts", 0, 2, ((2, 1, 1),)),), "views", "")
+>>> recorded = sm.Recorded((("experts", (3, 2), "int64"), ("norm", (1,), "int64")), (second,))
+>>> given = {"experts": torch.arange(6).reshape(3, 2)}
+>>> list(convert(recorded, given.items()))
+[('experts.1.weight', tensor([2, 3]))]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+from shardmath.recordings.pieces import Piece
+from shardmath.recordings.recorded import Native
+from shardmath.storage.stored import Shapes
+from shardmath_torch.dtypes import dtype_of
+
+__all__ = ["convert", "record_conversion"]
+
+
+def record_conversion(module: nn.Module, shapes: Shapes) -> sm.Recorded | None:
+    """What checkpoints of the module have of tensors of these shapes; None where that is the tensors themselves.
+
+    Raises StoreError where transformers computes with them.
+    """
+    revert = _find_reversion(module)
+    if revert is None:
+        return None
+    blank = {}
+    for name, (shape, dtype) in shapes.items():
+        blank[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+    saved = revert(blank)
+    if saved.keys() == blank.keys():
+        return None
+    into = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in revert(dict(tensors)).items():
+            into[name].copy_(tensor)
+
+    return smt.record(load, shapes, into)
+
+
+def _find_reversion(module: nn.Module) -> Any:
+    """What transformers makes a module's tensors into as it saves them; None where it is no model of its."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        return None
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        saved: dict[str, Tensor] = revert_weight_conversion(module, tensors)
+        return saved
+
+    return revert
+
+
+def convert(
+    recorded: sm.Recorded, pairs: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors, each as soon as all that it is made of has come."""
+    waiting: dict[str, list[tuple[Native, set[str]]]] = {}
+    for native in recorded.natives:
+        parts = {piece.tensor for piece in native.pieces}
+        for name in parts:
+            waiting.setdefault(name, []).append((native, parts))
+    # What only a later tensor completes is kept until then; mostly that is nothing.
+    come: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        come[name] = tensor
+        for native, left in waiting.get(name, ()):
+            left.remove(name)
+            if not left:
+                yield native.name, _make(native, come)
+        if not any(left for _, left in waiting.get(name, ())):
+            del come[name]
+
+
+def _make(native: Native, come: Mapping[str, Tensor]) -> Tensor:
+    """The checkpoint's tensor, of the pieces in it."""
+    first, *others = native.pieces
+    if not others and _is_whole(first, native):
+        # A view, at least of equal elements: these are followed as they are recorded, and need no memory.
+        return _take(first, come).reshape(native.shape)
+    like = come[first.tensor]
+    made = torch.empty(native.shape, dtype=like.dtype, device=like.device)
+    for piece in native.pieces:
+        counts = [count for count, _, _ in piece.blocks]
+        across = [stride for _, stride, _ in piece.blocks]
+        made.as_strided(counts, across, piece.cell).copy_(_take(piece, come))
+    return made
+
+
+def _take(piece: Piece, come: Mapping[str, Tensor]) -> Tensor:
+    """The elements of a piece."""
+    source = come[piece.tensor].contiguous()
+    counts = [count for count, _, _ in piece.blocks]
+    along = [stride for _, _, stride in piece.blocks]
+    return source.as_strided(counts, along, piece.element)
+
+
+def _is_whole(piece: Piece, native: Native) -> bool:
+    """Whether the piece is all of the tensor, in the order of its cells."""
+    expected = 1
+    for count, across, _ in reversed(piece.blocks):
+        if across != expected:
+            return False
+        expected *= count
+    return piece.cell == 0 and expected == math.prod(native.shape)
