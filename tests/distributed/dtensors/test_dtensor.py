@@ -153,7 +153,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("turn", "shape"), enumerate([(9, 7), (8, 4), (3, 1), (0, 5)]))
+@pytest.mark.parametrize(("turn", "shape"), list(enumerate([(9, 7), (8, 4), (3, 1), (0, 5)])))
 def test_everything_to_everything(pool: Pool, turn: int, shape: tuple[int, ...]) -> None:
     """Same, overlapping and disjoint meshes; uneven and empty shards; addends."""
     ends = [(*MESHES[i % len(MESHES)], text) for i, text in enumerate(TEXTS * 2)]

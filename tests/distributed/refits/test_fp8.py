@@ -12,6 +12,9 @@ from shardmath.storage import Stored, parse
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import fp8
 
+SLACK = 24 << 20
+"""Of resident memory, which allocators and threads round up as they like. One copy of the wires alone is more."""
+
 
 @pytest.mark.parametrize(
     "options", [{}, {"commit": "all"}, {"changes": True}, {"agree": "once"}], ids=str
@@ -61,7 +64,7 @@ def test_what_lacks_its_scales_is_an_error() -> None:
 def test_memory_is_wire_tensors_and_what_is_under_way(dtype: str, at: str) -> None:
     """Beside them a few MiB: what kernels work in, what the allocator keeps."""
     for taken, wires in alone(2, fp8.measure_memory, dtype, at):
-        assert taken <= wires + fp8.LIMIT + (12 << 20), (taken >> 20, wires >> 20)
+        assert taken <= wires + fp8.LIMIT + SLACK, (taken >> 20, wires >> 20)
 
 
 @pytest.mark.parametrize("rows", [200, 256])
