@@ -71,6 +71,8 @@ def moves(group: dist.ProcessGroup, place: int, engine: str) -> list[Said]:
     total = torch.tensor([place])
     dist.all_reduce(total, group=group)
     found.append("" if total.item() == sum(range(group.size())) else "another sum")
+    dist.broadcast(total.fill_(place), group_src=2, group=group)
+    found.append("" if total.item() == 2 else "not that of place 2")
     return found
 
 
