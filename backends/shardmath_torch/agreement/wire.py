@@ -73,7 +73,7 @@ class Pending(Protocol):
 
 
 class Wire(Protocol):
-    """A process group as a transport sees it; ranks are global."""
+    """A process group as a transport sees it; ranks are those of plans."""
 
     @property
     def device(self) -> torch.device:

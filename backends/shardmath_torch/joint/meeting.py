@@ -17,8 +17,11 @@ from shardmath_torch.compat import Store, TCPStore
 
 __all__ = ["Address", "meet_at", "read_where"]
 
-LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.02
 """While nobody serves the store."""
+
+LINGER_S = 0.3
+"""How long rank 0 serves the store after it has given up."""
 
 LEAST_S = 1.0
 """For an answer of a store that is there."""
@@ -61,6 +64,11 @@ def meet_at(
         store = _open(where, serves, until) if isinstance(where, Address) else where
         try:
             return store, meet(store)
+        except ExchangeError:
+            # Others still have to read there what this rank has.
+            if serves and isinstance(where, Address):
+                time.sleep(LINGER_S)
+            raise
         except RuntimeError as error:
             if not isinstance(where, Address):
                 raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
@@ -55,6 +56,7 @@ def meet(store: Store, mine: Seat, until: float) -> int:
     """
     number = _find_open(store)
     met: set[str] = set()
+    fewest: list[int] = []
     while True:
         generation = _Generation(store, number, mine)
         verdict = generation.sit(met) or generation.wait(until)
@@ -62,8 +64,12 @@ def meet(store: Store, mine: Seat, until: float) -> int:
             return number
         if verdict != OVER:
             raise ExchangeError(_word_verdict(verdict, mine))
+        absent = generation.list_absent()
+        # Others may have given up just before this one: they had come.
+        if absent and (not fewest or len(absent) < len(fewest)):
+            fewest = absent
         if time.monotonic() >= until:
-            raise ExchangeError(generation.word_absent())
+            raise ExchangeError(_word_absent(fewest, mine.size))
         number += 1
 
 
@@ -86,6 +92,14 @@ def _word_verdict(verdict: str, mine: Seat) -> str:
     return f"{what}, and the others have a group without it ({verdict}); give the same on all ranks"
 
 
+def _word_absent(absent: Sequence[int], size: int) -> str:
+    among = plural(size, "rank")
+    if not absent:
+        return f"the group of {among} was given up as the last came; connect again"
+    fix = "see that they run, and connect to the same address with the same size and name"
+    return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
+
+
 class _Generation:
     """One generation, as a process sees it that comes to it."""
 
@@ -93,7 +107,6 @@ class _Generation:
         self._store = store
         self._number = number
         self._mine = mine
-        self._absent: list[int] = []
 
     def sit(self, met: set[str]) -> str:
         """Take the seat, and close the generation if all are taken. How it is closed; "" while it is open.
@@ -104,7 +117,7 @@ class _Generation:
         there = self._store.compare_set(self._seat(self._mine.rank), "", mine).decode()
         if there != mine:
             return self._give_way(Seat(*json.loads(there)), met)
-        if self._list_absent():
+        if self.list_absent():
             return ""
         return self._close(self._judge())
 
@@ -114,20 +127,10 @@ class _Generation:
         while not self._store.check([self._name("closed")]):
             left = until - time.monotonic()
             if left <= 0:
-                self._absent = self._list_absent()
                 return self._close(OVER)
             time.sleep(min(pause, left))
             pause = min(2 * pause, longest)
         return self._store.get(self._name("closed")).decode()
-
-    def word_absent(self) -> str:
-        """Who did not come, of a generation that is over."""
-        absent = self._absent or self._list_absent()
-        size = plural(self._mine.size, "rank")
-        if not absent:
-            return f"the group of {size} was given up as the last came; connect again"
-        fix = "see that they run, and connect to the same address with the same size and name"
-        return f"{show_ranks(absent)} of {size} did not come in time; {fix}"
 
     def _give_way(self, other: Seat, met: set[str]) -> str:
         """Close the generation for a process that has this one's seat, and may be dead or alive."""
@@ -156,7 +159,7 @@ class _Generation:
         self._store.set("open", str(self._number + 1))
         return found
 
-    def _list_absent(self) -> list[int]:
+    def list_absent(self) -> list[int]:
         """The ranks whose seats are not taken."""
         ranks = range(self._mine.size)
         if self._store.check([self._seat(rank) for rank in ranks]):

@@ -1,7 +1,7 @@
 """`compile` a plan, or a program made of one, once; `move` tensors many times.
 
-1. Ranks are global ranks of torch.distributed. Every rank of the plan is in the group; ranks that
-   the plan does not name take part in agreement and move nothing.
+1. Ranks are global ranks of torch.distributed, or places in a joint group (`joint`). Every rank of
+   the plan is in the group; ranks that the plan does not name take part in agreement and move nothing.
 2. Both calls are collective over the group, and every rank makes those of one group in one order.
    Before a byte moves all ranks agree (`agree`): an objection of one is an ExchangeError on all,
    and no destination has changed.

@@ -8,11 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 import shardmath as sm
+from shardmath_nccl import batches
 from shardmath_torch import compat
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan
-from tests.distributed.tasks.nccl_lines import meet, move_over_gloo, start_and_fail
+from tests.distributed.tasks.nccl_lines import (
+    fail_in_batch,
+    meet,
+    move_over_gloo,
+    start_and_fail,
+)
 
 
 def test_moves(pool: Pool) -> None:
@@ -53,6 +61,41 @@ def test_what_fails(pool: Pool) -> None:
             "closed on [device(type='cpu')]",
         )
         assert "look as if they had come; leave it out, or set it to 0" in refused
+
+
+class Channel:
+    """In the place of a group with NCCL's groups of messages; notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(supports_coalescing=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.told.append((name, *given)) or name
+
+
+def test_messages_of_a_batch_are_one_group() -> None:
+    """Begun and ended on the device, as torch's own `batch_isend_irecv` does."""
+    channel: Any = Channel()
+    device = torch.device("cpu")
+    row, other = torch.zeros(4), torch.zeros(2)
+    messages = [batches.Message(False, row, 3), batches.Message(True, other, 1)]
+    assert batches.start_batch(channel, device, messages) == ["_end_coalescing"]
+    assert channel.told == [
+        ("_start_coalescing", device),
+        ("recv", [row], 3, 0),
+        ("send", [other], 1, 0),
+        ("_end_coalescing", device),
+    ]
+
+
+def test_what_torch_raises_is_a_rank_s_failure(pool: Pool) -> None:
+    """And what a signal handler raises meanwhile is itself."""
+    for torchs, handlers in pool.run(fail_in_batch):
+        assert torchs.startswith("PeerFailure: ")
+        assert handlers == "RuntimeError: from a handler"
 
 
 def test_torch_waits_as_long_as_the_wire() -> None:

@@ -134,3 +134,24 @@ def _tell(act: Any) -> str:
     except (PeerFailure, ExchangeError) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
+
+
+def fail_in_batch(rank: int) -> list[str]:
+    """What becomes of an error of torch's, and of one of somebody else's, in the midst of a batch."""
+    mine = wire.NcclWire(compat.group_of(None), 0.05)
+    found = []
+    with over_gloo():
+        # gloo refuses to send to the rank itself.
+        mine.send(torch.zeros(4, dtype=torch.uint8), rank)
+        found.append(_tell(mine.start))
+
+        def handle(*given: object) -> None:
+            raise RuntimeError("from a handler")
+
+        with mock.patch.object(dist.ProcessGroup, "send", handle):
+            mine.send(torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
+            try:
+                mine.start()
+            except RuntimeError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found

@@ -1,0 +1,218 @@
+"""Groups of several jobs: two jobs of two ranks each, whose ranks begin at 0, and processes of no job."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardmath as sm
+import shardmath_torch as smt
+from tests.distributed.pool import Lost, Pool, alone, free_port
+from tests.distributed.tasks import joint
+from tests.distributed.tasks.breaks import ends
+
+ONES = torch.ones(4, 4)
+
+EACH = 2
+"""Ranks of a job."""
+
+
+def address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+class Jobs:
+    """Two jobs that know nothing of each other."""
+
+    def __init__(self) -> None:
+        self.where = address()
+        self._pools = [Pool(EACH), Pool(EACH)]
+
+    def run(self, find: joint.Find, *args: Any) -> list[Any]:
+        """What each rank of a joint group of both finds in it, by its place."""
+
+        def ask(number: int) -> list[Any]:
+            given = (self.where, number * EACH, 2 * EACH, "jobs", find, *args)
+            return self._pools[number].run(joint.joined, *given)
+
+        with ThreadPoolExecutor(len(self._pools)) as threads:
+            trainers, engines = threads.map(ask, range(len(self._pools)))
+        return trainers + engines
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    """Both, kept for all tests here, which leave no group behind: also that each test can connect by one name."""
+    made = Jobs()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "broadcast"])
+def test_moves(jobs: Jobs, engine: str) -> None:
+    """In every way, of the right bytes; digests, and what ranks say, in the order of places."""
+    for found in jobs.run(joint.moves, engine):
+        assert not any(found), found
+
+
+def test_moves_of_changes(jobs: Jobs) -> None:
+    for found in jobs.run(joint.changes):
+        assert not any(found), found
+
+
+def test_blocks_that_jobs_cut_are_quantised_as_one(jobs: Jobs) -> None:
+    assert jobs.run(joint.quantises) == [""] * 4
+
+
+def test_refits(jobs: Jobs) -> None:
+    """With changes, commit="all", agree="once" and check="digest", some beside."""
+    assert jobs.run(joint.refits) == [[3]] * 4
+
+
+def test_groups_of_a_job_go_on_meanwhile(jobs: Jobs) -> None:
+    """Moves in default groups and in the joint one at once, and collectives of torch's own."""
+    for found in jobs.run(joint.beside, 8):
+        assert found == [""] * 24
+
+
+def test_the_lines_of_the_nccl_wire(jobs: Jobs) -> None:
+    assert jobs.run(joint.nccl_lines) == [""] * 4
+
+
+ENDED = "the joint group '' was disconnected; make another by smt.connect"
+
+
+def test_a_group_that_has_ended_is_an_error(jobs: Jobs) -> None:
+    """Whatever is asked of it; and a joint group is refused where torch's own are meant."""
+    for *ended, save, end in jobs.run(joint.disconnected):
+        assert ended == [ENDED] * 4
+        assert "several jobs, which do not save, load or export together" in save
+        assert "is not a joint group; pass what smt.connect returned" in end
+
+
+def test_processes_without_a_default_group() -> None:
+    for *found, asked in alone(3, joint.without_default, address(), 3):
+        assert not any(found), found
+        assert "torch.distributed has no process group; call" in asked
+
+
+def test_an_end_waits_for_moves_beside() -> None:
+    (held, waited, after), *others = alone(3, joint.left_early, address())
+    assert (held, waited) == ("", "")
+    assert after.startswith("the process group of this mover was disconnected; compile again")
+    assert all(waited == "" for _, waited, _ in others)
+
+
+def test_a_rank_dies_and_comes_again() -> None:
+    """The others are told its place, go on without it, and then with another process by the name that they had."""
+    found = alone(4, joint.killed, address(), 3, 1, gone=(0,))
+    assert not any(isinstance(one, Lost) for one in found), found
+    again = [one for one in found if one[1] == 0.0]
+    assert [one[:3] for one in again] == [("", 0.0, [""])]
+    for said, took, rest, version in found:
+        if took:
+            assert said.startswith("rank 1 failed while"), said
+            assert took < joint.TIMEOUT_S
+            assert rest == [""] * 6
+        assert version >= 1
+
+
+def ask(given: list[Any], where: str = "") -> list[Any]:
+    found = alone(len(given), joint.asks, where, given)
+    assert not any(isinstance(one, Lost) for one in found), found
+    return found
+
+
+def test_ranks_that_do_not_come() -> None:
+    """Are named, at the time that is given; without rank 0, which serves the store, it alone."""
+    first, _, third = ask([(0, 4, 1.0), None, (2, 4, 1.0)])
+    for said, took in (first, third):
+        assert said.startswith("ranks 1, 3 of 4 ranks did not come in time; see that they run")
+        assert 1.0 <= took < 3.0
+    ((said, took),) = ask([(1, 2, 0.5)], address())
+    assert said.startswith("rank 0 did not come in time, or does not serve a store at")
+    assert 0.5 <= took < 2.5
+
+
+def test_two_processes_of_one_rank() -> None:
+    """Are told so, and so are the others, long before the time is over."""
+    found = ask([(0, 3, 20.0), (1, 3, 20.0), (1, 3, 20.0)], address())
+    assert any("two processes give rank 1; give each process" in said for said, _ in found), found
+    assert all(said and took < 15.0 for said, took in found), found
+
+
+def test_ranks_that_give_other_sizes() -> None:
+    found = ask([(0, 2, 20.0), (1, 3, 20.0), (2, 3, 1.0)])
+    assert all("size=" in said and "give the same on all ranks" in said for said, _ in found), found
+
+
+def test_nothing_is_left() -> None:
+    """No open file and no thread, also where movers and groups are still held."""
+    for first, last in alone(2, joint.leaves_nothing, "", 50):
+        assert last == first
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_nothing_is_left_of_a_store_either(rounds: int) -> None:
+    """Of its server, and of each rank's connections to it."""
+    for first, last in alone(2, joint.leaves_nothing, address(), rounds):
+        assert last == first
+
+
+def test_a_forked_child_is_refused() -> None:
+    (said, _) = alone(2, joint.forked)
+    assert "this process was forked from the one whose process group this is" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"where": "trainer"}, "where='trainer' is not a place to meet; pass 'host:port'"),
+        ({"where": "trainer:0"}, "is not a place to meet"),
+        ({"where": "trainer:65536"}, "is not a place to meet"),
+        ({"where": "trainer:\u00b2"}, "is not a place to meet"),
+        ({"where": None}, "is not a place to meet"),
+        ({"rank": 1}, "rank=1 is not in a group of size=1; ranks are 0 to size - 1"),
+        ({"rank": -1}, "rank=-1 is not in a group of size=1"),
+        ({"rank": 0.5}, "rank is 0.5; give an integer"),
+        ({"size": 0}, "rank=0 is not in a group of size=0"),
+        ({"backend": "mpi"}, "backend='mpi'; pass 'gloo' or 'nccl'"),
+        ({"backend": ["gloo"]}, "backend=['gloo']; pass"),
+        ({"timeout": 0}, "timeout=0 is not a time to wait"),
+        ({"name": 3}, "name=3 is not a text"),
+    ],
+)
+def test_bad_arguments_are_errors_at_once(given: dict[str, Any], what: str) -> None:
+    named: Any = {"where": dist.HashStore(), "rank": 0, "size": 1, **given}
+    assert what in ends(lambda: smt.connect(**named))
+
+
+def test_an_address_that_is_taken() -> None:
+    """By another process's store, or something else: an error at once, on rank 0."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = ends(lambda: smt.connect(where, 0, 2, timeout=5.0))
+    assert said.startswith(f"rank 0 cannot serve a store at {where}: ")
+
+
+def test_a_store_of_the_caller_s() -> None:
+    """By one name as often as wanted, one group after the other and two at once."""
+    store = dist.HashStore()
+    first = smt.connect(store, 0, 1, name="a")
+    second = smt.connect(store, 0, 1, name="a")
+    layout = sm.Layout((4, 4), sm.Mesh(tp=1), "n h")
+    for group in (first, second):
+        assert smt.digest(layout, ONES, group=group) == sm.digest_of(layout, {0: ONES.numpy()})
+        smt.disconnect(group)
