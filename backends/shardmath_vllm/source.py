@@ -73,9 +73,14 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     """The source itself, or that of a module, or of what holds one, as vLLM's ModuleSource does.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
-    Collective over the trainer's ranks for a module. Raises TypeError for anything else.
+    Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, TypeError for anything
+    else.
     """
     if isinstance(given, Source):
+        if dtype is not None:
+            raise ValueError(
+                f"dtype {dtype} is for modules; say what engines get in Source(served=)"
+            )
         return given
     module = getattr(given, "_module", given)
     if not isinstance(module, nn.Module):

@@ -6,6 +6,7 @@ In reading order:
 - `numbers`: element numbers in cells, as pieces;
 - `boxes`: pieces along the dimensions of both tensors;
 - `recorded`: what one rank was seen to store;
+- `declared`: the same of what rows say;
 - `views`: the pieces of one tensor as a view of what stores it;
 - `sides`: the ranks of a side.
 """

@@ -30,8 +30,8 @@ __all__ = ["generate", "load_again", "reload", "start"]
 CHECKPOINT = "... = ..."
 
 
-def start(folder: Path) -> Any:
-    """vLLM itself, in this process."""
+def start(folder: Path, **more: Any) -> Any:
+    """vLLM itself, in this process, with `more` of its arguments."""
     return vllm.LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -39,6 +39,7 @@ def start(folder: Path) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         max_num_seqs=2,
+        **more,
     )
 
 

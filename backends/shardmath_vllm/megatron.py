@@ -1,0 +1,170 @@
+"""Megatron-Core: what a trainer's rank holds of a GPTModel, and how all of its ranks do.
+
+1. Megatron's configuration says how tensors are divided (`shardmath.families.megatron_core`), that of Hugging Face what
+   vLLM's loader calls them, and how it wants them fused (`shardmath.engines.hf_core`). Nothing else is asked for, and
+   Megatron is not imported.
+2. Tensors are the model's own, so that what a step changes in them is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardmath as sm
+from shardmath.base.dtypes import canonical
+from shardmath.base.errors import StoreError
+from shardmath.engines.config import Config
+from shardmath.engines.hf_core import hf_checkpoint
+from shardmath.families.megatron_core import ORDER, logical_shapes, megatron
+from shardmath.recordings.declared import record_declared
+from shardmath.storage import Stored, bind
+from shardmath.storage.stored import Shapes
+from shardmath_torch.agreement.gather import gather
+from shardmath_vllm.source import Source
+
+__all__ = ["read_megatron"]
+
+
+def read_megatron(
+    chunks: nn.Module | Sequence[nn.Module],
+    config: object,
+    *,
+    spec: str = "te",
+    order: str = ORDER,
+    vocab_multiple: int = 128,
+    dtype: str | None = None,
+) -> Source:
+    """What this rank holds of a GPTModel, or of the chunk of each virtual stage. Collective over the default group.
+
+    Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
+    model: an object, or a mapping of its fields. `spec` is whose modules layers are made of, "te" or "local", `order`
+    that of Megatron's ranks, `vocab_multiple` its make_vocab_size_divisible_by. Engines get parameters as numbers of
+    type `dtype`, by default the trainer's own; buffers always as they are.
+    Raises StoreError for a model of which rows do not know how it is stored.
+    """
+    modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
+    # Typed by what Megatron says of them alone.
+    first: Any = modules[0]
+    trained = first.config
+    own = canonical(trained.params_dtype)
+    vocab = Config(config).get("vocab_size")
+    if not isinstance(vocab, int):
+        raise StoreError(
+            f"vocab_size is {vocab!r} in {type(config).__name__}; give Hugging Face's configuration"
+        )
+    side = megatron(
+        trained,
+        ranks=range(dist.get_world_size()),
+        tp=trained.tensor_model_parallel_size,
+        pp=trained.pipeline_model_parallel_size,
+        cp=trained.context_parallel_size,
+        ep=trained.expert_model_parallel_size,
+        etp=trained.expert_tensor_parallel_size,
+        vpp=len(modules),
+        order=order,
+        spec=spec,
+        vocab=vocab,
+        vocab_multiple=vocab_multiple,
+    )
+    shapes = logical_shapes(
+        trained,
+        vocab=vocab,
+        tied=first.share_embeddings_and_output_weights,
+        pattern=getattr(first, "hybrid_override_pattern", None),
+        dtype=own,
+    )
+    tensors = [_list_own(module) for module in modules]
+    said = _gather_said(shapes, side, tensors)
+    held = _correct(shapes, said)
+    served = _serve(held, said, dtype)
+    return Source(tensors, side, held, served, _find_checkpoint(config, served), modules)
+
+
+def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """A module for each virtual stage. Raises TypeError for none."""
+    listed = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+    if not listed or not all(isinstance(chunk, nn.Module) for chunk in listed):
+        kinds = ", ".join(type(chunk).__name__ for chunk in listed) or "none"
+        raise TypeError(f"chunks are {kinds}; give a GPTModel, or a list of one per virtual stage")
+    return listed
+
+
+def _unwrap(chunk: nn.Module) -> nn.Module:
+    """The model itself: wrappers have what they wrap as `module`. Raises TypeError where that is none of Megatron's."""
+    found: Any = chunk
+    while isinstance(getattr(found, "module", None), nn.Module):
+        found = found.module
+    if not hasattr(getattr(found, "config", None), "tensor_model_parallel_size"):
+        raise TypeError(
+            f"{type(found).__name__} has no configuration of Megatron-Core's; give its GPTModel"
+        )
+    model: nn.Module = found
+    return model
+
+
+class _Said(NamedTuple):
+    """Of a rank's tensors: which dtypes are not the trainer's usual one, and which tensors are buffers."""
+
+    dtypes: dict[str, str]
+    buffers: set[str]
+
+
+def _list_own(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, as the bias of a router."""
+    own: dict[str, Tensor] = dict(module.named_parameters())
+    kept = module.state_dict(keep_vars=True)
+    own |= {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    return own
+
+
+def _gather_said(
+    shapes: Shapes, side: Stored, tensors: Sequence[Mapping[str, Tensor]]
+) -> list[_Said]:
+    """What all ranks say of their tensors. Collective."""
+    said = _Said({}, set())
+    for name, slot in bind(side, shapes).slots(dist.get_rank()).items():
+        tensor = tensors[slot.chunk].get(slot.native)
+        if tensor is None:
+            # Named by the refit, with all else that does not fit.
+            continue
+        found = canonical(tensor.dtype)
+        if found != shapes[name][1]:
+            said.dtypes[name] = found
+        if not isinstance(tensor, nn.Parameter):
+            said.buffers.add(name)
+    return gather(said, None, "say of which dtypes tensors are")
+
+
+def _correct(shapes: Shapes, said: Sequence[_Said]) -> Shapes:
+    """The shapes with the dtypes of what ranks hold: some tensors are float32 in models of any type."""
+    corrected = dict(shapes)
+    for one in said:
+        for name, dtype in one.dtypes.items():
+            corrected[name] = shapes[name][0], dtype
+    return corrected
+
+
+def _serve(shapes: Shapes, said: Sequence[_Said], dtype: str | None) -> Shapes:
+    """What engines get: parameters in this dtype, and buffers as they are."""
+    if dtype is None:
+        return shapes
+    buffers: set[str] = set().union(*(one.buffers for one in said))
+    served = dict(shapes)
+    for name, (shape, _) in shapes.items():
+        if name not in buffers:
+            served[name] = shape, dtype
+    return served
+
+
+def _find_checkpoint(config: object, shapes: Shapes) -> sm.Recorded | None:
+    """What a checkpoint has of tensors of these shapes; None where that is the tensors themselves."""
+    stored = hf_checkpoint(config)
+    (rank,) = stored.meshes[0].ranks
+    recorded = record_declared(bind(stored, shapes), shapes, rank)
+    saved = {native.name: native.shape for native in recorded.natives}
+    whole = {name: shape for name, (shape, _) in shapes.items()}
+    return None if saved == whole else recorded
