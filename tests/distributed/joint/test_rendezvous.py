@@ -17,6 +17,9 @@ from shardmath_torch.joint.rendezvous import Seat, meet
 
 SIZE = 3
 
+LONG_S = 30.0
+"""Patience of those who are not to lose it."""
+
 
 class Comers:
     """Threads in the place of processes, each of which comes at its time and has its patience."""
@@ -40,6 +43,11 @@ class Comers:
             self.said.append((seat, str(error)))
         else:
             self.met[number].append(seat)
+
+    def await_seat(self, rank: int) -> None:
+        """Return once it is taken in the first generation."""
+        while not self.store.check([f"1/seat/{rank}"]):
+            time.sleep(0.001)
 
     def wait(self) -> None:
         for thread in self._threads:
@@ -68,16 +76,23 @@ def test_generations_are_whole(seed: int) -> None:
 
 
 def test_who_has_time_left_meets_in_the_next_generation() -> None:
-    """The first rank gives up, and comes again; the second has waited all the time."""
+    """One rank gives up, and another comes in its place; the second has waited all the time."""
     comers = Comers()
-    comers.come(seat(0, "a", 2), 0.0, 0.1)
-    comers.come(seat(1, "b", 2), 0.2, 5.0)
-    comers.come(seat(0, "c", 2), 0.4, 5.0)
+    comers.come(seat(1, "b"), 0.0, LONG_S)
+    comers.await_seat(1)
+    with pytest.raises(ExchangeError, match="rank 2 of 3 ranks did not come in time; see that"):
+        meet(comers.store, seat(0, "a"), time.monotonic() + 0.05)
+    comers.come(seat(0, "c"), 0.0, LONG_S)
+    comers.come(seat(2, "d"), 0.0, LONG_S)
     comers.wait()
-    assert next(said for _, said in comers.said).startswith("rank 1 of 2 ranks did not come")
-    assert {number: {one.token for one in seats} for number, seats in comers.met.items()} == {
-        2: {"b", "c"}
+    assert not comers.said
+    assert {number: _name_all(seats) for number, seats in comers.met.items()} == {
+        2: ["b", "c", "d"]
     }
+
+
+def _name_all(seats: list[Seat]) -> list[str]:
+    return sorted(one.token for one in seats)
 
 
 def test_who_died_as_it_waited_is_replaced() -> None:
@@ -87,39 +102,44 @@ def test_who_died_as_it_waited_is_replaced() -> None:
     # It looks once, and closes nothing: as a process that is killed.
     with absent, mock.patch.object(rendezvous._Generation, "_close", return_value="over"):
         meet(comers.store, seat(1, "dead"), time.monotonic())
-    comers.come(seat(0, "a"), 0.0, 5.0)
-    comers.come(seat(1, "b"), 0.05, 5.0)
-    comers.come(seat(2, "c"), 0.1, 5.0)
+    comers.come(seat(0, "a"), 0.0, LONG_S)
+    comers.come(seat(1, "b"), 0.05, LONG_S)
+    comers.come(seat(2, "c"), 0.1, LONG_S)
     start = time.monotonic()
     comers.wait()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < LONG_S / 2
     assert not comers.said
-    assert [{one.token for one in seats} for seats in comers.met.values()] == [{"a", "b", "c"}]
+    assert [_name_all(seats) for seats in comers.met.values()] == [["a", "b", "c"]]
 
 
 def test_two_that_live_are_told() -> None:
     """And who waits for them."""
     comers = Comers()
-    comers.come(seat(0, "a"), 0.0, 10.0)
-    comers.come(seat(1, "b"), 0.05, 10.0)
-    comers.come(seat(1, "c"), 0.05, 10.0)
+    comers.come(seat(0, "a"), 0.0, LONG_S)
+    comers.await_seat(0)
+    comers.come(seat(1, "b"), 0.0, LONG_S)
+    comers.come(seat(1, "c"), 0.0, LONG_S)
     start = time.monotonic()
     comers.wait()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < LONG_S / 2
     assert not comers.met
     assert {said for _, said in comers.said} == {
         "two processes give rank 1; give each process a rank of its own"
     }
 
 
-def test_other_sizes_and_backends_are_told() -> None:
-    """To all that wait."""
-    for other in (Seat(1, 2, "gloo", "b"), Seat(1, 3, "nccl", "b")):
-        comers = Comers()
-        comers.come(seat(0, "a"), 0.0, 2.0)
-        comers.come(other, 0.1, 2.0)
-        comers.come(seat(2, "c"), 0.2, 2.0)
-        comers.wait()
-        assert not comers.met
-        told = [said for one, said in comers.said]
-        assert any("give the same on all ranks" in said for said in told), told
+@pytest.mark.parametrize(
+    ("other", "patience"), [(Seat(1, 2, "gloo", "b"), 0.2), (Seat(1, 3, "nccl", "b"), LONG_S)]
+)
+def test_other_sizes_and_backends_are_told(other: Seat, patience: float) -> None:
+    """To all that wait then; whoever comes after that waits in vain."""
+    comers = Comers()
+    comers.come(seat(0, "a"), 0.0, LONG_S)
+    comers.come(other, 0.05, LONG_S)
+    comers.come(seat(2, "c"), 0.1, patience)
+    start = time.monotonic()
+    comers.wait()
+    assert time.monotonic() - start < LONG_S / 2
+    assert not comers.met
+    told = {one.token: said for one, said in comers.said}
+    assert all("give the same on all ranks" in told[who] for who in "ab"), told
