@@ -1,8 +1,9 @@
-"""Converting: a module's tensors by the names, and in the shapes, that checkpoints of it have.
+"""Converting: a trainer's tensors by the names, and in the shapes, that checkpoints of it have.
 
 1. transformers keeps some models otherwise than it saves them, such as experts in a stack; vLLM's loaders know what it
    saves. How the one is made of the other its own code says: it is run once on tensors without data, and recorded.
-2. What was recorded is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
+2. Whose tensors are those that rows speak of, as Megatron-Core's, has rows for what is saved of them, too.
+3. Either is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
    way: workers run it to record their loaders.
 
 >>> import torch
@@ -26,12 +27,15 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.engines.hf_core import hf_checkpoint
+from shardmath.recordings.declared import record_declared
 from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native
+from shardmath.storage import bind
 from shardmath.storage.stored import Shapes
 from shardmath_torch.dtypes import dtype_of
 
-__all__ = ["convert", "record_conversion"]
+__all__ = ["convert", "declare_conversion", "record_conversion"]
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> sm.Recorded | None:
@@ -55,6 +59,18 @@ def record_conversion(module: nn.Module, shapes: Shapes) -> sm.Recorded | None:
             into[name].copy_(tensor)
 
     return smt.record(load, shapes, into)
+
+
+def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
+    """What checkpoints of a model of Hugging Face's configuration have of logical tensors of these shapes and dtypes;
+    None where that is the tensors themselves.
+    """
+    stored = hf_checkpoint(config)
+    (rank,) = stored.meshes[0].ranks
+    recorded = record_declared(bind(stored, shapes), shapes, rank)
+    saved = {native.name: native.shape for native in recorded.natives}
+    whole = {name: shape for name, (shape, _) in shapes.items()}
+    return None if saved == whole else recorded
 
 
 def _find_reversion(module: nn.Module) -> Any:

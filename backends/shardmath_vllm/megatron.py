@@ -1,8 +1,7 @@
 """Megatron-Core: what a trainer's rank holds of a GPTModel, and how all of its ranks do.
 
 1. Megatron's configuration says how tensors are divided (`shardmath.families.megatron_core`), that of Hugging Face what
-   vLLM's loader calls them, and how it wants them fused (`shardmath.engines.hf_core`). Nothing else is asked for, and
-   Megatron is not imported.
+   vLLM's loader calls them, and which of them it has fused (`shardmath.engines.hf_core`). Megatron is not imported.
 2. Tensors are the model's own, so that what a step changes in them is what is sent.
 """
 
@@ -14,16 +13,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmath as sm
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
 from shardmath.engines.config import Config
-from shardmath.engines.hf_core import hf_checkpoint
 from shardmath.families.megatron_core import ORDER, logical_shapes, megatron
-from shardmath.recordings.declared import record_declared
 from shardmath.storage import Stored, bind
 from shardmath.storage.stored import Shapes
 from shardmath_torch.agreement.gather import gather
+from shardmath_vllm.converting import declare_conversion
 from shardmath_vllm.source import Source
 
 __all__ = ["read_megatron"]
@@ -81,7 +78,7 @@ def read_megatron(
     said = _gather_said(shapes, side, tensors)
     held = _correct(shapes, said)
     served = _serve(held, said, dtype)
-    return Source(tensors, side, held, served, _find_checkpoint(config, served), modules)
+    return Source(tensors, side, held, served, declare_conversion(config, served), modules)
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -158,13 +155,3 @@ def _serve(shapes: Shapes, said: Sequence[_Said], dtype: str | None) -> Shapes:
         if name not in buffers:
             served[name] = shape, dtype
     return served
-
-
-def _find_checkpoint(config: object, shapes: Shapes) -> sm.Recorded | None:
-    """What a checkpoint has of tensors of these shapes; None where that is the tensors themselves."""
-    stored = hf_checkpoint(config)
-    (rank,) = stored.meshes[0].ranks
-    recorded = record_declared(bind(stored, shapes), shapes, rank)
-    saved = {native.name: native.shape for native in recorded.natives}
-    whole = {name: shape for name, (shape, _) in shapes.items()}
-    return None if saved == whole else recorded

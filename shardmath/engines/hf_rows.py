@@ -45,9 +45,6 @@ experts.{e}.w2.*          = experts.{e}.down_proj.*
 SPARSE = f"""
 [model.layers.{{l}}.block_sparse_moe. = model.layers.{{l}}.mlp.]
 {NUMBERED}
-input_linear.weight       = experts.{{e}}.[gate up]_proj.weight : e (gate + up) h
-output_linear.weight      = experts.{{e}}.down_proj.weight      : e ...
-router.layer.weight       = gate.weight
 e_score_correction_bias   = gate.e_score_correction_bias
 ...                       = ...
 """
@@ -66,7 +63,11 @@ input_linear.*            = [gate up]_proj.* : (gate + up) h
 output_linear.*           = down_proj.*
 [model.layers.{{l}}.mamba. = model.layers.{{l}}.mixer.]
 {MAMBA2}
-{SPARSE}
+[model.layers.{{l}}.block_sparse_moe. = model.layers.{{l}}.mlp.]
+input_linear.weight       = experts.{{e}}.[gate up]_proj.weight : e (gate + up) h
+output_linear.weight      = experts.{{e}}.down_proj.weight      : e ...
+router.layer.weight       = gate.weight
+...                       = ...
 """
 SHARED_EXPERT = """
 [model.layers.{l}.mlp.shared_expert. = model.layers.{l}.mlp.shared_experts.]
