@@ -27,7 +27,7 @@ from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, meet
 from shardmath_vllm.source import Told
-from shardmath_vllm.workers.coverage import check_coverage
+from shardmath_vllm.workers.coverage import check_coverage, check_types
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
 
@@ -73,6 +73,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
 
         def record(told: Told) -> sm.Recorded:
             recorded = self._loading.record(told.served, told.checkpoint)
+            check_types(recorded)
             check_coverage(recorded, self.model, init_info.own)
             return recorded
 

@@ -52,6 +52,8 @@ def test_tokens_and_logprobs_are_those_of_an_engine_started_on_what_was_sent(
     fresh = run_alone(generate, then, tried.tp)
     assert {token for token, _ in fresh} != {token for token, _ in started}
     assert sent[0]["generated"] == [fresh, started]
+    for one in sent:
+        assert ("are not of the engine's types" in one["refused"]) == (tried.dtype == "float32")
     assert sent[0]["portions"] == tried.case.layers + 2
     print(f"{tried.case}: {started[:3]}... on the first checkpoint, {fresh[:3]}... on the other")
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 import shardmath_vllm as sv
+from shardmath import ExchangeError
 from tests.megatron import configs, trainer
 from tests.megatron.cases import Case
 from tests.references.checkpoint import unstack
@@ -30,24 +31,18 @@ TIMEOUT_S = 60.0
 
 
 def send(rank: int, sending: Sending) -> dict[str, Any]:
-    """Send each checkpoint in turn to the engine, which generates in between; what rank 0 saw."""
+    """Send each checkpoint in turn to the engine, which generates in between; what the rank saw."""
     case, first = sending.case, sending.folders[0]
     hf = transformers.AutoConfig.from_pretrained(first)
     chunks = build(case, hf, sending.dtype)
-    fill(chunks, case, hf, first)
-    # Wrapped, as where Megatron trains.
-    source = sv.read_megatron(
-        [Wrapped(chunk) for chunk in chunks], hf, spec=case.spec, dtype="bfloat16"
-    )
-    info = sv.TrainerInfo(
-        f"127.0.0.1:{sending.port}",
-        trainers=dist.get_world_size(),
-        workers=sending.tp,
-        rank=rank,
-        timeout=TIMEOUT_S,
-    )
     engine = Caller(sending.engine) if rank == 0 else None
-    sender = sv.Trainer.trainer_init(info, client=engine or [], source=source)
+    # Wrapped, as where Megatron trains.
+    wrapped = [Wrapped(chunk) for chunk in chunks]
+    refused = ""
+    if sending.dtype != "bfloat16":
+        refused = join_as_it_is(rank, sending, wrapped, hf, engine)
+    source = sv.read_megatron(wrapped, hf, spec=case.spec, dtype="bfloat16")
+    sender = sv.Trainer.trainer_init(tell(rank, sending), client=engine or [], source=source)
     generated = []
     for folder in sending.folders:
         fill(chunks, case, hf, folder)
@@ -57,7 +52,29 @@ def send(rank: int, sending: Sending) -> dict[str, Any]:
     sender.shutdown()
     if engine is not None:
         engine.close()
-    return {"generated": generated, "portions": len(sender.link.refits)}
+    return {"generated": generated, "portions": len(sender.link.refits), "refused": refused}
+
+
+def tell(rank: int, sending: Sending) -> sv.TrainerInfo:
+    return sv.TrainerInfo(
+        f"127.0.0.1:{sending.port}",
+        trainers=dist.get_world_size(),
+        workers=sending.tp,
+        rank=rank,
+        timeout=TIMEOUT_S,
+    )
+
+
+def join_as_it_is(
+    rank: int, sending: Sending, chunks: Sequence[Any], hf: Any, engine: Caller | None
+) -> str:
+    """Why a trainer of float32 cannot send its tensors as they are to an engine of bfloat16."""
+    source = sv.read_megatron(chunks, hf, spec=sending.case.spec)
+    try:
+        sv.Trainer.trainer_init(tell(rank, sending), client=engine or [], source=source)
+    except ExchangeError as error:
+        return str(error)
+    return ""
 
 
 class Wrapped(torch.nn.Module):
