@@ -29,6 +29,9 @@ BLOCKS = re.compile(r"^```sh\n([^`]*)^```\n```python\n(# train\.py, [^`]*)^```$"
 ENGINE, STORE = "http://127.0.0.1:8000", "127.0.0.1:29600"
 TIMEOUT_S = 60.0
 
+# Of which most is the start of two servers at once.
+pytestmark = pytest.mark.timeout(500)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -81,7 +84,7 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     assert found is not None
     commands, text = found.groups()
     server, trainer = map(shlex.split, commands.splitlines())
-    assert server == ["VLLM_SERVER_DEV_MODE=1", "python", *command("CHECKPOINT")]
+    assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
     assert trainer[:1] + trainer[-2:] == ["torchrun", "train.py", "CHECKPOINT"]
     assert ENGINE in text
     assert STORE in text
