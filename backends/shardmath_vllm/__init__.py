@@ -17,10 +17,18 @@ In reading order:
 Only `workers` and `plugin` import vLLM: a trainer needs none.
 """
 
-from shardmath_vllm.clients import Client, LLMClient
+from shardmath_vllm.clients import Client, HTTPClient, LLMClient
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.megatron import read_megatron
 from shardmath_vllm.source import Source
 from shardmath_vllm.trainer import Trainer
 
-__all__ = ["Client", "LLMClient", "Source", "Trainer", "TrainerInfo", "read_megatron"]
+__all__ = [
+    "Client",
+    "HTTPClient",
+    "LLMClient",
+    "Source",
+    "Trainer",
+    "TrainerInfo",
+    "read_megatron",
+]

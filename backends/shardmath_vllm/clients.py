@@ -1,10 +1,25 @@
-"""Clients: how a trainer speaks to an engine in its own process; over HTTP, vLLM's own client does."""
+"""Clients: how a trainer speaks to an engine, in its own process or over HTTP.
+
+1. Each says the four things of vLLM's own clients, which do as well.
+2. What an engine cached of prompts is of the old weights. So a client of ours drops that when it ends an update, which
+   vLLM leaves to whoever calls.
+"""
 
 from __future__ import annotations
 
+import json
+from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-__all__ = ["Client", "LLMClient"]
+from shardmath.base.errors import ExchangeError
+
+__all__ = ["Client", "HTTPClient", "LLMClient"]
+
+TIMEOUT_S = 600.0
+"""For an answer: longer than ranks wait for each other by default, so that these say what was wrong."""
 
 
 class Client(Protocol):
@@ -41,3 +56,58 @@ class LLMClient:
         """After an update. What was cached of prompts is of the old weights, and is dropped."""
         self._llm.finish_weight_update(weight_version)
         self._llm.reset_prefix_cache()
+
+
+class HTTPClient:
+    """Speaks to a server of vLLM's, `vllm serve` with VLLM_SERVER_DEV_MODE=1, at a URL; needs no vLLM itself.
+
+    `timeout`, in seconds, is for each answer, and has to be longer than `TrainerInfo.timeout`. What the server refuses,
+    or does not answer, is an ExchangeError with what it said.
+    """
+
+    def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
+        self._url = url.rstrip("/")
+        self._timeout = timeout
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have its workers join."""
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Before an update."""
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have its workers receive."""
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """After an update. Requests that are not done go on with the new weights, of which all is computed anew."""
+        self._post("finish_weight_update", {"weight_version": weight_version})
+        self._post("reset_prefix_cache?reset_running_requests=true")
+
+    def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
+        """Say something, and wait for the answer."""
+        url = f"{self._url}/{path}"
+        data = json.dumps(said or {}).encode()
+        request = Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=self._timeout) as answer:
+                answer.read()
+        except HTTPError as error:
+            raise ExchangeError(f"{url} answered {error.code}: {_explain(error)}") from error
+        except (OSError, HTTPException) as error:
+            raise ExchangeError(
+                f"{url} gave no answer ({error}); is a vLLM server up there?"
+            ) from error
+
+
+def _explain(error: HTTPError) -> str:
+    """What a server says of what went wrong."""
+    if error.code == HTTPStatus.NOT_FOUND:
+        return "no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text

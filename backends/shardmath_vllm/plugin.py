@@ -10,6 +10,7 @@ from vllm.distributed.weight_transfer.factory import (
 
 from shardmath_vllm.infos import BACKEND
 from shardmath_vllm.trainer import Trainer
+from shardmath_vllm.workers.answers import read_all_answers
 
 __all__ = ["register"]
 
@@ -21,3 +22,4 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, "shardmath_vllm.workers.worker", "Engine")
     WeightTransferTrainerFactory.register_engine(BACKEND, Trainer)
     TrainerWeightTransferEngine.register(Trainer)
+    read_all_answers()

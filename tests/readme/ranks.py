@@ -1,7 +1,7 @@
 """What `torchrun` does for a page's command, without importing torch in each rank: ranks are forked from a process that
 has imported it already.
 
-With the profile `deep` the README's goes through torch's own, so what that sets is seen to be enough.
+With the profile `deep` one page's go through torch's own, so what that sets is seen to be enough.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ stands under them.
 2. A `python` block whose first line is `# name.py` is a file, which commands of that page may run.
    One whose first line is `# name.py, in .venv-NAME` is run by the tests of that environment, and not here.
 3. `console` blocks are commands with their output, run where the files of their page are. What `torchrun` starts is
-   forked, but for the README's, which torch's own `torchrun` starts.
+   forked, but for those of `STARTED`, which torch's own `torchrun` starts in deep runs.
 4. `sh` blocks are commands with words to fill in; they must at least exist.
 5. Times, rates, digests and places on disk may differ; so may what a command says of its progress.
 6. Links lead somewhere, and what is imported is public.
@@ -35,6 +35,8 @@ FRONT = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
 DOCS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")))
 PAGES = (*FRONT, *DOCS)
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+STARTED = "docs/refit.md"
+"""The page of which all that `torchrun` sets is seen to be enough."""
 MOST_LINES = 150
 """Of the README: one screen of what it is, and where the rest is."""
 
@@ -167,7 +169,7 @@ def test_console(block: Block, tmp_path: Path) -> None:
         first, *rest = shlex.split(command)
         if first == "make":
             rest = RECIPE.findall(read("Makefile"))[0].split()
-        if first == "torchrun" and not (IS_DEEP and block.page == "README.md"):
+        if first == "torchrun" and not (IS_DEEP and block.page == STARTED):
             done = run_ranks(rest, cwd=tmp_path, env=env, timeout=280)
         else:
             line = [*RUNNERS[first], *rest]
@@ -196,7 +198,7 @@ def test_programs_of_other_environments_are_run_there(page: str) -> None:
         program = ELSEWHERE.match(block.text)
         if program:
             folder = program[2].removeprefix(".venv-")
-            tests = [path.read_text() for path in (ROOT / "tests" / folder).glob("test_*.py")]
+            tests = [path.read_text() for path in (ROOT / "tests" / folder).rglob("test_*.py")]
             assert any(program[1] in text and page in text for text in tests), f"line {block.line}"
 
 
@@ -224,7 +226,7 @@ def test_links_lead_somewhere(page: str) -> None:
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
-    folders = r"(?:tests|docs|notebooks|tools|backends|shardmath)"
+    folders = r"(?:tests|docs|examples|notebooks|tools|backends|shardmath)"
     for path in re.findall(rf"`({folders}/[\w./-]+)", prose(page)):
         assert (ROOT / path).exists(), path
 

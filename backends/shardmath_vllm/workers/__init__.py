@@ -6,5 +6,6 @@ In reading order:
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;
 - `refusing`: models that an update has left torn;
-- `worker`: the weight-transfer engine of a worker.
+- `worker`: the weight-transfer engine of a worker;
+- `answers`: what all workers answer to a call is read.
 """

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import shardmath as sm
+import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
@@ -113,15 +114,19 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         """One portion into memory that is given back once vLLM has made of it what it runs."""
         refit = link.refits[number]
         assert link.recorded is not None, "workers have recorded"
-        stored: set[str] = set()
-        for engine in refit.planned.engines.values():
-            if link.place in engine.ranks:
-                stored.update(name for _, name in engine.natives(link.place))
+        own, stored = self._find_stored(link, refit)
         unwritten = link.recorded.unwritten
         made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
-        refit.prepare(dst=made, modules=())
+        refit.prepare(dst={own: made}, modules=())
         refit()
         self._loading.process(stored)
+
+    def _find_stored(self, link: Link, refit: smt.Refit) -> tuple[str, set[str]]:
+        """What the refit calls this worker's engine, and the worker's tensors that it fills."""
+        for name, engine in refit.planned.engines.items():
+            if link.place in engine.ranks:
+                return name, {native for _, native in engine.natives(link.place)}
+        raise AssertionError("all engines are in all portions")
 
     def finish_weight_update(self) -> None:
         """Nothing: an update is over on all ranks, or on none, when `update_weights` is."""

@@ -1,0 +1,157 @@
+"""Real servers of vLLM's take weights through its own routes, from trainers that have no vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+import shardmath_vllm as smv
+from shardmath.base.errors import ExchangeError
+from tests.distributed.pool import free_port
+from tests.vllm import checkpoints
+from tests.vllm.cases import fields
+from tests.vllm.served.servers import TP, ask, command, complete, serve
+from tests.vllm.served.sessions import run
+
+ROOT = Path(__file__).parents[3]
+BLOCKS = re.compile(r"^```sh\n([^`]*)^```\n```python\n(# train\.py, [^`]*)^```$", re.M)
+ENGINE, STORE = "http://127.0.0.1:8000", "127.0.0.1:29600"
+TIMEOUT_S = 60.0
+
+# Of which most is the start of two servers at once.
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of one shape, and one of another."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    wide = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
+    saved = []
+    for seed in range(2):
+        saved.append(checkpoints.save(fields("llama", **wide), folder / str(seed), seed))
+    wider = wide | {"intermediate_size": 192}
+    return [*saved, checkpoints.save(fields("llama", **wider), folder / "wider")]
+
+
+@pytest.fixture(scope="module")
+def urls(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A server that was started on each of the two."""
+    with serve(folders[:2], tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(urls: list[str]) -> list[Any]:
+    """What an engine that was started on each checkpoint answers."""
+    answers = [complete(url) for url in urls]
+    assert answers[0] != answers[1]
+    return answers
+
+
+@pytest.mark.usefixtures("expected")
+def test_no_vllm_is_needed_to_speak_to_a_server(urls: list[str]) -> None:
+    with pytest.raises(ExchangeError, match=r"500: .*start_weight_update must be called before"):
+        smv.HTTPClient(urls[0]).update_weights({"number": 1})
+    with pytest.raises(ExchangeError, match="no such route"):
+        smv.HTTPClient(f"{urls[0]}/other").start_weight_update()
+
+
+def test_the_readme_s_program_sends_what_an_engine_is_started_on(
+    urls: list[str], folders: list[Path], expected: list[Any], tmp_path: Path
+) -> None:
+    """Its trainers cannot import vLLM; the server is asked all the while, and has the prompt cached."""
+    with asking(urls[0]) as answers:
+        run_readme(folders[1], urls[0], tmp_path)
+    assert expected[0] in answers
+    assert complete(urls[0]) == expected[1]
+
+
+def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
+    """The README's program, under FSDP2, where vLLM is no module that can be imported."""
+    found = BLOCKS.search((ROOT / "README.md").read_text())
+    assert found is not None
+    commands, text = found.groups()
+    server, trainer = map(shlex.split, commands.splitlines())
+    assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
+    assert trainer[:1] + trainer[-2:] == ["torchrun", "train.py", "CHECKPOINT"]
+    assert ENGINE in text
+    assert STORE in text
+    text = text.replace(ENGINE, url).replace(STORE, f"127.0.0.1:{free_port()}")
+    (folder / "train.py").write_text(text)
+    (folder / "vllm.py").write_text("raise ImportError('a trainer needs no vLLM')")
+    path = os.pathsep.join(map(str, [folder, ROOT, ROOT / "backends"]))
+    words = ["-m", "torch.distributed.run", *trainer[1:-1], str(checkpoint)]
+    run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+
+
+@contextmanager
+def asking(url: str) -> Iterator[list[Any]]:
+    """What a server answers while the block runs; every request has to be answered."""
+    answers: list[Any] = []
+    faults: list[Exception] = []
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(0.2):
+            try:
+                answers.append(complete(url))
+            except Exception as error:
+                faults.append(error)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+    assert not faults
+
+
+def test_another_model_is_refused_and_the_servers_go_on(
+    urls: list[str], folders: list[Path], expected: list[Any]
+) -> None:
+    """What the servers' workers found wrong comes back over HTTP."""
+    clients = [smv.HTTPClient(url) for url in urls]
+    with pytest.raises(ExchangeError, match=r"gate_proj|down_proj"):
+        smv.Trainer.trainer_init(inform(), client=clients, source=load(folders[2]))
+    assert [complete(url) for url in urls] == [expected[1], expected[1]]
+
+
+def test_vllm_s_own_client_and_ours_refit_two_servers_at_once(
+    urls: list[str], folders: list[Path], expected: list[Any]
+) -> None:
+    """vLLM's client leaves what prompts left in caches to whoever calls, who pauses the server meanwhile."""
+    clients = [HTTPVLLMWeightSyncClient(urls[0]), smv.HTTPClient(urls[1])]
+    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=load(folders[0]))
+    ask(f"{urls[0]}/pause?mode=wait", {})
+    trainer.send_weights()
+    ask(f"{urls[0]}/resume", {})
+    assert [complete(url) for url in urls] == [expected[0], expected[0]]
+    trainer.shutdown()
+
+
+def inform() -> smv.TrainerInfo:
+    """A trainer of one process, and both servers."""
+    address = f"127.0.0.1:{free_port()}"
+    return smv.TrainerInfo(address, 1, workers=(TP, TP), timeout=TIMEOUT_S, rank=0)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """A module of a checkpoint, whole."""
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16
+    )
+    return model
