@@ -117,9 +117,11 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             if link.place in engine.ranks:
                 stored.update(name for _, name in engine.natives(link.place))
         unwritten = link.recorded.unwritten
-        made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
-        refit.prepare(dst=made, modules=())
+        left = {name: unwritten.get(name, 0) for name in stored}
+        refit.prepare(dst=self._loading.materialise(left), modules=())
         refit()
+        # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
+        refit.release()
         self._loading.process(stored)
 
     def finish_weight_update(self) -> None:
