@@ -62,6 +62,9 @@ class Broadcast:
     ) -> None:
         """Nothing to prepare."""
 
+    def let_go(self) -> None:
+        """Nothing is kept."""
+
     @property
     def posted(self) -> tuple[Round, ...]:
         """Those of the part, though all is broadcast: what the plan asks for is what is counted."""

@@ -90,6 +90,7 @@ class Trainer:
         for refit in self.link.refits:
             refit.prepare(src=self._select(refit), modules=self.source.modules)
             refit()
+            refit.release()
 
     def shutdown(self) -> None:
         """Leave the engines, which go on with the weights that they have."""

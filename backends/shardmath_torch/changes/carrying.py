@@ -217,6 +217,10 @@ class Sparse:
     def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> None:
         """None: whoever has come back has nothing of what snapshots are of."""
 
+    def let_go(self) -> None:
+        self.forget()
+        self._whole.let_go()
+
     def list_torn(self) -> tuple[str, ...]:
         if self._load is None or self._load.sorted is None:
             return self._whole.list_torn()

@@ -97,6 +97,10 @@ class Exchange:
             self._bound_to = wanted
         self._staging.reserve(self._needed)
 
+    def let_go(self) -> None:
+        """Keep no view of tensors, nor of staging that a larger block has replaced."""
+        self._held = self._views = None
+
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
         """One that does the same without what goes to ranks that are gone, for tensors that lie as they did.
 

@@ -57,6 +57,9 @@ class Engine(Protocol):
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Moves tensors that lie like those prepared for; each thing that it does is a lap. Raises PeerFailure."""
 
+    def let_go(self) -> None:
+        """Keeps nothing of tensors that were held; the next ones are prepared for."""
+
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
         """One for the task, which is this one's without what goes to ranks that are gone, and the same tensors.
 

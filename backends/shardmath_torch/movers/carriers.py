@@ -63,6 +63,9 @@ class Carrier(Protocol):
     def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
         """One for a part of the same tensors, by the engine that is made of this one's; None where there is none."""
 
+    def let_go(self) -> None:
+        """Keep nothing of the tensors that were prepared for, nor what a move needs, until there is another."""
+
     def list_torn(self) -> tuple[str, ...]:
         """The destinations that may be neither old nor new, where `carry` was left."""
 
@@ -132,8 +135,8 @@ class Whole:
         return Arrived(self._into, put)
 
     def let_go(self) -> None:
-        """Give back what a move needs, until there is another."""
         self._into = {}
+        self._engine.let_go()
         if self._shadows is not None:
             self._shadows.let_go()
 

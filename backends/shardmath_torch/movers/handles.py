@@ -20,10 +20,14 @@ import torch
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.base.text import message_of, shown
+from shardmath_torch import compat
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.agreement.threads import Errand
+from shardmath_torch.agreement.turns import check_thread
+from shardmath_torch.commits.blocks import block_of
 
-__all__ = ["Handle", "start"]
+__all__ = ["Handle", "find_objection", "start"]
 
 
 @public
@@ -95,6 +99,22 @@ class Handle:
                 act()
         except BaseException as error:
             self._error = error
+
+
+def find_objection(party: Party, thread: str | None, async_op: object) -> str:
+    """Why a move of the calling thread cannot go on beside it; "" where it can."""
+    if not isinstance(async_op, bool):
+        return f"async_op={shown(async_op)}; pass True or False"
+    if not compat.has_own_connections(party.group):
+        what = "async_op=True on the default process group, whose collectives others call meanwhile"
+        return f"{what}; compile on a group of its own, dist.new_group()"
+    if block_of(party.group) is not None:
+        return "in smt.commit moves follow each other; leave async_op out"
+    try:
+        check_thread(party.turns, thread)
+    except ExchangeError as error:
+        return word_objection(error)
+    return ""
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:

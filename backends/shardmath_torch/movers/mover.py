@@ -25,7 +25,7 @@ from typing import Literal, NoReturn
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.base.text import plural, shown
+from shardmath.base.text import plural
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
@@ -42,7 +42,7 @@ from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signat
 from shardmath_torch.movers import stages
 from shardmath_torch.movers.calls import ONCE, Call, Checked, Held, Kind, check_call, read_label
 from shardmath_torch.movers.carriers import Arrived
-from shardmath_torch.movers.handles import Handle, start
+from shardmath_torch.movers.handles import Handle, find_objection, start
 from shardmath_torch.movers.ready import Former, Ready
 from shardmath_torch.observing import laps
 from shardmath_torch.observing.bars import Progress
@@ -207,18 +207,7 @@ class Mover:
     def _find_objection_beside(self, async_op: object) -> str:
         """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
         self._party.turns.refuse_nested()
-        if not isinstance(async_op, bool):
-            return f"async_op={shown(async_op)}; pass True or False"
-        if not compat.has_own_connections(self._party.group):
-            what = "async_op=True on the default process group, whose collectives others call meanwhile"
-            return f"{what}; compile on a group of its own, dist.new_group()"
-        if block_of(self._party.group) is not None:
-            return "in smt.commit moves follow each other; leave async_op out"
-        try:
-            check_thread(self._party.turns, self._thread)
-        except ExchangeError as error:
-            return word_objection(error)
-        return ""
+        return find_objection(self._party, self._thread, async_op)
 
     def _start(self, call: Call) -> Handle:
         """Move on a thread beside, in the name of this one."""
@@ -369,6 +358,11 @@ class Mover:
         """Agree anew on the next move, and carry all of it: called by all ranks alike, in a turn."""
         self._agreed.clear()
         self._carrier.forget()
+
+    def let_go(self) -> None:
+        """Keep nothing of the tensors that were held: the next move looks at its own."""
+        self._checked = self._held = None
+        self._carrier.let_go()
 
     def _prepare(self, call: Call) -> tuple[Tensors, Tensors]:
         """The tensors by local buffer key, checked and bound, unless these were already."""

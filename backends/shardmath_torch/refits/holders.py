@@ -77,19 +77,24 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add the places of these very tensors in modules: these, or all that are alive."""
+    """Add the places of these very tensors in modules: these with all in them, or all that are alive."""
     by_id: dict[int, list[Watched]] = {}
     for one in watched:
         by_id.setdefault(id(one.tensor), []).append(one)
     if not by_id:
         return
     keepers = _find_keepers()
-    among = _list_modules() if modules is None else modules
+    among = _list_modules() if modules is None else _list_parts(modules)
     for holder in _list_holders(among):
         # A list at once: other threads may make modules meanwhile.
         for key, tensor in list(dict.items(holder)):
             for one in by_id.get(id(tensor), []):
                 one.places.append(_Place(holder.get, key, True, keepers.get(id(tensor))))
+
+
+def _list_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These and all in them."""
+    return [part for module in modules for part in module.modules()]
 
 
 def _list_modules() -> list[nn.Module]:

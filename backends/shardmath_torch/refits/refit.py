@@ -161,7 +161,7 @@ class Refit:
         self._kept = self._find_kept(planned)
         only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
         self._at = self._kept if only_left and _are_related(self.planned, planned) else None
-        self._src = _keep_moved(self._bound, planned)
+        self._src = self._bound.keep(planned.moved)
         self.planned = planned
 
     def _find_kept(self, planned: Planned) -> list[Watched] | None:
@@ -237,7 +237,7 @@ class Refit:
                 self._at = self._kept
             else:
                 watched = self._bind(src, dst, own, functions or {})
-                find_owners(watched, _list_parts(modules))
+                find_owners(watched, modules)
                 self._at = watched
                 self._kept = None
         except Exception as error:
@@ -248,6 +248,16 @@ class Refit:
         self._party.together(
             lambda: self._agree(ballot), lambda failure, rank: "tensors were prepared"
         )
+
+    def release(self) -> None:
+        """Let go of what was bound on this rank, whose memory may then go; prepare() binds anew. Not collective."""
+        self._party.turns.wait_for_beside()
+        self._at = self._kept = None
+        self._bound = self._src = self._dst = Views({}, [])
+        self._groups = []
+        self._mover.let_go()
+        if self._made is not None:
+            self._made.let_go()
 
     def _agree(self, ballot: Ballot) -> None:
         """Vote. Of what was prepared before, nothing holds any more, however that ends."""
@@ -372,13 +382,6 @@ class Refit:
             return word_objection(error)
 
 
-def _list_parts(modules: Sequence[nn.Module] | None) -> list[nn.Module] | None:
-    """These modules and all in them; None for None."""
-    if modules is None:
-        return None
-    return [part for module in modules for part in module.modules()]
-
-
 def _are_related(one: Planned, other: Planned) -> bool:
     """Whether they differ in who has left, and in nothing else that is planned."""
     return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
@@ -389,12 +392,3 @@ def _list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
     sides: dict[str | None, Side] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}
-
-
-def _keep_moved(views: Views, planned: Planned) -> Views:
-    """Those of the trainer's tensors that engines still need; the same object where all are."""
-    moved = set(planned.moved)
-    if moved.issuperset(views.tensors):
-        return views
-    kept = {name: tensor for name, tensor in views.tensors.items() if name in moved}
-    return Views(kept, views.computed)

@@ -11,7 +11,7 @@ torch.Size([3, 1])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -69,6 +69,14 @@ class Views(NamedTuple):
 
     tensors: dict[str, Tensor]
     computed: list[Computed]
+
+    def keep(self, names: Iterable[str]) -> Views:
+        """Those of these names; the same object where these are all."""
+        own = set(names)
+        if own.issuperset(self.tensors):
+            return self
+        kept = {name: tensor for name, tensor in self.tensors.items() if name in own}
+        return Views(kept, self.computed)
 
 
 def name_natives(given: Given | None) -> Natives:

@@ -194,6 +194,11 @@ class Ends(Stage):
         """The caller's tensors are kept no longer."""
         self._arriving = {}
 
+    def let_go(self) -> None:
+        """No tensor of the caller's is kept, whose mapping that was."""
+        self._arriving = {}
+        self._bound = self._checked = None
+
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The tensors that travel in their own memory, and the one that was being made."""
         torn = []

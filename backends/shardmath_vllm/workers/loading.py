@@ -108,7 +108,9 @@ class Loading:
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
         """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
-        for module, _ in self._find_modules(natives):
+        found = [module for module, _ in self._find_modules(natives)]
+        # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
+        for module in sorted(found, key=_count_bytes):
             info = get_layerwise_info(module)
             if info.can_load():
                 with repacks_anew(module):
@@ -170,6 +172,11 @@ def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The module's own parameters and buffers."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _count_bytes(module: nn.Module) -> int:
+    """Bytes of the module's own tensors."""
+    return sum(tensor.nbytes for tensor in _list_tensors(module).values())
 
 
 def _find_tied(model: nn.Module) -> dict[str, str]:

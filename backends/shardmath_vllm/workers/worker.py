@@ -116,9 +116,11 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         assert link.recorded is not None, "workers have recorded"
         own, stored = self._find_stored(link, refit)
         unwritten = link.recorded.unwritten
-        made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
-        refit.prepare(dst={own: made}, modules=())
+        left = {name: unwritten.get(name, 0) for name in stored}
+        refit.prepare(dst={own: self._loading.materialise(left)}, modules=())
         refit()
+        # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
+        refit.release()
         self._loading.process(stored)
 
     def _find_stored(self, link: Link, refit: smt.Refit) -> tuple[str, set[str]]:

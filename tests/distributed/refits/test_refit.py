@@ -14,6 +14,7 @@ from shardmath_torch.refits.holders import find_owners, find_removed, watch
 from shardmath_torch.refits.views import bind_views
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import refits
+from tests.distributed.tasks.released import release
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,17 @@ def test_one_rank_s_tensors_are_an_error_on_all(pool: Pool, fault: str, what: st
         assert told is not None
         assert what in told
         assert "rank 5" in told
+
+
+@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("options", [{}, {"commit": "all"}, {"changes": True}])
+def test_what_was_bound_goes_once_it_is_released(
+    pool: Pool, quantises: bool, options: dict[str, Any]
+) -> None:
+    for left, said, wrong in pool.run(release, quantises, options):
+        assert left == 0
+        assert "this rank has not prepared the refit; call prepare() on all ranks" in said
+        assert wrong == []
 
 
 def test_sides_that_tell_each_other_how_they_store(pool: Pool) -> None:
