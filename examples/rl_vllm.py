@@ -34,7 +34,6 @@ CONFIG = LlamaConfig(
     intermediate_size=128,
     num_hidden_layers=2,
     num_attention_heads=4,
-    max_position_embeddings=64,
 )
 
 
@@ -48,7 +47,6 @@ def main(rank: int, folder: str, steps: int) -> None:
         fully_shard(layer)
     fully_shard(policy)
     optimizer = torch.optim.Adam(policy.parameters(), RATE)
-
     info = TrainerInfo(ENGINE, TRAINERS, workers=1, dtype="bfloat16", rank=rank)
     trainer = Trainer.trainer_init(info, client=LLMClient(llm) if llm else [], source=policy)
     for step in range(steps):
@@ -66,6 +64,8 @@ def main(rank: int, folder: str, steps: int) -> None:
             apart = (logprobs.detach() - sampled[own]).abs().mean()
             print(f"step {step}: reward {rewards.mean():.3f}, engine and trainer {apart:.4f} apart")
     trainer.shutdown()
+    if llm:
+        llm.llm_engine.engine_core.shutdown()
     dist.destroy_process_group()
 
 
