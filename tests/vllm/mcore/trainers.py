@@ -38,9 +38,7 @@ def send(rank: int, sending: Sending) -> dict[str, Any]:
     engine = Caller(sending.engine) if rank == 0 else None
     # Wrapped, as where Megatron trains.
     wrapped = [Wrapped(chunk) for chunk in chunks]
-    refused = ""
-    if sending.dtype != "bfloat16":
-        refused = join_as_it_is(rank, sending, wrapped, hf, engine)
+    refused = join_as_it_is(rank, sending, wrapped, hf, engine)
     source = sv.read_megatron(wrapped, hf, spec=case.spec, dtype="bfloat16")
     sender = sv.Trainer.trainer_init(tell(rank, sending), client=engine or [], source=source)
     generated = []
@@ -68,7 +66,7 @@ def tell(rank: int, sending: Sending) -> sv.TrainerInfo:
 def join_as_it_is(
     rank: int, sending: Sending, chunks: Sequence[Any], hf: Any, engine: Caller | None
 ) -> str:
-    """Why a trainer of float32 cannot send its tensors as they are to an engine of bfloat16."""
+    """Why a trainer cannot send its tensors as they are: norms at least are float32, in an engine of bfloat16."""
     source = sv.read_megatron(chunks, hf, spec=sending.case.spec)
     try:
         sv.Trainer.trainer_init(tell(rank, sending), client=engine or [], source=source)

@@ -1,0 +1,71 @@
+"""What a rank says that it holds of Megatron's model: every virtual stage, each tensor's own dtype, and its names."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardmath_vllm as sv
+from shardmath.families.megatron_core import logical_shapes, megatron
+from shardmath_vllm.source import read_source
+from tests.distributed.pool import Pool
+from tests.distributed.tasks.sources import CONFIG, SIZES, VOCAB, read, read_wrong
+
+BIAS = "model.layers.3.mlp.gate.e_score_correction_bias"
+NORM = "model.layers.{}.input_layernorm.weight"
+UP = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+def test_each_virtual_stage_has_its_own_tensors(pool: Pool) -> None:
+    seen = pool.run(read, "qwen3_moe", None)
+    side = megatron(CONFIG, ranks=range(8), vocab=VOCAB, **SIZES)
+    shapes = logical_shapes(CONFIG, vocab=VOCAB)
+    for rank, one in enumerate(seen):
+        assert one.own
+        assert one.told.side == side
+        assert {name: shape for name, (shape, _) in one.told.shapes.items()} == {
+            name: shape for name, (shape, _) in shapes.items()
+        }
+        first, last = rank < 4, rank >= 4
+        assert ("embedding.word_embeddings.weight" in one.chunks[0]) == first
+        assert ("output_layer.weight" in one.chunks[1]) == last
+        assert "decoder.layers.0.mlp.router.expert_bias" in one.chunks[0]
+
+
+def test_ranks_say_of_which_dtypes_their_tensors_are(pool: Pool) -> None:
+    for dtype in (None, "float16"):
+        seen = pool.run(read, "qwen3_moe", dtype)
+        # Layers fall to stages in turn: 0 and 2 to the first.
+        held = [seen[0].told.shapes[NORM.format(layer)][1] for layer in range(4)]
+        assert held == ["bfloat16", "float32", "bfloat16", "float32"]
+        assert seen[0].told.shapes[BIAS][1] == seen[0].told.served[BIAS][1] == "float32"
+        assert seen[0].told.served[UP][1] == (dtype or "bfloat16")
+        assert seen[0].told.served[NORM.format(1)][1] == (dtype or "float32")
+        assert all(one.told == seen[0].told for one in seen)
+
+
+def test_loaders_get_a_checkpoints_names(pool: Pool) -> None:
+    assert pool.run(read, "qwen3_moe", None)[0].told.checkpoint is None
+    recorded = pool.run(read, "mixtral", "float16")[0].told.checkpoint
+    names = {native.pieces[0].tensor: native for native in recorded.natives}
+    assert names[UP].name == "model.layers.0.block_sparse_moe.experts.3.w3.weight"
+    assert names[UP].dtype == "float16"
+
+
+def test_a_source_says_itself_what_engines_get() -> None:
+    source = sv.Source({}, {}, {})
+    assert read_source(source) is source
+    with pytest.raises(ValueError, match="dtype float16 is for modules; say what engines get"):
+        read_source(source, "float16")
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (0, "TypeError: chunks are none; give a GPTModel"),
+        (1, "TypeError: chunks are int; give a GPTModel"),
+        (2, "TypeError: Linear has no configuration of Megatron-Core's; give its GPTModel"),
+        (3, "StoreError: vocab_size is None in dict; give Hugging Face's configuration"),
+    ],
+)
+def test_what_is_no_model_of_megatrons(pool: Pool, number: int, why: str) -> None:
+    assert all(said[number].startswith(why) for said in pool.run(read_wrong))
