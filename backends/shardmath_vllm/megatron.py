@@ -81,7 +81,9 @@ def read_megatron(
     said = _gather_said(shapes, side, tensors)
     held = _correct(shapes, said)
     served = _serve(held, said, dtype)
-    return Source(tensors, side, held, served, _find_checkpoint(config, served), modules)
+    return Source(
+        tensors, side, held, served, _find_checkpoint(config, served), modules, dist.get_rank()
+    )
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
