@@ -50,7 +50,8 @@ def record_conversion(module: nn.Module, shapes: Shapes) -> sm.Recorded | None:
     for name, (shape, dtype) in shapes.items():
         blank[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
     saved = revert(blank)
-    if saved.keys() == blank.keys():
+    # A tensor of the same name may be another, as one that is saved transposed.
+    if saved.keys() == blank.keys() and all(saved[name] is blank[name] for name in blank):
         return None
     into = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
 

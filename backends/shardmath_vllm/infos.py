@@ -38,6 +38,10 @@ class TrainerInfo:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.trainers:
             raise ValueError(f"rank {self.rank} of {self.trainers} trainers; give one of them")
+        own: object = self.own
+        if isinstance(own, str):
+            # Its letters would be globs, and "*" one of everything.
+            raise ValueError(f"own={own!r} is a text; give a tuple of globs, ({own!r},)")
         if not self.engines or min(self.engines) < 1:
             raise ValueError(f"workers={self.workers}; give how many each engine has, 1 or more")
 

@@ -78,7 +78,8 @@ def read_megatron(
     said = _gather_said(shapes, side, tensors)
     held = _correct(shapes, said)
     served = _serve(held, said, dtype)
-    return Source(tensors, side, held, served, declare_conversion(config, served), modules)
+    checkpoint = declare_conversion(config, served)
+    return Source(tensors, side, held, served, checkpoint, modules, dist.get_rank())
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:

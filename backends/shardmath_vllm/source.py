@@ -3,6 +3,7 @@
 1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Its tensors go by its own names; where its
    checkpoints have others, as of transformers' experts, vLLM's loaders are given those.
 2. Whoever stores them otherwise says how, by rows (`shardmath.storage`): then tensors go by the names in these.
+3. What a module trains is what is sent. One that has got another parameter since is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.base.dtypes import canonical
+from shardmath.base.errors import StoreError
+from shardmath.refits.coverage import show_native
 from shardmath.storage import Stored
-from shardmath.storage.stored import Shapes
+from shardmath.storage.stored import Shapes, Side
 from shardmath.transforms import Cast
+from shardmath_torch import compat
+from shardmath_torch.refits.gathered import check_not_gathered
+from shardmath_torch.refits.holders import (
+    Watched,
+    find_owners,
+    find_removed,
+    find_replaced,
+    watch,
+)
+from shardmath_torch.refits.views import name_natives
 from shardmath_vllm.converting import record_conversion
 
-__all__ = ["Chunks", "Source", "Told", "read_source"]
+__all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
 
 Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """Tensors by name, or those of each virtual stage."""
@@ -34,7 +48,8 @@ class Source:
     trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name that
     vLLM's loader knows, or that `checkpoint` has; `served` the same as engines get them, where their numbers are of
     another type. `checkpoint` is what vLLM's loader is given of these, where that is not the tensors themselves
-    (`converting`). A parameter in whose place another is put in one of `modules` is an error.
+    (`converting`). A parameter in whose place another is put in one of `modules` is an error. `rank` is this process as
+    `side` names it, where that is known; it has to be the rank of the trainer.
     """
 
     tensors: Chunks
@@ -43,6 +58,7 @@ class Source:
     served: Shapes | None = None
     checkpoint: sm.Recorded | None = None
     modules: tuple[nn.Module, ...] = ()
+    rank: int | None = None
 
     def tell(self) -> Told:
         """What all ranks plan by."""
@@ -73,8 +89,8 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     """The source itself, or that of a module, or of what holds one, as vLLM's ModuleSource does.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
-    Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, TypeError for anything
-    else.
+    Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
+    parameters, ExchangeError for one whose parameters FSDP2 has gathered, TypeError for anything else.
     """
     if isinstance(given, Source):
         if dtype is not None:
@@ -87,8 +103,19 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
         raise TypeError(
             f"source is {type(given).__name__}; give a module, vLLM's ModuleSource of one, or a Source"
         )
+    return _read_module(module, dtype)
+
+
+def _read_module(module: nn.Module, dtype: str | None) -> Source:
+    """The source of a module."""
     layouts = smt.layout_of(module)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
+    if not tensors:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters; give the module that is trained"
+        )
+    # Not what is trained, but a copy of now.
+    check_not_gathered(name_natives(tensors))
     side = {name: layouts[name] for name in tensors}
     mesh = max((layout.mesh for layout in side.values()), key=lambda mesh: mesh.size)
     buffers = _find_buffers(module)
@@ -99,10 +126,44 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     if dtype is not None:
         served |= {name: (shapes[name][0], dtype) for name in tensors}
     checkpoint = record_conversion(module, served)
-    return Source(tensors | buffers, side, shapes, served, checkpoint, (module,))
+    rank = compat.rank_or_0()
+    return Source(tensors | buffers, side, shapes, served, checkpoint, (module,), rank)
 
 
 def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Persistent buffers, as a router's correction: those that checkpoints have."""
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def watch_modules(source: Source) -> list[Watched]:
+    """The source's tensors, and where in its modules each is."""
+    watched = watch("the trainer's", None, name_natives(source.tensors))
+    find_owners(watched, [part for module in source.modules for part in module.modules()])
+    return watched
+
+
+def check_kept(watched: list[Watched]) -> None:
+    """Raise StoreError where a module no longer has one of these."""
+    gone = find_replaced(watched) or find_removed(watched)
+    if gone is not None:
+        raise StoreError(
+            f"{gone} is no longer what its module has, as after load_state_dict(assign=True); "
+            f"meet the engines again, by trainer_init"
+        )
+
+
+def check_types(source: Source, bound: Side, place: int) -> None:
+    """Raise StoreError where a tensor of this place is of another dtype than was planned."""
+    natives = name_natives(source.tensors)
+    for name, slot in bound.slots(place).items():
+        if slot.function:
+            continue
+        native = slot.chunk, slot.native
+        found = canonical(natives[native].dtype)
+        wanted = bound.layouts[name].dtype
+        if found != wanted:
+            raise StoreError(
+                f"{show_native(native)} is {found}, and was {wanted} when the engines were met; "
+                f"meet them again, by trainer_init"
+            )

@@ -5,6 +5,7 @@ trainer.send_weights()                                          # on every rank,
 
 1. Rank 0 speaks to the engines, through the client of each; all ranks move what they hold themselves.
 2. A worker that fails is an error on all ranks, within the time limit. The ranks then meet again, by `trainer_init`.
+3. Any thread may call, one at a time: which calls belong together is their order.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from typing import Any
 from torch import Tensor
 
 import shardmath_torch as smt
+from shardmath_torch.agreement.turns import as_main
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, meet
-from shardmath_vllm.source import Chunks, Source, read_source
+from shardmath_vllm.source import (
+    Chunks,
+    Source,
+    check_kept,
+    check_types,
+    read_source,
+    watch_modules,
+)
 
 __all__ = ["Trainer"]
 
@@ -41,8 +50,10 @@ class Trainer:
         self.source = source
         self.link = link
         self._number = 0
+        self._watched = watch_modules(source)
 
     @classmethod
+    @as_main()
     def trainer_init(
         cls,
         init_info: TrainerInfo,
@@ -53,15 +64,18 @@ class Trainer:
         """Meet the engines, of which each has a client. Collective over the trainer's ranks, and again after a failure.
 
         `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
-        Raises ExchangeError on all ranks, where one does not come, or its tensors do not fit those of the others.
+        Raises ExchangeError on all ranks, where one does not come, or its tensors do not fit those of the others;
+        ValueError for clients and ranks that are not those of `init_info`.
         """
+        # First, so that ranks count alike also where one of them then raises.
+        name = f"meeting {next(_meetings)}"
         clients = list(client) if isinstance(client, Sequence) else [client]
         if init_info.is_sender and len(clients) != len(init_info.engines):
             raise ValueError(
                 f"{len(clients)} clients, and workers of {len(init_info.engines)} engines; give one of each"
             )
         own = read_source(source, init_info.dtype)
-        name = f"meeting {next(_meetings)}"
+        _check_ranks(own, init_info)
         calls = []
         if init_info.is_sender:
             for engine, one in enumerate(clients):
@@ -71,6 +85,7 @@ class Trainer:
             link = meet(init_info, name, init_info.rank, Given(own.tell()))
         return cls(clients if init_info.is_sender else [], own, link)
 
+    @as_main()
     def send_weights(self) -> None:
         """Have every engine take this rank's weights as they are now. Collective over the trainer's ranks.
 
@@ -106,13 +121,15 @@ class Trainer:
         self.link.relay(f"{what} update {self._number}", act)
 
     def _check(self) -> None:
-        """Raise StoreError where this rank's tensors are not what was planned."""
+        """Raise StoreError where this rank's tensors are not what was planned, or not what is trained."""
+        check_kept(self._watched)
         place = self.link.place
         shapes = {}
         for chunk, named in enumerate(_list_chunks(self.source.tensors)):
             for name, tensor in named.items():
                 shapes[chunk, name] = tuple(to_local(tensor).shape)
         self.link.planned.check(place, shapes)
+        check_types(self.source, self.link.planned.trainer, place)
 
     def _select(self, refit: smt.Refit) -> list[Mapping[str, Tensor]]:
         """This rank's tensors of a portion, by chunk."""
@@ -121,6 +138,25 @@ class Trainer:
         for number, named in enumerate(_list_chunks(self.source.tensors)):
             chunks.append({name: one for name, one in named.items() if (number, name) in stored})
         return chunks
+
+
+def _check_ranks(source: Source, info: TrainerInfo) -> None:
+    """Raise ValueError where the source names ranks otherwise than the trainer does."""
+    if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
+        raise ValueError(
+            f"TrainerInfo has rank {info.rank}, and this is rank {source.rank} of those over which the model "
+            f"is divided; give that"
+        )
+    if isinstance(source.side, Mapping):
+        meshes = {layout.mesh for layout in source.side.values()}
+    else:
+        meshes = set(source.side.meshes)
+    last = max(max(mesh.ranks) for mesh in meshes)
+    if last >= info.trainers:
+        raise ValueError(
+            f"tensors lie on rank {last}, and TrainerInfo has {info.trainers} trainers, from rank 0 on; "
+            f"have all take part"
+        )
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:

@@ -76,4 +76,7 @@ def test_tests_mirror_the_code() -> None:
         ("tests/distributed", "backends/shardmath_torch"),
     ):
         folders = {path.parent.name for path in (ROOT / tests).glob("*/test_*.py")}
-        assert folders <= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        # `transfer` is of backends/shardmath_vllm, as far as it goes without vLLM.
+        assert folders - {"transfer"} <= {
+            path.parent.name for path in (ROOT / package).glob("*/__init__.py")
+        }

@@ -34,7 +34,7 @@ from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.failure import UNTOLD
 from shardmath_torch.compat import Group, in_backward
 
-__all__ = ["Refused", "Turns", "Unasked", "check_thread", "in_thread", "turns_of"]
+__all__ = ["Refused", "Turns", "Unasked", "as_main", "check_thread", "in_thread", "turns_of"]
 
 LONGEST = 60
 """Letters of a thread's name that a claim shows."""
@@ -313,6 +313,9 @@ def _is_alive(thread: threading.Thread | None) -> bool:
 
 _turns: weakref.WeakKeyDictionary[Group, Turns] = weakref.WeakKeyDictionary()
 
+_here = threading.local()
+"""Of the calling thread: whether it stands in for the main one."""
+
 
 def turns_of(group: Group) -> Turns:
     """The turns of the group: the same for all that is made on it in this process."""
@@ -344,7 +347,22 @@ def check_thread(turns: Turns, given: str | None) -> None:
 def _name_thread() -> str | None:
     """The calling thread's name; None for the main one, which needs none. Another's may be empty."""
     here = threading.current_thread()
-    return None if here is threading.main_thread() else here.name
+    is_main = here is threading.main_thread() or getattr(_here, "is_as_main", False)
+    return None if is_main else here.name
+
+
+@contextmanager
+def as_main() -> Iterator[None]:
+    """This thread's calls belong to those of other ranks' main threads.
+
+    For ranks of several jobs, which know nothing of each other's threads, on a group that one thread of each uses.
+    """
+    before = getattr(_here, "is_as_main", False)
+    _here.is_as_main = True
+    try:
+        yield
+    finally:
+        _here.is_as_main = before
 
 
 def _is_thread_of_autograd() -> bool:

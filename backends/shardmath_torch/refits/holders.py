@@ -16,9 +16,9 @@
 >>> module = torch.nn.Linear(2, 2)
 >>> (watched,) = watch("source", {"weight": module.weight}, {(0, "weight"): module.weight})
 >>> find_owners([watched])
->>> _find_replaced([watched])
+>>> find_replaced([watched])
 >>> module.weight = torch.nn.Parameter(torch.zeros(2, 2))
->>> _find_replaced([watched])
+>>> find_replaced([watched])
 "source 'weight'"
 >>> del module.weight
 >>> find_removed([watched])
@@ -38,7 +38,7 @@ from shardmath.refits.coverage import show_native
 from shardmath_torch import fsdp
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
 
-__all__ = ["Watched", "find_fault", "find_owners", "find_removed", "watch"]
+__all__ = ["Watched", "find_fault", "find_owners", "find_removed", "find_replaced", "watch"]
 
 _Lay: TypeAlias = tuple[object, ...]
 
@@ -143,7 +143,7 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
     return None
 
 
-def _find_replaced(watched: Iterable[Watched]) -> str | None:
+def find_replaced(watched: Iterable[Watched]) -> str | None:
     """The name of a tensor in whose place one in other memory is; None without.
 
     Raises ExchangeError where a mapping that was given fails to say.
@@ -196,7 +196,7 @@ def find_fault(watched: list[Watched]) -> str:
             f"{moved} lies otherwise in memory than when prepare() was called; "
             f"call it again on all ranks"
         )
-    replaced = _find_replaced(watched)
+    replaced = find_replaced(watched)
     if replaced is not None:
         return (
             f"in the place of {replaced} is another tensor than when prepare() was called; "

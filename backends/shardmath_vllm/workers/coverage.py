@@ -22,9 +22,10 @@ from shardmath.refits.coverage import matches
 __all__ = ["check_coverage", "check_types"]
 
 OF_VLLM = (
-    "*.attn.*_scale",
-    "*_attn._?_scale",
-    "*_attn._prob_scale",
+    "*attn.[kqv]_scale",
+    "*attn.prob_scale",
+    "*attn._[kqv]_scale",
+    "*attn._prob_scale",
     "*_expert_map",
     "*.expert_*_to_*",
     "*.expert_mask",

@@ -5,6 +5,7 @@
    addresses where that was before (`vllm.model_executor.model_loader.reload`).
 2. `undo` puts back what runs, as it was: whatever was not processed until then.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are.
+4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.base.errors import StoreError
 from shardmath.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
@@ -95,10 +97,14 @@ class Loading:
 
     @torch.no_grad()
     def materialise(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Memory for these tensors; of those of which so many cells are not written, filled with zeros."""
+        """Memory for these tensors; of those of which so many cells are not written, filled with zeros.
+
+        Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
+        """
         made = {}
         for module, names in self._find_modules(natives):
             materialize_layer(module, get_layerwise_info(module))
+            _keep_others(module, set(names.values()))
             for native, name in names.items():
                 made[native] = getattr(module, name).data
                 if natives[native] and name not in SKIP_TENSORS:
@@ -191,6 +197,25 @@ def _find_tied(model: nn.Module) -> dict[str, str]:
                 if own != native:
                     tied[native] = own
     return tied
+
+
+def _keep_others(module: nn.Module, written: set[str]) -> None:
+    """Give what has memory, and is not written, the values that run."""
+    parameters, buffers = get_layerwise_info(module).kernel_tensors
+    running = parameters | buffers
+    for name, tensor in _list_tensors(module).items():
+        if name in written or name in module._non_persistent_buffers_set:
+            continue
+        own = running.get(name)
+        if own is tensor:
+            continue
+        if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+            kind = type(module).__name__
+            raise StoreError(
+                f"{name!r} of {kind} is written by no tensor of the trainer's, and vLLM has made something else of it; "
+                f"give it too"
+            )
+        tensor.data.copy_(own)
 
 
 def _put_back(module: nn.Module) -> None:

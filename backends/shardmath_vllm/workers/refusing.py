@@ -1,7 +1,8 @@
 """Refusing: a model whose weights are partly old and partly new does not answer.
 
 vLLM goes on with whatever a worker's model has, also after an update of it failed. What it asks a model for after every
-step, whether that ran as a graph or not, are its logits: that is where it is stopped.
+step, whether that ran as a graph or not, are its logits: that is where it is stopped. Models that have none are stopped
+before the step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from shardmath.base.errors import ExchangeError
 
 __all__ = ["accept", "refuse"]
 
-ASKED = ("compute_logits",)
+ASKED = ("compute_logits", "forward")
+"""What a model is asked for: the first that it has."""
 
 
 def refuse(model: nn.Module, why: str) -> None:
@@ -25,10 +27,9 @@ def refuse(model: nn.Module, why: str) -> None:
             f"the weights are torn: {why}; update all of them, or start the engine anew"
         )
 
-    for name in ASKED:
-        if hasattr(type(model), name):
-            # On the instance, before what its class has.
-            vars(model)[name] = answer
+    asked = next(name for name in ASKED if hasattr(type(model), name))
+    # On the instance, before what its class has.
+    vars(model)[asked] = answer
 
 
 def accept(model: nn.Module) -> None:

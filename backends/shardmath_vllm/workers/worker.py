@@ -3,8 +3,8 @@
 1. As it is told of a trainer, a worker joins it, records its own model's loader, and plans.
 2. An update arrives a layer at a time, in tensors of the form in which weights are loaded; vLLM makes of them what it
    runs. Beside the model a worker needs one layer, and what is under way.
-3. Nothing is taken back before all ranks are there. What fails later leaves a model that is partly old: it refuses to
-   answer until an update is over.
+3. Nothing is taken back before all ranks are there. Where anything fails later, on whatever rank, no worker's model
+   answers until an update is over: others of its engine may have other weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, meet
@@ -61,6 +62,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         self._loading = Loading(model, vllm_config.model_config)
         self._link: Link | None = None
 
+    @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
         """Join a trainer, and leave the one before. Raises ExchangeError where the ranks cannot plan together."""
         self.shutdown()
@@ -90,25 +92,37 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @as_main()
     def receive_weights(self, update_info: _Updating) -> None:
         """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails."""
         link = self._link
         if link is None:
             raise ExchangeError("no trainer was joined; call init_weight_transfer_engine first")
-        link.move(update_info.number, lambda: None, lambda: self._receive(link))
+        begun: list[bool] = []
+
+        def act() -> None:
+            begun.append(True)
+            self._receive(link)
+
+        try:
+            link.move(update_info.number, lambda: None, act)
+        except BaseException as error:
+            # Also where this rank has all of its weights: one of the others may not have.
+            if begun:
+                refuse(self.model, f"an update failed ({error})")
+            raise
         accept(self.model)
 
     def _receive(self, link: Link) -> None:
         """The portions of an update, one after the other."""
-        self._loading.begin()
         try:
+            self._loading.begin()
             for portion in range(len(link.refits)):
                 self._receive_portion(link, portion)
-        except BaseException as error:
+            self._loading.finish()
+        except BaseException:
             self._loading.undo()
-            refuse(self.model, f"an update failed ({error})")
             raise
-        self._loading.finish()
 
     def _receive_portion(self, link: Link, number: int) -> None:
         """One portion into memory that is given back once vLLM has made of it what it runs."""

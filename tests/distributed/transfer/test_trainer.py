@@ -1,0 +1,142 @@
+"""A trainer's rank and an engine in one process: what is sent is what is trained, or an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import shardmath as sm
+import shardmath_vllm as sv
+from shardmath import ExchangeError
+from tests.distributed.pool import Pool, free_port
+from tests.distributed.tasks import gathered_sources
+from tests.distributed.transfer.plain_engine import PlainEngine
+
+TIMEOUT_S = 20.0
+
+
+def make_module() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def tell() -> sv.TrainerInfo:
+    return sv.TrainerInfo(f"127.0.0.1:{free_port()}", 1, workers=1, rank=0, timeout=TIMEOUT_S)
+
+
+class Pair:
+    """A module that is trained, and one that an engine runs."""
+
+    def __init__(self) -> None:
+        self.trained = make_module()
+        self.engine = PlainEngine(make_module())
+        self.sender = sv.Trainer.trainer_init(tell(), client=self.engine, source=self.trained)
+
+    def is_equal(self) -> bool:
+        one, other = self.trained.state_dict(), self.engine.module.state_dict()
+        return all(torch.equal(one[name], other[name]) for name in one)
+
+    def close(self) -> None:
+        self.sender.shutdown()
+        assert self.engine.link is not None
+        self.engine.link.leave()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_an_engine_in_this_process(pair: Pair) -> None:
+    """Takes what is trained, also where a parameter's memory is another by then."""
+    pair.sender.send_weights()
+    assert pair.is_equal()
+    pair.trained.get_parameter("0.weight").data = torch.full((6, 4), 3.0)
+    pair.sender.send_weights()
+    assert pair.is_equal()
+
+
+def test_any_thread_may_send() -> None:
+    """Engines know nothing of a trainer's threads."""
+    equal: list[bool] = []
+
+    def send() -> None:
+        made = Pair()
+        made.sender.send_weights()
+        equal.append(made.is_equal())
+        made.close()
+
+    thread = threading.Thread(target=send, name="learner")
+    thread.start()
+    thread.join(2 * TIMEOUT_S)
+    assert equal == [True]
+
+
+def assign(module: nn.Module) -> None:
+    fresh = {name: torch.ones_like(one) for name, one in module.state_dict().items()}
+    module.load_state_dict(fresh, assign=True)
+
+
+def delete(module: nn.Module) -> None:
+    del module[1]  # type: ignore[operator]
+    module.add_module("1", nn.Linear(6, 2))
+    del module.get_submodule("0").weight
+
+
+def halve(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.half()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(assign, "no longer what its module has"), (delete, "no longer"), (halve, "is float16")],
+)
+def test_other_parameters_than_were_met_with(
+    pair: Pair, change: Callable[[nn.Module], None], said: str
+) -> None:
+    """Are refused before anything has moved: the weights of before would be sent, and nobody know."""
+    pair.sender.send_weights()
+    before = {name: one.clone() for name, one in pair.engine.module.state_dict().items()}
+    change(pair.trained)
+    with pytest.raises(ExchangeError, match=f"(?s)could not begin update 2.*{said}.*trainer_init"):
+        pair.sender.send_weights()
+    for name, one in pair.engine.module.state_dict().items():
+        assert torch.equal(one, before[name])
+
+
+def test_a_rank_that_raises_counts_its_meeting(pair: Pair) -> None:
+    """Else it would wait for the others in another meeting, now and for ever."""
+    from shardmath_vllm import trainer
+
+    before = next(trainer._meetings)
+    with pytest.raises(ValueError, match="2 clients, and workers of 1 engines"):
+        sv.Trainer.trainer_init(tell(), client=[pair.engine, pair.engine], source=pair.trained)
+    with pytest.raises(TypeError, match="source is int"):
+        sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)
+    assert next(trainer._meetings) == before + 3
+
+
+def test_what_fsdp_has_gathered(pool: Pool) -> None:
+    """Is no source, since another is trained."""
+    for said, then in pool.run(gathered_sources.read):
+        assert "is what FSDP2 has gathered" in said and "call reshard()" in said
+        assert then
+
+
+def test_ranks_that_sources_name() -> None:
+    """Have to be the trainer's."""
+    layouts = {"w": sm.Layout((8,), sm.Mesh(dp=2, ranks=[3, 4]), "(dp n)")}
+    shapes = {"w": ((8,), "float32")}
+    source = sv.Source({"w": torch.zeros(4)}, layouts, shapes)
+    with pytest.raises(ValueError, match="tensors lie on rank 4, and TrainerInfo has 1 trainers"):
+        sv.Trainer.trainer_init(tell(), client=PlainEngine(make_module()), source=source)
+    own = sv.Source({}, {}, {}, rank=1)
+    info = sv.TrainerInfo("127.0.0.1:1", 2, workers=1, rank=0)
+    with pytest.raises(ValueError, match="TrainerInfo has rank 0, and this is rank 1 of those"):
+        sv.Trainer.trainer_init(info, client=PlainEngine(make_module()), source=own)

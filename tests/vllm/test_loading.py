@@ -1,0 +1,126 @@
+"""A model's tensors as they are loaded, and back: of a small model, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+from shardmath import ExchangeError, StoreError
+from shardmath_vllm.infos import Updating
+from shardmath_vllm.workers.loading import Loading
+from shardmath_vllm.workers.worker import Engine
+
+
+class Part(nn.Module):
+    """A weight that is loaded, beside what is the engine's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        self.gain = nn.Parameter(torch.full((4096,), 7.0), requires_grad=False)
+        self.register_buffer("steps", torch.full((8,), 3.0))
+        self.bias = nn.Parameter(torch.full((4,), 5.0), requires_grad=False)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in pairs:
+            self.get_parameter(name).data.copy_(tensor)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@pytest.fixture
+def model() -> Model:
+    made = Model()
+    record_metadata_for_reloading(made)
+    return made
+
+
+def test_what_is_the_engines_own_stays(model: Model) -> None:
+    """Beside what is written in its module: not whatever the memory had that it gets meanwhile."""
+    config: Any = None
+    loading = Loading(model, config)
+    recorded = loading.record({"part.weight": ((64, 64), "float32")})
+    assert recorded.unwritten == {"part.gain": 4096, "part.steps": 8, "part.bias": 4}
+    # Memory of that size that is given again.
+    junk = [torch.full((4096,), 13.0) for _ in range(8)]
+    del junk
+    loading.begin()
+    made = loading.materialise({"part.weight": 0})
+    made["part.weight"].fill_(2.0)
+    loading.process(["part.weight"])
+    loading.finish()
+    assert [float(one.unique()) for one in model.state_dict().values()] == [2.0, 7.0, 5.0, 3.0]
+
+
+def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:
+    """Cannot be kept, and nobody knows how it was loaded."""
+    model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)
+    config: Any = None
+    loading = Loading(model, config)
+    loading.begin()
+    with pytest.raises(StoreError, match="'gain' of Part is written by no tensor of the trainer's"):
+        loading.materialise({"part.weight": 0})
+    loading.undo()
+    assert float(model.part.gain.sum()) == 2.0
+
+
+class Moving:
+    """A link on which this rank does its part, and another fails: before, or after."""
+
+    refits = ()
+
+    def __init__(self, acts: bool) -> None:
+        self.acts = acts
+
+    def move(self, number: int, check: Callable[[], None], act: Callable[[], None]) -> None:
+        if self.acts:
+            act()
+        raise ExchangeError(f"place 2 could not end update {number}")
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> None:
+    """Refuses too: the other may be of its engine. Not where nothing has begun."""
+    engine: Any = object.__new__(Engine)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    engine.model, engine._link = model, Moving(acts)
+    engine._loading = Loading(model, config)
+    with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
+        engine.receive_weights(Updating(1))
+    hidden = torch.ones(1)
+    if acts:
+        with pytest.raises(ExchangeError, match=r"weights are torn.*place 2"):
+            model.compute_logits(hidden)
+    else:
+        assert model.compute_logits(hidden) is hidden
+
+
+def test_a_reload_that_fails_at_its_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a model that refuses, with all of its tensors there."""
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    engine: Any = object.__new__(Engine)
+    config: Any = None
+    engine.model, engine._link = model, Moving(True)
+    engine._loading = Loading(model, config)
+    monkeypatch.setattr(engine._loading, "finish", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.receive_weights(Updating(1))
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    with pytest.raises(ExchangeError, match=r"weights are torn.*no memory"):
+        model.compute_logits(torch.ones(1))
