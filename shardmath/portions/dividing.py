@@ -46,7 +46,9 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
         raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit gives")
     if planned.whole is not None:
         raise PlanError("engines have left this refit; divide it first, and each portion without()")
-    moved = list(planned.moved)
+    known = set(planned.moved)
+    # In the trainer's order, by which what is before the layers is told from what is behind them.
+    moved = [name for name in planned.trainer.layouts if name in known]
     chosen = group_by_layer(moved)
     if groups is not None:
         chosen = [list(group) for group in groups]
