@@ -26,6 +26,7 @@ OF_VLLM = (
     "*attn.prob_scale",
     "*attn._[kqv]_scale",
     "*attn._prob_scale",
+    "*attn._fp8_[qkv]_scale",
     "*_expert_map",
     "*.expert_*_to_*",
     "*.expert_mask",
