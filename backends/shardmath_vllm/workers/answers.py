@@ -1,0 +1,78 @@
+"""Answers: what vLLM 0.32 leaves unread of its workers' answers, and would take for answers to what it asks next.
+
+`MultiprocExecutor.collective_rpc` raises at the first worker that failed, and leaves the answers of those behind in
+their queues. From then on each call gets the answers to the one before: what all workers have refused once fails the
+next time, too. Here they are passed over. Workers answer in the order in which they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+__all__ = ["pass_over_old_answers"]
+
+DONE = "_shardmath_passes_over_old_answers"
+
+
+class _Queue:
+    """A worker's answers; `old` is how many of those to come nobody waits for."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.asked = 0
+        self.read = 0
+        self.old = 0
+
+    def dequeue(self, *args: Any, **named: Any) -> Any:
+        """The next answer that somebody waits for."""
+        while self.old:
+            self._dequeue(*args, **named)
+            self.old -= 1
+        return self._dequeue(*args, **named)
+
+    def _dequeue(self, *args: Any, **named: Any) -> Any:
+        answer = self._queue.dequeue(*args, **named)
+        self.read += 1
+        return answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def pass_over_old_answers() -> None:
+    """Have vLLM's executors in this process do so; again does nothing."""
+    if hasattr(MultiprocExecutor, DONE):
+        return
+    MultiprocExecutor.collective_rpc = _count(MultiprocExecutor.collective_rpc)
+    setattr(MultiprocExecutor, DONE, True)
+
+
+def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective_rpc` that knows which answers are old."""
+
+    def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
+        queues = _wrap(self)
+        rank = named.get("unique_reply_rank")
+        for queue in queues if rank is None else [queues[rank]]:
+            queue.asked += 1
+        try:
+            return ask(self, *args, **named)
+        except Exception:
+            # Raised where nothing is under way any more: this call has waited for those before.
+            for queue in queues:
+                queue.old = queue.asked - queue.read
+            raise
+
+    return collective_rpc
+
+
+def _wrap(executor: Any) -> list[_Queue]:
+    """The executor's queues of answers, from now on with counts."""
+    queues = executor.response_mqs
+    for place, queue in enumerate(queues):
+        if not isinstance(queue, _Queue):
+            queues[place] = _Queue(queue)
+    return list(queues)
