@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor
 
 import shardmath_torch as smt
+from shardmath.base.errors import StoreError
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Chunks, Source, read_source
 
 __all__ = ["Trainer"]
@@ -67,8 +68,9 @@ class Trainer:
             for engine, one in enumerate(clients):
                 told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
-        with calling(calls):
-            link = meet(init_info, name, init_info.rank, Given(own.tell()))
+        meeting = Meeting(init_info, name, init_info.rank)
+        with calling(calls, meeting.call_off):
+            link = meeting.join(Given(own.tell()))
         return cls(clients if init_info.is_sender else [], own, link)
 
     def send_weights(self) -> None:
@@ -78,11 +80,13 @@ class Trainer:
         engines go on with those that they had.
         """
         self._number += 1
-        self._tell("start", lambda client: client.start_weight_update())
+        self._tell("start", _start)
         updating = vars(Updating(self._number))
         calls = [partial(client.update_weights, updating) for client in self._clients]
-        with calling(calls):
+        with calling(calls, partial(self.link.give_up, self._number)) as finish:
             self.link.move(self._number, self._check, self._move)
+            # All have moved; an engine may yet say that it has not taken it.
+            self.link.relay(f"end update {self._number}", finish)
         self._tell("finish", lambda client: client.finish_weight_update())
 
     def _move(self) -> None:
@@ -112,6 +116,19 @@ class Trainer:
             for name, tensor in named.items():
                 shapes[chunk, name] = tuple(to_local(tensor).shape)
         self.link.planned.check(place, shapes)
+        self._check_types(_list_chunks(self.source.tensors))
+
+    def _check_types(self, chunks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raise StoreError for a tensor whose numbers are of another type than was planned."""
+        for name, slot in self.link.planned.trainer.slots(self.link.place).items():
+            found = str(chunks[slot.chunk][slot.native].dtype).removeprefix("torch.")
+            # What goes beside a tensor, such as its scales, is not in the source's shapes.
+            _, planned = self.source.shapes.get(name, ((), found))
+            if found != planned:
+                raise StoreError(
+                    f"{slot.native!r} has numbers of type {found}, and {planned} was planned; "
+                    f"give what was planned, or meet the engines again"
+                )
 
     def _select(self, refit: smt.Refit) -> list[Mapping[str, Tensor]]:
         """This rank's tensors of a portion, by chunk."""
@@ -120,6 +137,19 @@ class Trainer:
         for number, named in enumerate(_list_chunks(self.source.tensors)):
             chunks.append({name: one for name, one in named.items() if (number, name) in stored})
         return chunks
+
+
+def _start(client: Client) -> None:
+    """Have the engine begin an update, also where one before was begun and never came."""
+    try:
+        client.start_weight_update()
+    except Exception as error:
+        # vLLM does not begin one twice. To end one that did not come changes nothing: what moves, moves in between.
+        try:
+            client.finish_weight_update()
+        except Exception:
+            raise error from None
+        client.start_weight_update()
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:

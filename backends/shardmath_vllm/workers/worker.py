@@ -22,10 +22,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import shardmath as sm
+import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from shardmath_vllm.workers.coverage import check_coverage
 from shardmath_vllm.workers.loading import Loading
@@ -77,7 +78,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             return recorded
 
         given = Given(engine=init_info.engine, record=record)
-        self._link = meet(init_info, init_info.meeting, init_info.first + number, given)
+        meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
+        self._link = meeting.join(given)
 
     def start_weight_update(self) -> None:
         """Nothing: weights are taken back once all ranks have come to send and to receive others."""
@@ -112,15 +114,19 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         """One portion into memory that is given back once vLLM has made of it what it runs."""
         refit = link.refits[number]
         assert link.recorded is not None, "workers have recorded"
-        stored: set[str] = set()
-        for engine in refit.planned.engines.values():
-            if link.place in engine.ranks:
-                stored.update(name for _, name in engine.natives(link.place))
+        own, stored = self._find_stored(link, refit)
         unwritten = link.recorded.unwritten
         made = self._loading.materialise({name: unwritten.get(name, 0) for name in stored})
-        refit.prepare(dst=made, modules=())
+        refit.prepare(dst={own: made}, modules=())
         refit()
         self._loading.process(stored)
+
+    def _find_stored(self, link: Link, refit: smt.Refit) -> tuple[str, set[str]]:
+        """What the refit calls this worker's engine, and the worker's tensors that it fills."""
+        for name, engine in refit.planned.engines.items():
+            if link.place in engine.ranks:
+                return name, {native for _, native in engine.natives(link.place)}
+        raise AssertionError("all engines are in all portions")
 
     def finish_weight_update(self) -> None:
         """Nothing: an update is over on all ranks, or on none, when `update_weights` is."""
