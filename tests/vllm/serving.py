@@ -30,7 +30,7 @@ __all__ = ["generate", "load_again", "reload", "start"]
 CHECKPOINT = "... = ..."
 
 
-def start(folder: Path) -> Any:
+def start(folder: Path, **more: Any) -> Any:
     """vLLM itself, in this process."""
     return vllm.LLM(
         str(folder),
@@ -39,6 +39,7 @@ def start(folder: Path) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         max_num_seqs=2,
+        **more,
     )
 
 
