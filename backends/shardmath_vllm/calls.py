@@ -1,8 +1,8 @@
 """Calls: engines are told to do their part while this rank does its own.
 
 >>> said = []
->>> with calling([lambda: said.append("theirs")]):
-...     pass
+>>> with calling([lambda: said.append("theirs")], give_up=print) as finish:
+...     finish()
 >>> said
 ['theirs']
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from shardmath.base.errors import ExchangeError
 
@@ -22,16 +22,20 @@ GRACE_S = 5.0
 
 
 class _Call:
-    """A call on a thread of its own."""
+    """A call of an engine, on a thread of its own."""
 
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(
+        self, name: str, act: Callable[[], object], give_up: Callable[[str], None]
+    ) -> None:
+        self._name = name
         self._act = act
+        self._give_up = give_up
         self.error: BaseException | None = None
         # By the name of this one, since ranks see by it that their calls belong together: an engine in this very
         # process does its part on the new thread. A daemon: a call that never ends does not keep the process.
-        name = threading.current_thread().name
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        here = threading.current_thread().name
+        self._thread = threading.Thread(target=self._run, name=here, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -39,35 +43,51 @@ class _Call:
         except BaseException as error:
             # Raised where somebody can take it.
             self.error = error
+            # Its ranks may not have come, and are waited for in vain.
+            with suppress(ExchangeError):
+                self._give_up(self.said)
+
+    def join(self, seconds: float | None) -> None:
+        """Wait for its end."""
+        self._thread.join(seconds)
+
+    @property
+    def said(self) -> str:
+        """Why it failed; "" where it has not."""
+        if self.error is None:
+            return ""
+        return f"{self._name}: {type(self.error).__name__}: {self.error}"
 
 
 @contextmanager
-def calling(acts: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Calls that are under way within, and over afterwards.
+def calling(
+    acts: Sequence[Callable[[], object]], give_up: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Calls that are under way within, until what it gives is called, which waits for their end and raises what failed.
 
-    Raises ExchangeError where one fails; where this rank does, with what calls that fail, too, say of it.
+    Where one fails while this rank waits for others, `give_up(why)` has to end that: it is called on another thread.
+    Raises ExchangeError where this rank fails, with what calls that fail, too, say of it.
     """
-    calls = [_Call(act) for act in acts]
+    calls = [_Call(f"engine {number}", act, give_up) for number, act in enumerate(acts)]
+
+    def finish() -> None:
+        said = _join(calls, None)
+        if said:
+            raise ExchangeError(said) from next(call.error for call in calls if call.error)
+
     try:
-        yield
+        yield finish
     except Exception as error:
-        for call in calls:
-            call.thread.join(GRACE_S)
-        said = _word(calls)
-        if not said:
+        said = _join(calls, GRACE_S)
+        # Where the rank was given up for a call, it says so already.
+        if not said or said in str(error):
             raise
         raise ExchangeError(f"{error}\n{said}") from error
+    finish()
+
+
+def _join(calls: Sequence[_Call], seconds: float | None) -> str:
+    """What calls that failed say, once they have ended."""
     for call in calls:
-        call.thread.join()
-    said = _word(calls)
-    if said:
-        raise ExchangeError(said) from calls[0].error
-
-
-def _word(calls: Sequence[_Call]) -> str:
-    """What calls that failed say."""
-    lines = []
-    for number, call in enumerate(calls):
-        if call.error is not None:
-            lines.append(f"engine {number}: {type(call.error).__name__}: {call.error}")
-    return "\n".join(lines)
+        call.join(seconds)
+    return "\n".join(call.said for call in calls if call.said)

@@ -20,10 +20,11 @@ import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError, PlanError
 from shardmath.plans.uncovered import first_unheld, holds_all
 from shardmath_torch.agreement.gather import gather
+from shardmath_torch.joint.connect import call_off
 from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told
 
-__all__ = ["Given", "meet"]
+__all__ = ["Given", "Meeting"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,41 @@ class Where(Protocol):
     def transport(self) -> str: ...
 
 
-def meet(where: Where, meeting: str, place: int, given: Given) -> Link:
-    """Join the others at this place, and plan. Raises ExchangeError on all ranks where one does not come, or fails."""
-    group = smt.connect(
-        where.address,
-        place,
-        where.size,
-        backend=where.transport,
-        timeout=where.timeout,
-        name=meeting,
-    )
-    try:
-        return _plan_together(group, where, given)
-    except BaseException:
-        smt.disconnect(group)
-        raise
+class Meeting:
+    """A meeting of all ranks, by its name, and this rank's place in it."""
+
+    def __init__(self, where: Where, name: str, place: int) -> None:
+        self._where = where
+        self._name = name
+        self._place = place
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, given: Given) -> Link:
+        """Join the others, and plan.
+
+        Raises ExchangeError on all ranks where one does not come, or fails.
+        """
+        where = self._where
+        self._group = group = smt.connect(
+            where.address,
+            self._place,
+            where.size,
+            backend=where.transport,
+            timeout=where.timeout,
+            name=self._name,
+        )
+        try:
+            return _plan_together(group, where, given)
+        except BaseException:
+            smt.disconnect(group)
+            raise
+
+    def call_off(self, why: str) -> None:
+        """Have nobody wait for ranks that do not come, while another thread is in `join`."""
+        # Once all have come they hear of each other.
+        if self._group is None:
+            where = self._where
+            call_off(where.address, self._place, why, name=self._name, timeout=where.timeout)
 
 
 def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link:

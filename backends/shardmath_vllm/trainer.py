@@ -24,7 +24,7 @@ from shardmath_vllm.calls import calling
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import (
     Chunks,
     Source,
@@ -81,8 +81,9 @@ class Trainer:
             for engine, one in enumerate(clients):
                 told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
-        with calling(calls):
-            link = meet(init_info, name, init_info.rank, Given(own.tell()))
+        meeting = Meeting(init_info, name, init_info.rank)
+        with calling(calls, meeting.call_off):
+            link = meeting.join(Given(own.tell()))
         return cls(clients if init_info.is_sender else [], own, link)
 
     @as_main()
@@ -93,11 +94,13 @@ class Trainer:
         engines go on with those that they had.
         """
         self._number += 1
-        self._tell("start", lambda client: client.start_weight_update())
+        self._tell("start", _start)
         updating = vars(Updating(self._number))
         calls = [partial(client.update_weights, updating) for client in self._clients]
-        with calling(calls):
+        with calling(calls, partial(self.link.give_up, self._number)) as finish:
             self.link.move(self._number, self._check, self._move)
+            # All have moved; an engine may yet say that it has not taken it.
+            self.link.relay(f"end update {self._number}", finish)
         self._tell("finish", lambda client: client.finish_weight_update())
 
     def _move(self) -> None:
@@ -157,6 +160,19 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
             f"tensors lie on rank {last}, and TrainerInfo has {info.trainers} trainers, from rank 0 on; "
             f"have all take part"
         )
+
+
+def _start(client: Client) -> None:
+    """Have the engine begin an update, also where one before was begun and never came."""
+    try:
+        client.start_weight_update()
+    except Exception as error:
+        # vLLM does not begin one twice. To end one that did not come changes nothing: what moves, moves in between.
+        try:
+            client.finish_weight_update()
+        except Exception:
+            raise error from None
+        client.start_weight_update()
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:

@@ -23,11 +23,12 @@ from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.turns import turns_of
 from shardmath_torch.compat import PrefixStore, Store
+from shardmath_torch.joint import rendezvous
 from shardmath_torch.joint.meeting import Address, meet_at, read_where
 from shardmath_torch.joint.rendezvous import Seat, meet
 from shardmath_torch.joint_group import BACKENDS, JointGroup, make_channel
 
-__all__ = ["connect", "disconnect"]
+__all__ = ["call_off", "connect", "disconnect"]
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -38,6 +39,9 @@ GRACE_S = 1.0
 """For finding out which of them are gone, where that fails."""
 
 LOOK_AGAIN_S = 0.02
+
+HEARD_S = 0.5
+"""For all who wait to see that a meeting was called off; they look ten times per second."""
 
 TOKEN_BYTES = 8
 
@@ -76,7 +80,7 @@ def connect(
     until = time.monotonic() + float(timeout)
     seat = Seat(rank, size, backend, secrets.token_hex(TOKEN_BYTES))
     serves = rank == 0
-    prefix = f"shardmath/joint/{name}/"
+    prefix = _name_prefix(name)
     store, number = meet_at(
         place, serves, until, lambda store: meet(PrefixStore(prefix, store), seat, until)
     )
@@ -87,6 +91,29 @@ def connect(
     channel.set_timeout(timedelta(seconds=float(timeout)))
     serves_store = serves if isinstance(place, Address) else None
     return JointGroup(channel, own, backend, name, serves_store)
+
+
+def _name_prefix(name: str) -> str:
+    """What the store has of groups of this name begins so."""
+    return f"shardmath/joint/{name}/"
+
+
+def call_off(
+    where: str | Store, rank: int, why: str, *, name: str, timeout: float = DEFAULT_TIMEOUT_S
+) -> None:
+    """Have nobody wait for others in `connect`, by this name, in this store: who does, or comes, raises `why`.
+
+    From another thread of the process that has this rank. What all have met in goes on. Raises
+    ExchangeError where the store is not there in so many seconds.
+    """
+
+    def close(store: Store) -> None:
+        rendezvous.call_off(PrefixStore(_name_prefix(name), store), why)
+        # Rank 0's process may end next, and the store with it: the others have looked by then.
+        time.sleep(HEARD_S)
+
+    until = time.monotonic() + timeout
+    meet_at(read_where(where), rank == 0, until, close)
 
 
 def _check_rank(rank: object, size: object) -> tuple[int, int]:

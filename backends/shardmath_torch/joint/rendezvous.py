@@ -24,10 +24,13 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks
 from shardmath_torch.compat import Store
 
-__all__ = ["Seat", "meet"]
+__all__ = ["Seat", "call_off", "meet"]
 
 LOOK_AGAIN_S = (0.005, 0.1)
 """Between two looks at whether a generation is closed: at first, and after a while."""
+
+OFF = "called off"
+"""What the store has where nobody is to wait any more: why."""
 
 OVER = "over"
 WRONG = "wrong: "
@@ -58,6 +61,8 @@ def meet(store: Store, mine: Seat, until: float) -> int:
     met: set[str] = set()
     fewest: list[int] = []
     while True:
+        if store.check([OFF]):
+            raise ExchangeError(store.get(OFF).decode())
         generation = _Generation(store, number, mine)
         verdict = generation.sit(met) or generation.wait(until)
         if verdict == mine.full:
@@ -71,6 +76,16 @@ def meet(store: Store, mine: Seat, until: float) -> int:
         if time.monotonic() >= until:
             raise ExchangeError(_word_absent(fewest, mine.size))
         number += 1
+
+
+def call_off(store: Store, why: str) -> None:
+    """Close the generation that is open: those who wait in it, or come later, raise ExchangeError with this text.
+
+    Raises RuntimeError where the store is lost.
+    """
+    # Before the generation is looked for: whoever comes to the next one finds this.
+    store.set(OFF, why)
+    store.compare_set(_name(_find_open(store), "closed"), "", f"{WRONG}{why}")
 
 
 def _find_open(store: Store) -> int:

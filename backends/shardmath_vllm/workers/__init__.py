@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `answers`: what vLLM leaves unread of workers' answers;
 - `repacking`: what vLLM packs once on a CPU, and has to pack again;
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;

@@ -27,7 +27,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from shardmath_vllm.workers.coverage import check_coverage, check_types
 from shardmath_vllm.workers.loading import Loading
@@ -81,7 +81,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             return recorded
 
         given = Given(engine=init_info.engine, record=record)
-        self._link = meet(init_info, init_info.meeting, init_info.first + number, given)
+        meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
+        self._link = meeting.join(given)
 
     def start_weight_update(self) -> None:
         """Nothing: weights are taken back once all ranks have come to send and to receive others."""

@@ -1,0 +1,44 @@
+"""A trainer and workers that meet and move as those of vLLM: what fails on one is soon an error on all that wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.pool import Pool, free_port
+from tests.distributed.tasks.transfers import TIMEOUT_S, TRAINERS, WORKERS, act
+
+SOON_S = 2 * TIMEOUT_S / 3
+ALL = tuple(range(TRAINERS + WORKERS))
+OF_TRAINER = tuple(range(TRAINERS))
+
+
+def test_workers_have_what_their_loaders_take(pool: Pool) -> None:
+    answers = pool.run(act, free_port(), "")
+    assert [said for said, _, _ in answers] == [""] * pool.size
+    for column in range(WORKERS):
+        _, _, made = answers[TRAINERS + column]
+        wanted = [float(2 * row + column) for row in range(6)]
+        assert made == ["met", wanted, [value + 100 for value in wanted]]
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "why"),
+    [
+        ("init", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
+        ("record", ALL, "place 2 could not record its loader: ArithmeticError"),
+        ("start", OF_TRAINER, "place 0 could not start update 1: ConnectionError"),
+        ("update", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
+        ("shape", ALL, "place 1 could not begin update 1: rank 1"),
+        ("process", ALL, "cannot be processed"),
+        ("finish", OF_TRAINER, "place 0 could not finish update 1: ConnectionError"),
+    ],
+)
+def test_what_fails_on_one_is_an_error_on_all_at_once(
+    pool: Pool, how: str, who: tuple[int, ...], why: str
+) -> None:
+    for rank, (said, seconds, made) in enumerate(pool.attempt(act, free_port(), how)):
+        if rank in who:
+            assert why in said
+        assert (rank in who) == bool(said)
+        assert seconds < SOON_S
+        assert rank >= TRAINERS or "sent" not in made

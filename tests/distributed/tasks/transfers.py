@@ -1,0 +1,128 @@
+"""Trainers and stand-ins for engines: processes that meet, plan and move as vLLM's workers do, without vLLM."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import shardmath as sm
+import shardmath_vllm as sv
+from shardmath.base.errors import ExchangeError
+from shardmath.recordings.pieces import Piece
+from shardmath.recordings.recorded import Native
+from shardmath_vllm import infos, trainer
+from shardmath_vllm.meeting import Given, Meeting
+from shardmath_vllm.source import Told
+
+__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act"]
+
+TRAINERS = 2
+WORKERS = 2
+ROWS = 6
+SHAPES = {"layers.0.w": ((ROWS, 2), "float32"), "layers.1.w": ((ROWS, 2), "float32")}
+TIMEOUT_S = 15.0
+
+
+def act(rank: int, port: int, how: str) -> tuple[str, float, Any]:
+    """What one rank of trainer or engine raised, after how many seconds, and what it has then.
+
+    Ranks from TRAINERS on are workers of one engine, which do as vLLM would tell them. `how` is what goes wrong.
+    """
+    start = time.monotonic()
+    made: list[Any] = []
+    if rank >= TRAINERS + WORKERS:
+        return "", 0.0, made
+    try:
+        (_train if rank < TRAINERS else _work)(rank, port, how, made)
+    except (ExchangeError, ArithmeticError) as error:
+        return str(error), time.monotonic() - start, made
+    return "", time.monotonic() - start, made
+
+
+class _Client:
+    """An engine whose workers are told what to do, but for what fails."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def _tell(self, what: str) -> None:
+        if self._how == what:
+            raise ConnectionError("nobody answers")
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._tell("init")
+
+    def start_weight_update(self) -> None:
+        self._tell("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._tell("update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._tell("finish")
+
+
+def _train(rank: int, port: int, how: str, made: list[Any]) -> None:
+    whole = torch.arange(2 * ROWS, dtype=torch.float32).reshape(ROWS, 2)
+    mesh = sm.Mesh(dp=TRAINERS)
+    rows = ROWS // TRAINERS
+    part = slice(rank * rows, (rank + 1) * rows)
+    tensors = {"layers.0.w": whole[part].clone(), "layers.1.w": whole[part] + 100}
+    side = {name: sm.Layout(shape, mesh, "(dp n) m") for name, (shape, _) in SHAPES.items()}
+    info = sv.TrainerInfo(
+        f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=rank, timeout=TIMEOUT_S
+    )
+    clients = [_Client(how)] if rank == 0 else []
+    source = sv.Source(tensors, side, SHAPES)
+    met = sv.Trainer.trainer_init(info, client=clients, source=source)
+    made.append("met")
+    if how == "shape" and rank == 1:
+        tensors["layers.1.w"] = tensors["layers.1.w"][:1]
+    met.send_weights()
+    made.append("sent")
+    met.shutdown()
+
+
+def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
+    # As trainers count them: a process of the pool may have been either.
+    name = f"meeting {next(trainer._meetings)}"
+    if how == "init":
+        return
+    info = infos.TrainerInfo(
+        f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=0, timeout=TIMEOUT_S
+    )
+    told = infos.Joining(**info.tell(0, name))
+
+    def record(trainers: Told) -> sm.Recorded:
+        if how == "record" and rank == TRAINERS:
+            raise ArithmeticError("cannot be recorded")
+        return _record(rank - TRAINERS, trainers)
+
+    link = Meeting(told, told.meeting, rank).join(Given(engine=0, record=record))
+    made.append("met")
+    if how in ("start", "update"):
+        return
+    own = {name: torch.zeros(ROWS, 1) for name in SHAPES}
+
+    def receive() -> None:
+        for number, refit in enumerate(link.refits):
+            refit.prepare(dst={"engine 0": {name: own[name] for name in refit.planned.moved}})
+            refit()
+            if how == "process" and rank == TRAINERS and number == 0:
+                raise ArithmeticError("cannot be processed")
+
+    link.move(1, lambda: None, receive)
+    made += [tensor.flatten().tolist() for tensor in own.values()]
+    link.leave()
+
+
+def _record(column: int, told: Told) -> sm.Recorded:
+    """A loader that takes a column of each tensor."""
+    natives = []
+    for name in told.shapes:
+        piece = Piece(name, 0, column, ((ROWS, 1, 2),))
+        natives.append(Native(name, (ROWS, 1), "float32", (piece,), "views", ""))
+    shapes = tuple((name, shape, dtype) for name, (shape, dtype) in told.shapes.items())
+    return sm.Recorded(shapes, tuple(natives))
