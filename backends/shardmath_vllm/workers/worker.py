@@ -146,7 +146,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         raise AssertionError("all engines are in all portions")
 
     def finish_weight_update(self) -> None:
-        """Nothing: an update is over on all ranks, or on none, when `update_weights` is."""
+        """Nothing: an update is over when `update_weights` is, and where that raises it is over nowhere for sure."""
 
     def shutdown(self) -> None:
         """Leave the trainer; the engine goes on with the weights that it has."""
