@@ -31,10 +31,8 @@ class _Call:
         self._act = act
         self._give_up = give_up
         self.error: BaseException | None = None
-        # By the name of this one, since ranks see by it that their calls belong together: an engine in this very
-        # process does its part on the new thread. A daemon: a call that never ends does not keep the process.
-        here = threading.current_thread().name
-        self._thread = threading.Thread(target=self._run, name=here, daemon=True)
+        # A daemon: a call that never ends does not keep the process.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -47,9 +45,14 @@ class _Call:
             with suppress(ExchangeError):
                 self._give_up(self.said)
 
-    def join(self, seconds: float | None) -> None:
+    def join(self, seconds: float) -> None:
         """Wait for its end."""
         self._thread.join(seconds)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
 
     @property
     def said(self) -> str:
@@ -61,19 +64,22 @@ class _Call:
 
 @contextmanager
 def calling(
-    acts: Sequence[Callable[[], object]], give_up: Callable[[str], None]
+    acts: Sequence[Callable[[], object]], give_up: Callable[[str], None], timeout: float = 300.0
 ) -> Iterator[Callable[[], None]]:
     """Calls that are under way within, until what it gives is called, which waits for their end and raises what failed.
 
     Where one fails while this rank waits for others, `give_up(why)` has to end that: it is called on another thread.
-    Raises ExchangeError where this rank fails, with what calls that fail, too, say of it.
+    Raises ExchangeError where this rank fails, with what calls that fail, too, say of it, and where calls take longer
+    than `timeout` seconds once this rank is done.
     """
     calls = [_Call(f"engine {number}", act, give_up) for number, act in enumerate(acts)]
 
     def finish() -> None:
-        said = _join(calls, None)
+        said = _join(calls, timeout)
         if said:
             raise ExchangeError(said) from next(call.error for call in calls if call.error)
+        if any(call.is_open for call in calls):
+            raise ExchangeError(f"an engine has not answered in {timeout:g} s; see what it does")
 
     try:
         yield finish
@@ -86,7 +92,7 @@ def calling(
     finish()
 
 
-def _join(calls: Sequence[_Call], seconds: float | None) -> str:
+def _join(calls: Sequence[_Call], seconds: float) -> str:
     """What calls that failed say, once they have ended."""
     for call in calls:
         call.join(seconds)

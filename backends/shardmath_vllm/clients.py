@@ -55,7 +55,8 @@ class LLMClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """After an update. What was cached of prompts is of the old weights, and is dropped."""
         self._llm.finish_weight_update(weight_version)
-        self._llm.reset_prefix_cache()
+        # Also that of requests under way, without which nothing would be dropped.
+        self._llm.reset_prefix_cache(reset_running_requests=True)
 
 
 class HTTPClient:

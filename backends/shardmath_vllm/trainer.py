@@ -82,7 +82,7 @@ class Trainer:
                 told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
         meeting = Meeting(init_info, name, init_info.rank)
-        with calling(calls, meeting.call_off):
+        with calling(calls, meeting.call_off, init_info.timeout):
             link = meeting.join(Given(own.tell()))
         return cls(clients if init_info.is_sender else [], own, link)
 
@@ -97,7 +97,7 @@ class Trainer:
         self._tell("start", _start)
         updating = vars(Updating(self._number))
         calls = [partial(client.update_weights, updating) for client in self._clients]
-        with calling(calls, partial(self.link.give_up, self._number)) as finish:
+        with calling(calls, partial(self.link.give_up, self._number), self.link.timeout) as finish:
             self.link.move(self._number, self._check, self._move)
             # All have moved; an engine may yet say that it has not taken it.
             self.link.relay(f"end update {self._number}", finish)

@@ -12,7 +12,7 @@ import shardmath_torch as smt
 from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm.infos import Joining
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 
 __all__ = ["PlainEngine"]
@@ -29,7 +29,7 @@ class PlainEngine:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         joining = Joining(**init_info)
         given = Given(engine=joining.engine, record=self._record)
-        self.link = meet(joining, joining.meeting, joining.first, given)
+        self.link = Meeting(joining, joining.meeting, joining.first).join(given)
 
     def start_weight_update(self) -> None:
         """Nothing."""
