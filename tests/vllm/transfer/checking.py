@@ -16,7 +16,7 @@ from tests.vllm.transfer.hosts import Host
 
 __all__ = ["TIMEOUT_S", "check_refits", "describe", "fails", "generate"]
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 150.0
 """For tasks of trainers: above the time that these give each other."""
 
 

@@ -26,6 +26,7 @@ from shardmath_vllm.source import read_source
 from tests.vllm.transfer.hosts import HostClient
 
 __all__ = [
+    "TIMEOUT_S",
     "Asked",
     "build",
     "count_held",
@@ -42,7 +43,7 @@ __all__ = [
     "send_unreached",
 ]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 BELOW_HALF = 2.0**-11
 """Less than half of the distance of bfloat16 numbers, which are 2**-8 of themselves apart, or more."""
 
