@@ -2,10 +2,10 @@
 
 In reading order:
 
+- `answers`: what vLLM leaves unread of workers' answers;
 - `repacking`: what vLLM packs once on a CPU, and has to pack again;
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;
 - `refusing`: models that an update has left torn;
-- `worker`: the weight-transfer engine of a worker;
-- `answers`: what all workers answer to a call is read.
+- `worker`: the weight-transfer engine of a worker.
 """
