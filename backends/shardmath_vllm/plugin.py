@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.factory import (
 
 from shardmath_vllm.infos import BACKEND
 from shardmath_vllm.trainer import Trainer
-from shardmath_vllm.workers.answers import read_all_answers
+from shardmath_vllm.workers.answers import pass_over_old_answers
 
 __all__ = ["register"]
 
@@ -19,7 +19,7 @@ def register() -> None:
     """Make both ends known to vLLM as "shardmath"; again does nothing."""
     if BACKEND in WeightTransferEngineFactory._registry:
         return
+    pass_over_old_answers()
     WeightTransferEngineFactory.register_engine(BACKEND, "shardmath_vllm.workers.worker", "Engine")
     WeightTransferTrainerFactory.register_engine(BACKEND, Trainer)
     TrainerWeightTransferEngine.register(Trainer)
-    read_all_answers()

@@ -7,6 +7,5 @@ In reading order:
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;
 - `refusing`: models that an update has left torn;
-- `worker`: the weight-transfer engine of a worker;
-- `answers`: what all workers answer to a call is read.
+- `worker`: the weight-transfer engine of a worker.
 """

@@ -1,71 +1,78 @@
-"""Answers: all workers' answers to a call are read, also where one of them is an error.
+"""Answers: what vLLM 0.32 leaves unread of its workers' answers, and would take for answers to what it asks next.
 
-Where a call fails on several workers, vLLM 0.32 reads the answer of the first and leaves those of the others in their
-queues (vllm#49972). Each later call then takes the answers to an earlier one for its own: meeting again fails with the
-error of the update that was refused before. Transfers fail on all workers if they do on one, so the rest is read here.
+`MultiprocExecutor.collective_rpc` raises at the first worker that failed, and leaves the answers of those behind in
+their queues. From then on each call gets the answers to the one before: what all workers have refused once fails the
+next time, too. Here they are passed over. Workers answer in the order in which they are asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from shardmath_vllm.infos import BACKEND
+__all__ = ["pass_over_old_answers"]
 
-__all__ = ["read_all_answers"]
-
-_call = MultiprocExecutor.collective_rpc
+DONE = "_shardmath_passes_over_old_answers"
 
 
 class _Queue:
-    """A worker's answers, and whether one was read."""
+    """A worker's answers; `old` is how many of those to come nobody waits for."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self.was_read = False
+        self.asked = 0
+        self.read = 0
+        self.old = 0
 
-    def dequeue(self, *args: Any, **kwargs: Any) -> Any:
-        self.was_read = True
-        return self._queue.dequeue(*args, **kwargs)
+    def dequeue(self, *args: Any, **named: Any) -> Any:
+        """The next answer that somebody waits for."""
+        while self.old:
+            self._dequeue(*args, **named)
+            self.old -= 1
+        return self._dequeue(*args, **named)
+
+    def _dequeue(self, *args: Any, **named: Any) -> Any:
+        answer = self._queue.dequeue(*args, **named)
+        self.read += 1
+        return answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
 
-def read_all_answers() -> None:
-    """Have vLLM do so, in engines that take weights from shardmath."""
-    MultiprocExecutor.collective_rpc = _call_and_read
+def pass_over_old_answers() -> None:
+    """Have vLLM's executors in this process do so; again does nothing."""
+    if hasattr(MultiprocExecutor, DONE):
+        return
+    MultiprocExecutor.collective_rpc = _count(MultiprocExecutor.collective_rpc)
+    setattr(MultiprocExecutor, DONE, True)
 
 
-def _call_and_read(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What vLLM's own call does, and the rest of the answers."""
-    transfer = self.vllm_config.weight_transfer_config
-    awaits_one = kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None
-    if awaits_one or transfer is None or transfer.backend != BACKEND:
-        return _call(self, *args, **kwargs)
-    queues = self.response_mqs
-    watched = [_Queue(queue) for queue in queues]
-    self.response_mqs = watched
-    try:
-        return _call(self, *args, **kwargs)
-    except RuntimeError:
-        # Where none was read, the call was not even made.
-        if any(queue.was_read for queue in watched):
-            _read_rest(watched)
-        raise
-    finally:
-        # Not where vLLM has put others there, as it does when a worker is gone.
-        if self.response_mqs is watched:
-            self.response_mqs = queues
+def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective_rpc` that knows which answers are old."""
+
+    def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
+        queues = _wrap(self)
+        rank = named.get("unique_reply_rank")
+        for queue in queues if rank is None else [queues[rank]]:
+            queue.asked += 1
+        try:
+            return ask(self, *args, **named)
+        except Exception:
+            # Raised where nothing is under way any more: this call has waited for those before.
+            for queue in queues:
+                queue.old = queue.asked - queue.read
+            raise
+
+    return collective_rpc
 
 
-def _read_rest(queues: Sequence[_Queue]) -> None:
-    """Read the answers that were not."""
-    for queue in queues:
-        if not queue.was_read:
-            # Of a worker that is gone there is none, and what was wrong first is known already.
-            with suppress(RuntimeError):
-                queue.dequeue()
+def _wrap(executor: Any) -> list[_Queue]:
+    """The executor's queues of answers, from now on with counts."""
+    queues = executor.response_mqs
+    for place, queue in enumerate(queues):
+        if not isinstance(queue, _Queue):
+            queues[place] = _Queue(queue)
+    return list(queues)
