@@ -33,10 +33,13 @@ def test_an_update_takes_a_layer_beside_the_model() -> None:
     assert [update.seed for update in ours] == list(CASE.seeds)
     for update in ours:
         assert update.tokens == tokens[update.seed]
-        for figures, (whole, layer) in zip(update.workers, update.stored, strict=True):
-            print(f"{figures} of {whole} bytes, {layer} in a layer, {update.seconds:.2f} s")
-            assert figures.received == whole
-            assert figures.rise <= layer + INFLIGHT + SLACK
+        each = zip(update.received, update.costs, update.stored, strict=True)
+        for received, cost, (whole, layer) in each:
+            print(
+                f"{received} of {whole} bytes, {layer} in a layer, {cost}, {update.seconds:.2f} s"
+            )
+            assert received == whole
+            assert cost.rise <= layer + INFLIGHT + SLACK
     # Nothing whole anywhere in a trainer.
     (_, layer) = ours[0].stored[0]
-    assert found.rises[OURS] <= layer
+    assert max(cost.rise for cost in found.trainers[OURS]) <= layer

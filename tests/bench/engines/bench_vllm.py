@@ -6,9 +6,10 @@ A model like Llama, of wide layers, is trained by 4 processes under FSDP2, and s
 2. The peer is vLLM's own way (`peer`): tensors are gathered whole on every rank of the trainer, sent whole to every
 worker, and taken by `load_weights`. vLLM repacks weights for the processor as they arrive, which costs both the same.
 
-Seconds are those of `send_weights` on rank 0, the median. Memory is how far a process rose in an update, the most of
-all. What a worker has to receive is what its own loader stores. The goals: no byte more, a third of the time, and a
-worker's memory of at most one layer and `max_inflight_bytes`.
+Seconds are those of `send_weights` on rank 0, the median; those of processors are of all processes together, the mean.
+Memory is how far a process rose in an update, the most of all. What a worker has to receive is what its own loader
+stores. The goals: no byte more, a third of the time, and a worker's memory of at most one layer and
+`max_inflight_bytes`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HEADS = [
     "way",
     "seconds",
     "peer / ours",
+    "of processors",
     "a worker receives",
     "has to",
     "a worker rises by",
@@ -78,18 +80,21 @@ def list_rows(case: Case, found: Found) -> list[list[str]]:
     whole, layer = map(max, zip(*stored, strict=True))
     rows = []
     for way in case.ways:
-        mine = [figures for one in found.updates if one.way == way for figures in one.workers]
+        mine = [update for update in found.updates if update.way == way]
+        workers = [cost for update in mine for cost in update.costs]
+        busy = sum(cost.busy for cost in [*workers, *found.trainers[way]])
         rows.append(
             [
                 weights,
                 "shardmath" if way == OURS else "gathered whole",
                 f"{took[way]:.2f}",
                 f"{took[PEER] / took[way]:.1f}x",
-                _show(max(one.received for one in mine)),
+                f"{busy / len(mine):.2f}",
+                _show(max(one for update in mine for one in update.received)),
                 _show(whole),
-                _show(max(one.rise for one in mine)),
+                _show(max(cost.rise for cost in workers)),
                 _show(layer + case.max_inflight_bytes),
-                _show(found.rises[way]),
+                _show(max(cost.rise for cost in found.trainers[way])),
             ]
         )
     return rows

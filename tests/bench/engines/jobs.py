@@ -1,8 +1,8 @@
 """Jobs: a trainer of some processes under FSDP2, an engine of vLLM beside it, and updates by each way in turn.
 
 1. Rank 0 has the engine; its workers are processes of their own. The engine starts on weights that vLLM draws.
-2. Weights are drawn anew for each update, by its seed: both ways move the same ones, after which the engine's tokens
-   have to be the same.
+2. Each update has the weights of its seed: both ways move the same ones, after which the engine's tokens have to be the
+   same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.bench.engines import costs
+from tests.bench.engines.costs import Cost
 
 __all__ = ["ENVIRONMENT", "OURS", "PEER", "Case", "Update", "WAYS", "count_parameters", "train"]
 
@@ -71,22 +74,18 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of an update, on one rank: bytes that came, and how far its memory rose."""
-
-    received: int
-    rise: int
-
-
-@dataclass(frozen=True)
 class Update:
-    """An update as rank 0 saw it. `stored` is what each worker's loader stores, of all tensors and of a layer."""
+    """An update as rank 0 saw it, and what each worker received and took.
+
+    `stored` is what each worker's loader stores, of all tensors and of the fullest layer.
+    """
 
     way: str
     seed: int
     seconds: float
     tokens: tuple[int, ...]
-    workers: tuple[Figures, ...]
+    received: tuple[int, ...]
+    costs: tuple[Cost, ...]
     stored: tuple[tuple[int, int], ...]
 
 
@@ -100,7 +99,7 @@ def count_parameters(case: Case) -> int:
 def train(
     rank: int, case: Case, folder: Path, ports: Sequence[int], say: Callable[[Any], None]
 ) -> None:
-    """A rank of the trainer: of each update it says the way, how far its memory rose, and as rank 0 the update."""
+    """A rank of the trainer: of each update it says the way, what it took for it, and as rank 0 the update."""
     import torch
     import torch.distributed as dist
 
@@ -176,6 +175,8 @@ class _Job:
         self.ports = ports
         self.llm = llm
         self.model = _build(case)
+        self.seed = 0
+        self._draw()
 
     def run(self, way: str, say: Callable[[Any], None]) -> None:
         """An update of each seed, by one way."""
@@ -183,7 +184,7 @@ class _Job:
             self.llm.collective_rpc("use_backend", args=(way,))
         trainer = self._meet(way)
         for seed in self.case.seeds:
-            self._draw(seed)
+            self._turn(seed)
             say((way, *self._update(way, seed, trainer)))
         trainer.shutdown()
 
@@ -210,36 +211,42 @@ class _Job:
         source = ModuleSource(self.model)
         return WeightTransferTrainerFactory.trainer_init(whole, client=client, source=source)
 
-    def _draw(self, seed: int) -> None:
-        """Other weights, by seed."""
+    def _draw(self) -> None:
+        """Weights at random."""
         import torch
 
-        random = torch.Generator().manual_seed(1000 * seed + self.rank)
+        random = torch.Generator().manual_seed(self.rank)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.to_local().normal_(std=parameter.shape[-1] ** -0.5, generator=random)
+
+    def _turn(self, seed: int) -> None:
+        """Weights of this seed: those drawn, each row turned by so many columns, since drawing takes longer."""
+        import torch
+
         with torch.no_grad():
             for parameter in self.model.parameters():
                 local = parameter.to_local()
-                local.normal_(std=parameter.shape[-1] ** -0.5, generator=random)
+                local.copy_(local.roll(seed - self.seed, -1))
+        self.seed = seed
 
-    def _update(self, way: str, seed: int, trainer: Any) -> tuple[int, Update | None]:
-        """How far this rank's memory rose in an update, and what rank 0 has to say of it."""
+    def _update(self, way: str, seed: int, trainer: Any) -> tuple[Cost, Update | None]:
+        """What an update takes on this rank, and what rank 0 has to say of it."""
         import torch.distributed as dist
 
-        from tests.bench.engines import memory
-
-        before = self._ask("begin_measuring")
-        own = memory.begin()
+        self._ask("begin_measuring")
+        since = costs.begin()
         dist.barrier()
         start = time.perf_counter()
         trainer.send_weights()
         seconds = time.perf_counter() - start
-        rise = memory.read_peak() - own
+        own = since.end()
         if self.llm is None:
-            return rise, None
-        rises = [now - then for now, then in zip(self._ask("read_peak"), before, strict=True)]
-        received = self._ask("count_received")
-        figures = tuple(map(Figures, received, rises))
+            return own, None
+        theirs = tuple(costs.Cost(*one) for one in self._ask("end_measuring"))
+        received = tuple(self._ask("count_received"))
         stored = tuple(self._ask("count_stored")) if way == OURS else ()
-        return rise, Update(way, seed, seconds, self._generate(), figures, stored)
+        return own, Update(way, seed, seconds, self._generate(), received, theirs, stored)
 
     def _ask(self, name: str) -> list[Any]:
         """What each worker says; nothing on ranks that have no engine."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from tests.bench.engines.costs import Cost
 from tests.bench.engines.jobs import ENVIRONMENT, Case, Update, train
 from tests.distributed import pool
 
@@ -35,10 +36,10 @@ END_S = 60.0
 
 @dataclass(frozen=True)
 class Found:
-    """All updates, and by way how far the memory of a trainer's process rose at most."""
+    """All updates, and by way what each process of the trainer took for each."""
 
     updates: list[Update]
-    rises: dict[str, int]
+    trainers: dict[str, list[Cost]]
 
 
 def run(case: Case, patience_s: float = 280.0) -> Found:
@@ -71,7 +72,7 @@ def _train(rank: int, case: Case, folder: Path, ports: Sequence[int], said: Any)
 
 def _listen(case: Case, said: Any, processes: Sequence[BaseProcess], patience_s: float) -> Found:
     """All that the processes say."""
-    found = Found([], dict.fromkeys(case.ways, 0))
+    found = Found([], {way: [] for way in case.ways})
     done = 0
     until = time.monotonic() + patience_s
     while done < len(processes):
@@ -84,8 +85,8 @@ def _listen(case: Case, said: Any, processes: Sequence[BaseProcess], patience_s:
         if one is None:
             done += 1
             continue
-        way, rise, update = one
-        found.rises[way] = max(found.rises[way], rise)
+        way, cost, update = one
+        found.trainers[way].append(cost)
         if update is not None:
             found.updates.append(update)
     return found

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 import shardmath as sm
 from shardmath_torch.dtypes import dtype_of
-from tests.bench.engines import memory, peer
+from tests.bench.engines import costs, peer
 
 __all__ = ["Extension"]
 
@@ -27,6 +27,7 @@ class Extension:
     vllm_config: Any
     device: Any
     model_runner: Any
+    measured_since: costs.Since
 
     def use_backend(self, name: str) -> None:
         """Have this backend's engine in the place of the one that there is."""
@@ -38,13 +39,13 @@ class Extension:
             self.model_runner.get_model(),
         )
 
-    def begin_measuring(self) -> int:
-        """Resident bytes before an update."""
-        return memory.begin()
+    def begin_measuring(self) -> None:
+        """Before an update."""
+        self.measured_since = costs.begin()
 
-    def read_peak(self) -> int:
-        """Resident bytes at their peak in it."""
-        return memory.read_peak()
+    def end_measuring(self) -> costs.Cost:
+        """What this worker took for it."""
+        return self.measured_since.end()
 
     def count_received(self) -> int:
         """Bytes that came from other ranks in the latest update."""
