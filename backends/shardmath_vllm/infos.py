@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from shardmath.base.dtypes import canonical
+from shardmath_torch.agreement.party import is_time, word_bad_time
+
 __all__ = ["BACKEND", "Joining", "TrainerInfo", "Updating"]
 
 BACKEND = "shardmath"
@@ -20,7 +23,7 @@ class TrainerInfo:
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
     for a rank; `max_inflight_bytes` bounds what is under way of a layer, as in `smt.compile`. Engines get parameters as
     numbers of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer has
-    not, beside those that are vLLM's.
+    not, beside those that are vLLM's. Raises ValueError for what is none of these, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -36,13 +39,24 @@ class TrainerInfo:
     rank: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        for name in ("rank", "trainers"):
+            given: object = getattr(self, name)
+            if not isinstance(given, int):
+                raise ValueError(f"{name}={given!r} is no int; give int({given!r})")
+        _check_address(self.address)
+        if not is_time(self.timeout):
+            raise ValueError(word_bad_time(self.timeout))
+        if self.dtype is not None:
+            # By the one name that all ranks give it, and that vLLM has.
+            object.__setattr__(self, "dtype", canonical(self.dtype))
         if not 0 <= self.rank < self.trainers:
             raise ValueError(f"rank {self.rank} of {self.trainers} trainers; give one of them")
         own: object = self.own
         if isinstance(own, str):
             # Its letters would be globs, and "*" one of everything.
             raise ValueError(f"own={own!r} is a text; give a tuple of globs, ({own!r},)")
-        if not self.engines or min(self.engines) < 1:
+        workers: object = self.workers
+        if isinstance(workers, str) or not self.engines or min(self.engines) < 1:
             raise ValueError(f"workers={self.workers}; give how many each engine has, 1 or more")
 
     @property
@@ -76,6 +90,15 @@ class TrainerInfo:
             transport=self.transport,
         )
         return dict(vars(told))
+
+
+def _check_address(address: object) -> None:
+    """Raise ValueError for what is not "host:port"."""
+    host, _, port = str(address).rpartition(":")
+    if not isinstance(address, str) or "//" in address or not host or not port.isdigit():
+        raise ValueError(
+            f"address={address!r} is not 'host:port'; give one, such as '10.0.0.1:29600'"
+        )
 
 
 @dataclass

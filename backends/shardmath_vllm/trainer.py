@@ -69,6 +69,8 @@ class Trainer:
         """
         # First, so that ranks count alike also where one of them then raises.
         name = f"meeting {next(_meetings)}"
+        if isinstance(client, str):
+            raise ValueError(f"client is a text; give HTTPClient({client!r})")
         clients = list(client) if isinstance(client, Sequence) else [client]
         if init_info.is_sender and len(clients) != len(init_info.engines):
             raise ValueError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
 from shardmath_vllm import converting
@@ -61,3 +64,27 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
         ask()
     accept(model)
     assert float(ask()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"address": "tcp://a:1"}, ValueError, "is not 'host:port'; give one"),
+        ({"address": "a"}, ValueError, "is not 'host:port'; give one"),
+        ({"rank": "0"}, ValueError, r"rank='0' is no int; give int\('0'\)"),
+        ({"rank": 2}, ValueError, "rank 2 of 2 trainers; give one of them"),
+        ({"workers": "2"}, ValueError, "give how many each engine has"),
+        ({"workers": (2, 0)}, ValueError, "give how many each engine has"),
+        ({"timeout": 0}, ValueError, "is not a time to wait"),
+        ({"dtype": "bf16"}, sm.LayoutError, "did you mean 'bfloat16'"),
+    ],
+)
+def test_infos_that_are_none(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    info: dict[str, Any] = {"address": "a:1", "trainers": 2, "workers": 2, "rank": 0}
+    with pytest.raises(error, match=said):
+        sv.TrainerInfo(**(info | given))
+
+
+def test_infos_name_types_as_vllm_does() -> None:
+    info = sv.TrainerInfo("a:1", 1, workers=1, rank=0, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert info.dtype == "bfloat16"
