@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -65,7 +66,9 @@ def _generate(llm: Any) -> Generated:
 def _start(folder: Path, tp: int) -> Any:
     from tests.vllm import serving
 
-    # A pool's processes are daemons, which may have no children: an engine's workers end with it all the same.
+    # A group of its own, by which whoever ends the engine ends its workers too.
+    os.setpgid(0, 0)
+    # A pool's processes are daemons, which may have no children.
     mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     backend = {"backend": "shardmath"}
     return serving.start(folder, tensor_parallel_size=tp, weight_transfer_config=backend)

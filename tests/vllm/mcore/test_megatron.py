@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +16,8 @@ from tests.vllm import checkpoints
 from tests.vllm.cases import fields
 from tests.vllm.mcore.cases import Sending
 from tests.vllm.mcore.tasks import generate, send, serve
-from tests.vllm.test_serving import TIMEOUT_S, run_alone
+
+TIMEOUT_S = 200.0
 
 WIDE = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
 """A head is 32 wide at least, which vLLM's attention on a CPU asks for."""
@@ -67,4 +71,22 @@ def run_both(sending: Sending, first: Path) -> tuple[Any, list[dict[str, Any]]]:
         return started, sent
     finally:
         trainers.close()
-        engine.close()
+        end(engine)
+
+
+def run_alone(task: Any, *args: Any) -> Any:
+    """What the task gives in a process of its own, since an engine does not go before its process does."""
+    pool = Pool(1)
+    try:
+        return pool.run(task, *args, timeout=TIMEOUT_S)[0]
+    finally:
+        end(pool)
+
+
+def end(engine: Pool) -> None:
+    """End an engine and its workers, which vLLM leaves behind where the engine is killed as they start."""
+    for process in engine.processes:
+        # There is no such group where the engine had not begun to start.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    engine.close()
