@@ -17,7 +17,7 @@ import shardmath as sm
 from shardmath_vllm.converting import record_conversion
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, meet
+from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from tests.vllm import checkpoints
 
@@ -63,7 +63,7 @@ def _train(place: int, info: TrainerInfo, asked: Asked) -> tuple[Link, float]:
     model = _build(asked) if asked.stacked else None
     start = time.process_time()
     told = _tell(model, asked.shapes)
-    link = meet(info, "planning", place, Given(told))
+    link = Meeting(info, "planning", place).join(Given(told))
     return link, time.process_time() - start
 
 
@@ -105,7 +105,7 @@ def _serve(place: int, info: TrainerInfo, asked: Asked) -> tuple[Link, float]:
             return loading.record(told.served, told.checkpoint)
 
         start = time.process_time()
-        link = meet(info, "planning", place, Given(engine=0, record=record))
+        link = Meeting(info, "planning", place).join(Given(engine=0, record=record))
         return link, time.process_time() - start
 
 

@@ -20,7 +20,7 @@ CASE = Case(
     seeds=(1, 2, 1),
     max_inflight_bytes=INFLIGHT,
 )
-SLACK = 8 << 20
+SLACK = 16 << 20
 """What Python and allocators take."""
 
 

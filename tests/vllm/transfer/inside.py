@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardmath import ExchangeError
+
 __all__ = [
     "ask_workers",
     "compare",
@@ -23,6 +25,7 @@ __all__ = [
     "digest",
     "fail",
     "generate",
+    "is_refusing",
     "kill",
     "mend",
     "watch",
@@ -172,6 +175,15 @@ def fail(worker: Any, rank: int, portion: int, how: str) -> None:
 
     if worker.rank == rank:
         loading.process = act
+
+
+def is_refusing(worker: Any) -> bool:
+    """Whether the worker's model refuses to say what its weights make."""
+    try:
+        worker.model_runner.get_model().compute_logits(None)
+    except ExchangeError as error:
+        return "the weights are torn" in str(error)
+    return False
 
 
 def kill(worker: Any, rank: int) -> None:
