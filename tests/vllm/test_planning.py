@@ -14,9 +14,8 @@ from tests.vllm.planning import TP, TRAINERS, Asked, plan
 from tests.vllm.test_recording import describe_qwen3_30b
 
 LARGEST_S = 60.0
-"""Of a processor, on any rank, to record, to exchange what was recorded, and to plan 48 layers. Several
-times what
-it takes on a slow machine: what grows with the square of layers takes more."""
+"""Of a processor, on any rank, to record, to exchange what was recorded, and to plan 48 layers: several
+times what it takes on a slow machine, and less than what grows with the square of the layers."""
 TIMEOUT_S = 250.0
 LAYERS = 48
 

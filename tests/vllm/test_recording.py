@@ -53,8 +53,8 @@ REFUSED = {
 
 FUNCTIONS = (".mixer.A", ".mamba.A")
 LARGEST_S = 60.0
-"""Of a processor, to record one rank of Qwen3-30B-A3B and to bind what was recorded. Several times what
-it takes on a slow machine: what grows with the square of layers takes more."""
+"""Of a processor, to record one rank of Qwen3-30B-A3B and to bind what was recorded. Several times what it
+takes on a slow machine, and less than what grows with the square of the tensors."""
 
 
 def record(
