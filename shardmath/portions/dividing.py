@@ -47,7 +47,7 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
     if planned.whole is not None:
         raise PlanError("engines have left this refit; divide it first, and each portion without()")
     known = set(planned.moved)
-    # In the trainer's order, by which what is before the layers is told from what is behind them.
+    # In the trainer's order, in which models are mostly run.
     moved = [name for name in planned.trainer.layouts if name in known]
     chosen = group_by_layer(moved)
     if groups is not None:

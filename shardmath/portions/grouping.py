@@ -1,7 +1,7 @@
 """Grouping: which tensors move together, so that who stores them has whole modules at once.
 
-1. Names of one layer are together: those with the same outermost number. Those before the first layer are a group, and
-   so are those behind the last.
+1. Names of one layer are together: those with the same outermost number. Others are by module, such as an embedding,
+   a norm, and a head.
 2. What lies in one module of an engine is together, whatever its tensors are called: a fused tensor arrives whole.
 
 >>> names = ["embed.weight", "layers.0.q.weight", "layers.0.k.weight", "layers.10.q.weight", "norm.weight"]
@@ -21,17 +21,12 @@ from shardmath.storage.stored import Side
 
 __all__ = ["group_by_layer", "join_modules"]
 
-BEHIND = "behind"
-
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The names by layer, in the order in which layers come first."""
+    """The names by layer, and by module where they are of none, in the order in which these come first."""
     groups: dict[object, list[str]] = {}
     for name in names:
-        layer = _find_layer(name)
-        key: object = layer
-        if layer is None and any(found is not None for found in groups):
-            key = BEHIND
+        key = _find_layer(name) or name.rpartition(".")[0]
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 

@@ -33,7 +33,7 @@ def test_all_ranks_of_qwen3_30b_plan_in_seconds(stacked: bool, tmp_path: Path) -
     seconds = [round(one.seconds, 1) for one in found]
     print(f"Qwen3-30B-A3B, seconds of each rank's processor: {seconds}")
     # Layers, what is before them and what is behind.
-    assert {one.portions for one in found} == {LAYERS + 2}
+    assert {one.portions for one in found} == {LAYERS + 3}
     for one in found:
         assert one.received == one.stored
     assert all(one.stored for one in found[TRAINERS:])

@@ -149,6 +149,13 @@ def test_what_is_no_whole_refit() -> None:
 
 
 def test_layers_are_the_outermost_numbers() -> None:
-    names = ["a", "h.1.e.0.w", "h.1.e.1.w", "h.0.w", "v.0.w", "b", "c"]
-    assert group_by_layer(names) == [["a"], names[1:3], ["h.0.w"], ["v.0.w"], ["b", "c"]]
+    names = ["a", "h.1.e.0.w", "h.1.e.1.w", "h.0.w", "v.0.w", "b.w", "c.w", "b.b"]
+    assert group_by_layer(names) == [
+        ["a"],
+        names[1:3],
+        ["h.0.w"],
+        ["v.0.w"],
+        ["b.w", "b.b"],
+        ["c.w"],
+    ]
     assert join_modules([["x"], ["y"]], []) == [["x"], ["y"]]

@@ -57,7 +57,8 @@ def test_tokens_and_logprobs_are_those_of_an_engine_started_on_what_was_sent(
     assert sent[0]["generated"] == [fresh, started]
     for one in sent:
         assert "are not of the engine's types" in one["refused"]
-    assert sent[0]["portions"] == tried.case.layers + 2
+    # The layers, the embedding, the norm, and the head.
+    assert sent[0]["portions"] == tried.case.layers + 3
     print(f"{tried.case}: {started[:3]}... on the first checkpoint, {fresh[:3]}... on the other")
 
 
