@@ -5,6 +5,8 @@ Beside it runs vLLM's own way (`tests.bench.engines.peer`), which has to end at 
 
 from __future__ import annotations
 
+import pytest
+
 from tests.bench.engines.jobs import OURS, PEER, Case
 from tests.bench.engines.running import run
 
@@ -22,6 +24,7 @@ CASE = Case(
 )
 
 
+@pytest.mark.slow
 def test_every_byte_comes_once_and_tokens_are_those_of_vllm_s_own_path() -> None:
     """How far memory rises is printed: what allocators keep of a process differs from run to run."""
     found = run(CASE)
