@@ -29,7 +29,6 @@ __all__ = ["Link", "together"]
 
 _T = TypeVar("_T")
 
-
 FINE = "fine"
 
 STEPS = ("start", "begin", "end", "finish")

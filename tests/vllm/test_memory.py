@@ -1,4 +1,4 @@
-"""What an update of real vLLM takes: bytes at the bound, and how much memory, which is printed.
+"""What an update of real vLLM takes: bytes at the bound, and of a worker's memory a layer beside its model.
 
 Beside it runs vLLM's own way (`tests.bench.engines.peer`), which has to end at the same tokens.
 """
@@ -22,11 +22,12 @@ CASE = Case(
     seeds=(1, 2, 1),
     max_inflight_bytes=INFLIGHT,
 )
+SLACK = 8 << 20
+"""What Python and allocators take."""
 
 
 @pytest.mark.slow
-def test_every_byte_comes_once_and_tokens_are_those_of_vllm_s_own_path() -> None:
-    """How far memory rises is printed: what allocators keep of a process differs from run to run."""
+def test_an_update_takes_a_layer_beside_the_model() -> None:
     found = run(CASE)
     ours = [update for update in found.updates if update.way == OURS]
     peers = [update for update in found.updates if update.way == PEER]
@@ -41,4 +42,7 @@ def test_every_byte_comes_once_and_tokens_are_those_of_vllm_s_own_path() -> None
                 f"{received} of {whole} bytes, {layer} in a layer, {cost}, {update.seconds:.2f} s"
             )
             assert received == whole
-    print(max(cost.rise for cost in found.trainers[OURS]), "on a trainer")
+            assert cost.rise <= layer + INFLIGHT + SLACK
+    # Nothing whole anywhere in a trainer.
+    (_, layer) = ours[0].stored[0]
+    assert max(cost.rise for cost in found.trainers[OURS]) <= layer
