@@ -49,7 +49,7 @@ class Source:
     vLLM's loader knows, or that `checkpoint` has; `served` the same as engines get them, where their numbers are of
     another type. `checkpoint` is what vLLM's loader is given of these, where that is not the tensors themselves
     (`converting`). A parameter in whose place another is put in one of `modules` is an error. `rank` is this process as
-    `side` names it, where that is known; it has to be the rank of the trainer.
+    `side` names it, where that is known; of several trainers it has to be TrainerInfo's.
     """
 
     tensors: Chunks
