@@ -204,7 +204,7 @@ class Refit:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, of tensors that rules transform; staging is beside it."""
+        """Bytes of this rank's wire buffers, of tensors that rules transform, held from the first move on."""
         return 0 if self._made is None else self._made.nbytes
 
     @property
@@ -250,7 +250,7 @@ class Refit:
         )
 
     def release(self) -> None:
-        """Let go of what was bound on this rank, whose memory may then go; prepare() binds anew. Not collective."""
+        """Let go of what was bound on this rank, and of what travels for it; prepare() binds anew. Not collective."""
         self._party.turns.wait_for_beside()
         self._at = self._kept = None
         self._bound = self._src = self._dst = Views({}, [])

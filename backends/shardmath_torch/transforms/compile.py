@@ -42,7 +42,7 @@ from shardmath_torch.movers.ready import Ready
 from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.transforms.agreeing import agree, attempt, join_group
-from shardmath_torch.transforms.workers import Worker, make_worker
+from shardmath_torch.transforms.workers import Worker, count_bytes, make_worker
 
 __all__ = [
     "Ends",
@@ -100,6 +100,7 @@ class Ends(Stage):
     ) -> None:
         self._holds = holds
         self._parts = parts
+        self._rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
@@ -120,13 +121,16 @@ class Ends(Stage):
     @property
     def own(self) -> frozenset[str]:
         """The wire tensors at the destination that are made into others."""
-        return frozenset(key for worker in self._made.values() for key in worker.buffers)
+        return frozenset(key for worker in self._made.values() for key, _ in worker.job.wires)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of wire buffers."""
-        workers = [worker for side in self._parts for worker in _list_workers(side)]
-        return sum(one.nbytes for worker in workers for one in worker.buffers.values())
+        """Bytes of wire buffers, whether they are made yet or not."""
+        return sum(count_bytes(worker.job, self._rank) for worker in self._workers)
+
+    @property
+    def _workers(self) -> list[Worker]:
+        return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
         """The wire tensors, those of the source made. Raises what speaks against moving them."""
@@ -195,9 +199,11 @@ class Ends(Stage):
         self._arriving = {}
 
     def let_go(self) -> None:
-        """No tensor of the caller's is kept, whose mapping that was."""
+        """No tensor of the caller's is kept, whose mapping that was, nor what travels for it."""
         self._arriving = {}
         self._bound = self._checked = None
+        for worker in self._workers:
+            worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The tensors that travel in their own memory, and the one that was being made."""
@@ -228,7 +234,7 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, which are there as long as this is; staging is beside it."""
+        """Bytes of this rank's wire buffers, held from the first move on; staging is beside it."""
         return self._ends.nbytes
 
     @property

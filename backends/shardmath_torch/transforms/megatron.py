@@ -179,11 +179,19 @@ def _place(job: Job, rank: int, d: int, size: int | None) -> dict[int, slice]:
     return places
 
 
-class _Sending:
+class _Kept:
+    """What both ends have: what hooks were given, or gave, stays where it is."""
+
+    opaque = True
+
+    def let_go(self) -> None:
+        """Nothing: a hook may go on with the memory."""
+
+
+class _Sending(_Kept):
     """A hook at the source."""
 
     holds = False
-    opaque = True
 
     def __init__(self, owner: MegatronHook, job: Job, rank: int, device: torch.device) -> None:
         self.job = job
@@ -221,11 +229,10 @@ class _Sending:
                 words(target).copy_(words(one))
 
 
-class _Receiving:
+class _Receiving(_Kept):
     """A hook at the destination."""
 
     holds = True
-    opaque = True
 
     def __init__(self, owner: MegatronHook, job: Job, rank: int, device: torch.device) -> None:
         self.job = job

@@ -1,13 +1,14 @@
 """Workers: what one rank does for one of its tensors, at one end.
 
-1. A worker has wire buffers, made once, which stay where they are from move to move. Only tensors for which something
-   is done have any.
+1. A worker has wire buffers, made with the first move, which stay where they are from move to move until they are let
+   go. Only tensors for which something is done have any.
 2. At a source it makes the wire tensors of the local one, at a destination the local one of them.
 3. A transform that has `make_worker` makes its own: one that is called otherwise than block by block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.transforms.functions import finalize, prepare
 from shardmath_torch.transforms.packing import Packing
 
-__all__ = ["HasWorkers", "Worker", "make_buffers", "make_worker"]
+__all__ = ["HasWorkers", "Worker", "count_bytes", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
@@ -48,6 +49,9 @@ class Worker(Protocol):
 
     def run(self, *tensors: Tensor) -> None:
         """Between the tensor, with its companions, and the buffers."""
+
+    def let_go(self) -> None:
+        """Give back the memory of buffers that are the worker's own, until they are asked for again."""
 
 
 @runtime_checkable
@@ -80,6 +84,15 @@ def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]
     }
 
 
+def count_bytes(job: Job, rank: int) -> int:
+    """Bytes of the wire tensors of a local tensor."""
+    counts = []
+    for _, layout in job.wires:
+        cells = math.prod(layout.local_shape(rank))
+        counts.append(cells * dtype_of(layout.dtype).itemsize)
+    return sum(counts)
+
+
 class _Packed:
     """What both ends have."""
 
@@ -88,9 +101,23 @@ class _Packed:
 
     def __init__(self, job: Job, wired: Wired, rank: int, device: torch.device) -> None:
         self.job = job
-        self.buffers = make_buffers(job, rank, device)
+        self._made: dict[str, Tensor] = {}
+        self._where = rank, device
         self._wired = wired
         self._packings = [Packing(layout, rank, device) for _, layout in job.held]
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The wire tensors, which are made where there are none."""
+        if not self._made:
+            # They are written outside of the mode in which they may be made, too.
+            with torch.inference_mode(False):
+                self._made = make_buffers(self.job, *self._where)
+        return self._made
+
+    def let_go(self) -> None:
+        """Give their memory back."""
+        self._made = {}
 
     def _read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the rank has of each."""

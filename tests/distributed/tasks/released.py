@@ -28,8 +28,11 @@ def release(rank: int, quantises: bool, options: dict[str, Any]) -> tuple[int, s
     held = side.bring(rank, 0)
     refit.prepare(*held)
     refit(acknowledge=True)
-    known = [weakref.ref(tensor) for tensor in _list_tensors(held)]
+    wires = list(_list_wires(refit))
+    assert bool(wires) == (quantises and rank < 4)
+    known = [weakref.ref(tensor) for tensor in [*_list_tensors(held), *wires]]
     assert known
+    del wires
     refit.release()
     del held
     left = sum(one() is not None for one in known)
@@ -49,6 +52,13 @@ def _list_tensors(held: Held) -> Iterator[Tensor]:
     yield from (src or {}).values()
     for own in (dst or {}).values():
         yield from own.values()
+
+
+def _list_wires(refit: smt.Refit) -> Iterator[Tensor]:
+    """What travels in the place of this rank's tensors."""
+    if refit._made is not None:
+        for worker in refit._made._workers:
+            yield from worker.buffers.values()
 
 
 class _Quantised:
