@@ -35,9 +35,13 @@ import shardmath_torch as smt
 from shardmath.base.errors import StoreError
 from shardmath.storage.stored import Shapes
 from shardmath_vllm.converting import convert
+from shardmath_vllm.workers.freeing import free
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 
 __all__ = ["Loading"]
+
+LARGE = 1 << 20
+"""Bytes of a module whose memory is given back by itself; norms and routers go with what comes next."""
 
 
 class Loading:
@@ -119,8 +123,11 @@ class Loading:
         for module in sorted(found, key=_count_bytes):
             info = get_layerwise_info(module)
             if info.can_load():
+                large = _count_bytes(module) >= LARGE
                 with repacks_anew(module):
                     _layerwise_process(module, info)
+                if large:
+                    free()
 
     @torch.no_grad()
     def finish(self) -> None:

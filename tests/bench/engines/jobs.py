@@ -32,9 +32,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Memory that is freed is given back, so that what is measured is what is needed: mallopt(3).
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-    "MALLOC_ARENA_MAX": "2",
 }
 TIMEOUT_S = 120.0
 TOKENS = 8
@@ -108,9 +105,7 @@ def train(
     with engine as llm:
         store = dist.TCPStore("127.0.0.1", ports[0], None, rank == 0, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=case.trainers)
-        job = _Job(rank, case, ports, llm)
-        for way in case.ways:
-            job.run(way, say)
+        _Job(rank, case, ports, llm).run(say)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -178,15 +173,24 @@ class _Job:
         self.seed = 0
         self._draw()
 
-    def run(self, way: str, say: Callable[[Any], None]) -> None:
-        """An update of each seed, by one way."""
-        if self.llm is not None:
-            self.llm.collective_rpc("use_backend", args=(way,))
-        trainer = self._meet(way)
+    def run(self, say: Callable[[Any], None]) -> None:
+        """An update of each seed by each way, in turn, so that a machine that is busy is busy for both."""
+        trainers = {}
+        for way in self.case.ways:
+            self._use(way)
+            trainers[way] = self._meet(way)
         for seed in self.case.seeds:
             self._turn(seed)
-            say((way, *self._update(way, seed, trainer)))
-        trainer.shutdown()
+            for way, trainer in trainers.items():
+                self._use(way)
+                say((way, *self._update(way, seed, trainer)))
+        for way, trainer in trainers.items():
+            self._use(way)
+            trainer.shutdown()
+
+    def _use(self, way: str) -> None:
+        if self.llm is not None:
+            self.llm.collective_rpc("use_backend", args=(way,))
 
     def _meet(self, way: str) -> Any:
         import shardmath_vllm as sv

@@ -28,16 +28,19 @@ class Extension:
     device: Any
     model_runner: Any
     measured_since: costs.Since
+    transfer_engines: dict[str, Any]
 
     def use_backend(self, name: str) -> None:
-        """Have this backend's engine in the place of the one that there is."""
-        self.weight_transfer_engine.shutdown()
-        self.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend=name),
-            self.vllm_config,
-            self.device,
-            self.model_runner.get_model(),
-        )
+        """Have this backend's engine in the place of the one that there is, which is kept."""
+        made = vars(self).setdefault("transfer_engines", {})
+        if name not in made:
+            made[name] = WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(backend=name),
+                self.vllm_config,
+                self.device,
+                self.model_runner.get_model(),
+            )
+        self.weight_transfer_engine = made[name]
 
     def begin_measuring(self) -> None:
         """Before an update."""
