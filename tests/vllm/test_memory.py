@@ -5,8 +5,6 @@ Beside it runs vLLM's own way (`tests.bench.engines.peer`), which has to end at 
 
 from __future__ import annotations
 
-import pytest
-
 from tests.bench.engines.jobs import OURS, PEER, Case
 from tests.bench.engines.running import run
 
@@ -26,7 +24,6 @@ SLACK = 8 << 20
 """What Python and allocators take."""
 
 
-@pytest.mark.slow
 def test_an_update_takes_a_layer_beside_the_model() -> None:
     found = run(CASE)
     ours = [update for update in found.updates if update.way == OURS]

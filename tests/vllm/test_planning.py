@@ -19,7 +19,6 @@ TIMEOUT_S = 250.0
 LAYERS = 48
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True], ids=["checkpoint", "stacked"])
 def test_all_ranks_of_qwen3_30b_plan_in_seconds(stacked: bool, tmp_path: Path) -> None:
     config, shapes = describe_qwen3_30b()

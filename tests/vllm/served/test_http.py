@@ -30,7 +30,7 @@ ENGINE, STORE = "http://127.0.0.1:8000", "127.0.0.1:29600"
 TIMEOUT_S = 60.0
 
 # Of which most is the start of two servers at once.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
