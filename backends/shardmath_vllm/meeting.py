@@ -99,11 +99,14 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     text = None if recorded is None else recorded.to_json()
     texts = gather((given.engine, text), group, "say what engines store")
     planned = together(group, "plan", lambda: _plan(told, texts))
-    limits: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "timeout": where.timeout,
         "max_inflight_bytes": where.max_inflight_bytes,
+        # Ranks agree as an update begins (`Link.move`), and whoever fails in it leaves: votes on each portion, of
+        # which there are hundreds, would find nothing more.
+        "agree": "once",
     }
-    refits = [smt.Refit(portion, group=group, **limits) for portion in sm.divide(planned)]
+    refits = [smt.Refit(portion, group=group, **settings) for portion in sm.divide(planned)]
     return Link(group, group.rank(), planned, tuple(refits), recorded, where.timeout)
 
 

@@ -61,6 +61,9 @@ from shardmath_torch.transforms.compile import Ends, agree_again, make_ends
 
 __all__ = ["Refit"]
 
+PREPARED = "prepared"
+"""What ranks that agree once agree on, beside moves of each kind."""
+
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
 
@@ -93,9 +96,10 @@ class _Ends(Stage):
 class Refit:
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`. With `changes=True` a call sends what
-    has changed since the one before, as `compile_changes` has it; `changes` is then what does so, and says what was
-    sent. Raises ExchangeError on every rank where ranks plan differently.
+    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`; with `agree="once"` ranks vote on what
+    is prepared the first time alone, too. With `changes=True` a call sends what has changed since the one before, as
+    `compile_changes` has it; `changes` is then what does so, and says what was sent. Raises ExchangeError on every rank
+    where ranks plan differently.
     """
 
     def __init__(
@@ -260,9 +264,9 @@ class Refit:
             self._made.let_go()
 
     def _agree(self, ballot: Ballot) -> None:
-        """Vote. Of what was prepared before, nothing holds any more, however that ends."""
+        """Vote, if ranks still do. Of what was prepared before, nothing holds any more, however that ends."""
         self._mover.forget()
-        self._party.vote(ballot)
+        self._mover.agree(ballot, PREPARED)
 
     def _bind(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool, alone
-from tests.distributed.tasks import beside
+from tests.distributed.tasks import beside, refitted
 
 
 def test_nobody_is_asked_again(pool: Pool) -> None:
@@ -13,6 +13,29 @@ def test_nobody_is_asked_again(pool: Pool) -> None:
     for once, every in pool.run(beside.count_votes):
         assert once == (1, 0, 2, 1, 0, 1, 0, 0)
         assert every == (1, 1, 2, 2, 1, 1, 1, 1)
+
+
+def test_nobody_is_asked_again_as_other_tensors_are_prepared(pool: Pool) -> None:
+    for once, every in pool.run(refitted.count_votes):
+        assert once == [1, 1, 0, 0]
+        assert every == [1, 1, 1, 1]
+
+
+def test_what_does_not_fit_is_told_where_ranks_agree_every_time(pool: Pool) -> None:
+    """Nothing is broken, and all go on once it fits."""
+    for prepared, moved, *after in pool.run(refitted.prepare_wrongly, "every"):
+        assert "rank 5" in prepared and "lm_head.weight" in prepared
+        assert "has not prepared" in moved
+        assert after == ["", ""]
+
+
+def test_what_does_not_fit_is_a_failure_where_nobody_is_asked(pool: Pool) -> None:
+    """It is that rank's, and breaks the group."""
+    for rank, (prepared, *later) in enumerate(pool.run(refitted.prepare_wrongly, "once")):
+        first = prepared or later[0]
+        named = "rank 5 (this one) failed" if rank == 5 else "rank 5 failed"
+        assert named in first and "lm_head.weight" in first
+        assert all("broken" in said for said in later[1:])
 
 
 def test_a_call_may_wait_longer_than_compile_said(pool: Pool) -> None:

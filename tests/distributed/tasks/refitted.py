@@ -14,10 +14,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.agreement.party import Party
 from shardmath_torch.changes import carrying
 from shardmath_torch.digests.checking import Check
 from tests.distributed.tasks.breaks import Rows, Said, ends
@@ -55,11 +57,11 @@ def plan_refit(computes: bool) -> Any:
 class Refitted:
     """A refit made ready, and what its tensors hold."""
 
-    def __init__(self, rank: int, way: Way) -> None:
+    def __init__(self, rank: int, way: Way, group: Any = None) -> None:
         self.way = way
         self._rank = rank
         self.planned = plan_refit(way.computes)
-        group = own_group()
+        group = group or own_group()
         self.refit = smt.Refit(self.planned, timeout=30.0, group=group, **way.options)
         self.arrays = draw(0)
         self.src: list[dict[str, Tensor]] | None = None
@@ -177,6 +179,42 @@ def object_beside(rank: int) -> list[Said]:
         one.dst["lm_head.weight"].data = torch.ones(3, 8)
     said.append(ends(one.step))
     return said
+
+
+def count_votes(rank: int) -> list[Any]:
+    """The votes of preparing and of a step, each time for other tensors: of ranks that agree once, and every time."""
+    found = []
+    for agree in ("once", "every"):
+        one = Refitted(rank, Way({"agree": agree}, {}))
+        counts: list[int] = []
+        for _ in range(2):
+            one.take_others()
+            for act in (one.prepare, one.step):
+                with mock.patch.object(
+                    Party, "vote", autospec=True, side_effect=Party.vote
+                ) as vote:
+                    act()
+                counts.append(vote.call_count)
+            assert not one.wrong()
+            one.refit.release()
+        found.append(counts)
+    return found
+
+
+def prepare_wrongly(rank: int, agree: str) -> list[Said]:
+    """Rank 5 prepares what does not fit, in the place of what did: what is said of that, of a step, of preparing again
+    and of another step."""
+    one = Refitted(rank, Way({"agree": agree}, {}), dist.new_group())
+    one.take_others()
+    one.prepare()
+    one.step()
+    kept = None if one.dst is None else dict(one.dst)
+    if rank == 5:
+        assert one.dst is not None
+        one.dst["lm_head.weight"] = torch.ones(3, 7)
+    said = [ends(one.prepare), ends(one.step)]
+    one.dst = kept
+    return [*said, ends(one.prepare), ends(one.step) or "WRONG" * bool(one.wrong())]
 
 
 def refuse_functions(rank: int) -> Said:
