@@ -65,8 +65,8 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
         rows += list_rows(case, run(case))
     about = (
         f"vLLM 0.32.0 on this processor, tensor parallelism of 2; FSDP2 over 4 processes; gloo; bfloat16; median of "
-        f"{updates} updates. The peer gathers tensors whole, and sends them whole to every worker, as vLLM's engine "
-        f"`nccl` does. Memory is the most of all processes and updates."
+        f"{updates} updates, by both ways in turn. The peer gathers tensors whole, and sends them whole to every "
+        f"worker, as vLLM's engine `nccl` does. Memory is the most of all processes and updates."
     )
     show(page, TITLE, about, HEADS, rows)
 
@@ -118,5 +118,5 @@ def _show(nbytes: int) -> str:
 
 
 if __name__ == "__main__":
-    given = arguments(__doc__ or "", layers=12, updates=4)
+    given = arguments(__doc__ or "", layers=12, updates=6)
     main(given.layers, given.updates, given.page)
