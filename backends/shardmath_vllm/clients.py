@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from http import HTTPStatus
 from http.client import HTTPException
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -22,6 +22,7 @@ TIMEOUT_S = 600.0
 """For an answer: longer than ranks wait for each other by default, so that these say what was wrong."""
 
 
+@runtime_checkable
 class Client(Protocol):
     """What speaks to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
 

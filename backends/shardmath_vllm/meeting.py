@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told
 
 __all__ = ["Given", "Meeting"]
+
+DECLINING_S = 5.0
+"""For finding the others: this rank has an error to raise."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ class Meeting:
         except BaseException:
             smt.disconnect(group)
             raise
+
+    def decline(self, why: str) -> None:
+        """Have nobody wait for this rank, which does not come to `join`, where there is somebody to be told."""
+        where = self._where
+        limit = min(DECLINING_S, where.timeout)
+        # Who has no store to look for this rank in is none who waits there.
+        with suppress(ExchangeError):
+            call_off(where.address, self._place, why, name=self._name, timeout=limit)
 
     def call_off(self, why: str) -> None:
         """Have nobody wait for ranks that do not come, while another thread is in `join`."""

@@ -69,24 +69,23 @@ class Trainer:
         """
         # First, so that ranks count alike also where one of them then raises.
         name = f"meeting {next(_meetings)}"
-        if isinstance(client, str):
-            raise ValueError(f"client is a text; give HTTPClient({client!r})")
-        clients = list(client) if isinstance(client, Sequence) else [client]
-        if init_info.is_sender and len(clients) != len(init_info.engines):
-            raise ValueError(
-                f"{len(clients)} clients, and workers of {len(init_info.engines)} engines; give one of each"
-            )
-        own = read_source(source, init_info.dtype)
-        _check_ranks(own, init_info)
+        meeting = Meeting(init_info, name, init_info.rank)
+        try:
+            clients = _check_clients(client, init_info)
+            own = read_source(source, init_info.dtype)
+            _check_ranks(own, init_info)
+        except Exception as error:
+            if init_info.trainers > 1:
+                meeting.decline(f"place {init_info.rank} does not come: {error}")
+            raise
         calls = []
         if init_info.is_sender:
             for engine, one in enumerate(clients):
                 told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
-        meeting = Meeting(init_info, name, init_info.rank)
         with calling(calls, meeting.call_off, init_info.timeout):
             link = meeting.join(Given(own.tell()))
-        return cls(clients if init_info.is_sender else [], own, link)
+        return cls(clients, own, link)
 
     @as_main()
     def send_weights(self) -> None:
@@ -143,6 +142,26 @@ class Trainer:
         for number, named in enumerate(_list_chunks(self.source.tensors)):
             chunks.append({name: one for name, one in named.items() if (number, name) in stored})
         return chunks
+
+
+def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
+    """One of each engine, on the rank that speaks to them. Raises ValueError where they are not."""
+    if isinstance(given, str):
+        raise ValueError(f"client is a text; give HTTPClient({given!r})")
+    if not info.is_sender:
+        return []
+    clients = list(given) if isinstance(given, Sequence) else [given]
+    if len(clients) != len(info.engines):
+        raise ValueError(
+            f"{len(clients)} clients, and workers of {len(info.engines)} engines; give one of each"
+        )
+    for client in clients:
+        if not isinstance(client, Client):
+            kind = type(client).__name__
+            raise ValueError(
+                f"client is {kind}, which does not speak to an engine; give HTTPClient(url) or LLMClient(llm)"
+            )
+    return clients
 
 
 def _check_ranks(source: Source, info: TrainerInfo) -> None:

@@ -36,7 +36,7 @@ def act(rank: int, port: int, how: str) -> tuple[str, float, Any]:
         return "", 0.0, made
     try:
         (_train if rank < TRAINERS else _work)(rank, port, how, made)
-    except (ExchangeError, ArithmeticError) as error:
+    except (ExchangeError, ArithmeticError, ValueError) as error:
         return str(error), time.monotonic() - start, made
     return "", time.monotonic() - start, made
 
@@ -74,8 +74,9 @@ def _train(rank: int, port: int, how: str, made: list[Any]) -> None:
     info = sv.TrainerInfo(
         f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=rank, timeout=TIMEOUT_S
     )
-    clients = [_Client(how)] if rank == 0 else []
-    source = sv.Source(tensors, side, SHAPES)
+    clients = [_Client(how)] * (2 if how == "clients" else 1) if rank == 0 else []
+    named = 0 if how == "source" and rank == 1 else None
+    source = sv.Source(tensors, side, SHAPES, rank=named)
     met = sv.Trainer.trainer_init(info, client=clients, source=source)
     made.append("met")
     if how == "shape" and rank == 1:

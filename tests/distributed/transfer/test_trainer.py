@@ -117,9 +117,11 @@ def test_a_rank_that_raises_counts_its_meeting(pair: Pair) -> None:
     before = next(trainer._meetings)
     with pytest.raises(ValueError, match="2 clients, and workers of 1 engines"):
         sv.Trainer.trainer_init(tell(), client=[pair.engine, pair.engine], source=pair.trained)
+    with pytest.raises(ValueError, match="client is Sequential, which does not speak to an engine"):
+        sv.Trainer.trainer_init(tell(), client=pair.trained, source=pair.trained)
     with pytest.raises(TypeError, match="source is int"):
         sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)
-    assert next(trainer._meetings) == before + 3
+    assert next(trainer._meetings) == before + 4
 
 
 def test_what_fsdp_has_gathered(pool: Pool) -> None:
