@@ -143,6 +143,7 @@ test-vllm:
 # Beside vLLM's own path. 10 GB of memory; its two engines take minutes to start.
 bench-vllm: $(VLLM)
 	@$(VLLM_VENV)/bin/python tests/bench/engines/bench_vllm.py --page docs/benchmarks.md
+	@$(VLLM_VENV)/bin/python tests/bench/engines/bench_planning.py --page docs/benchmarks.md
 
 # An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
 $(DOCS): $(INPUTS)

@@ -6,8 +6,11 @@ Trainers are what FSDP2 makes of them; the engine's ranks record the model that 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,13 @@ from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
+from tests.distributed import pool
 from tests.vllm import checkpoints
 
-__all__ = ["Asked", "Planned", "plan"]
+__all__ = ["TP", "TRAINERS", "Planned", "plan"]
 
 TRAINERS, TP = 4, 2
+TIMEOUT_S = 250.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,18 @@ class Planned:
     stored: int
 
 
-def plan(place: int, asked: Asked) -> Planned:
+def plan(config: Any, shapes: checkpoints.Shapes, stacked: bool, folder: Path) -> list[Planned]:
+    """What came of it on each rank: trainers first, then workers. The folder gets the configuration."""
+    config.save_pretrained(folder)
+    asked = Asked(f"127.0.0.1:{pool.free_port()}", folder, shapes, stacked)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool.PRELOADED)
+    with ProcessPoolExecutor(TRAINERS + TP, context) as ranks:
+        made = ranks.map(partial(_meet, asked=asked), range(TRAINERS + TP), timeout=TIMEOUT_S)
+        return list(made)
+
+
+def _meet(place: int, asked: Asked) -> Planned:
     """Meet the others at this place."""
     torch.set_num_threads(1)
     info = TrainerInfo(asked.address, TRAINERS, TP, rank=min(place, TRAINERS - 1), timeout=120.0)
