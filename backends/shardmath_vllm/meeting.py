@@ -114,8 +114,7 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     settings: dict[str, Any] = {
         "timeout": where.timeout,
         "max_inflight_bytes": where.max_inflight_bytes,
-        # Ranks agree as an update begins (`Link.move`), and whoever fails in it leaves: votes on each portion, of
-        # which there are hundreds, would find nothing more.
+        # Ranks vote as they prepare each portion, after which nothing is left to be said.
         "agree": "once",
     }
     refits = [smt.Refit(portion, group=group, **settings) for portion in sm.divide(planned)]

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -34,8 +34,15 @@ from shardmath_torch.movers.carriers import Whole
 from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
 from shardmath_torch.movers.mover import Mover, move_by
-from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, LONGEST_GRACE_S, Settings
-from shardmath_torch.movers.stages import Stage
+from shardmath_torch.movers.settings import (
+    ALL,
+    DEFAULT_TIMEOUT_S,
+    DIRECT,
+    LONGEST_GRACE_S,
+    Settings,
+    is_text,
+)
+from shardmath_torch.movers.stages import Stage, list_own
 from shardmath_torch.observing.bars import Progress
 from shardmath_torch.observing.moved import Moved
 
@@ -129,7 +136,8 @@ def make_changes(
     """As `compile_changes`, with stages, and what else ranks agree on before they go on by another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
-        _agree(plan, group, settings.timeout, snapshots)
+        objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)
+        _agree(plan, group, settings.timeout, snapshots, objection)
 
     def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
         if agree_first is not None:
@@ -143,12 +151,13 @@ def make_changes(
     return Changes(make_ready(plan, group, settings, stages, make, agree_again))
 
 
-def _agree(plan: object, group: compat.Group | None, timeout: float, snapshots: bool) -> None:
+def _agree(
+    plan: object, group: compat.Group | None, timeout: float, snapshots: bool, objection: str
+) -> None:
     """Ranks agree that they move changes, and that this is a plan by which they can."""
     waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     grace = min(LONGEST_GRACE_S, waiting / 5)
     party = join(compat.group_of(group), waiting - grace, grace)
-    objection = _find_objection(plan, snapshots)
     claim = f"compile_changes(snapshots={snapshots!r})"
     party.together(
         lambda: party.vote(Ballot(claim, objection=objection)),
@@ -167,3 +176,13 @@ def _find_objection(plan: object, snapshots: object) -> str:
         if any(layout.partial for layout in windows):
             return f"{windows[0]} is Partial in tensor {name!r}: what changed is a sum; use compile"
     return ""
+
+
+def _find_unfinished(stages: Sequence[Stage], commit: object) -> str:
+    """Why changes cannot come in place on all ranks or on none where stages make tensors of them; "" where they can."""
+    own = list_own(stages)
+    if not (is_text(commit, ALL) and own):
+        return ""
+    what = f"{shown(min(own))} is what a rule makes another tensor of at the destination"
+    why = "with changes and commit='all' parts of it come as ranks commit, after that"
+    return f"{what}, and {why}; leave out one of both, or make it at the source"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from shardmath.base.errors import ExchangeError
@@ -79,7 +79,7 @@ class Mover:
         self._landing = self._landing.follow(ready.version)
         self._moves = 0
         self._ledger = ready.open_ledger()
-        self._agreed: set[Hashable] = set()
+        self._agreed: set[Kind] = set()
         if not ready.keeps_bound:
             self._wanted = wanted(self.plan, ready.party.rank)
             self._checked: object = None
@@ -246,7 +246,7 @@ class Mover:
         mine = self._make_ballot(call, kind, ready)
         watch.name = mine.claim
         watch.lap(laps.PREPARED)
-        self.agree(mine, kind, call.patience)
+        self._agree(mine, kind, call.patience)
         watch.lap(laps.AGREED, self._party.turns.latest)
         # From here on every rank moves, so all count alike, also where the move fails.
         self._moves += 1
@@ -274,8 +274,8 @@ class Mover:
             self._carrier.forget()
         return found
 
-    def agree(self, mine: Ballot, kind: Hashable, patience: float | None = None) -> None:
-        """Vote, unless this kind was agreed on. Raises Refused where a rank objects, and PeerFailure."""
+    def _agree(self, mine: Ballot, kind: Kind, patience: float | None) -> None:
+        """Vote, unless this was agreed on. Raises Refused where a rank objects, and PeerFailure."""
         if kind not in self._agreed:
             self._party.vote(mine, patience)
             if self._agrees_once:
@@ -357,6 +357,10 @@ class Mover:
     def forget(self) -> None:
         """Carry all of it with the next move: called by all ranks alike, in a turn."""
         self._carrier.forget()
+
+    def ask_again(self) -> None:
+        """Vote on the next move of any kind: called by all ranks alike."""
+        self._agreed.clear()
 
     def let_go(self) -> None:
         """Keep nothing of the tensors that were held: the next move looks at its own."""

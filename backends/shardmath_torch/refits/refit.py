@@ -61,9 +61,6 @@ from shardmath_torch.transforms.compile import Ends, agree_again, make_ends
 
 __all__ = ["Refit"]
 
-PREPARED = "prepared"
-"""What ranks that agree once agree on, beside moves of each kind."""
-
 SHOWN = 24
 """Hexadecimal digits of a digest that a claim has."""
 
@@ -96,10 +93,9 @@ class _Ends(Stage):
 class Refit:
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`; with `agree="once"` ranks vote on what
-    is prepared the first time alone, too. With `changes=True` a call sends what has changed since the one before, as
-    `compile_changes` has it; `changes` is then what does so, and says what was sent. Raises ExchangeError on every rank
-    where ranks plan differently.
+    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`; on what is prepared, ranks vote every
+    time. With `changes=True` a call sends what has changed since the one before, as `compile_changes` has it; `changes`
+    is then what does so, and says what was sent. Raises ExchangeError on every rank where ranks plan differently.
     """
 
     def __init__(
@@ -122,7 +118,7 @@ class Refit:
         self._made: Ends | None = None
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
-        self._party = join(compat.group_of(group), timeout, timeout)
+        self._party = join(compat.group_of(group), timeout, settings.grace)
         self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
         self._kept: list[Watched] | None = None
@@ -161,7 +157,8 @@ class Refit:
         plan = planned.plan if isinstance(planned, Planned) else planned
         self._mover.replan(plan, group=found, timeout=timeout)
         self._timeout = self._timeout if timeout is None else timeout
-        self._party = join(compat.group_of(found), self._timeout, self._timeout)
+        grace = Settings(self._timeout).grace
+        self._party = join(compat.group_of(found), self._timeout, grace)
         self._kept = self._find_kept(planned)
         only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
         self._at = self._kept if only_left and _are_related(self.planned, planned) else None
@@ -208,7 +205,7 @@ class Refit:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, of tensors that rules transform, held from the first move on."""
+        """Bytes that wire buffers take on this rank, of tensors that rules transform, from a move until release()."""
         return 0 if self._made is None else self._made.nbytes
 
     @property
@@ -254,7 +251,7 @@ class Refit:
         )
 
     def release(self) -> None:
-        """Let go of what was bound on this rank, and of what travels for it; prepare() binds anew. Not collective."""
+        """Let go of what was bound on this rank, and of its wire buffers; prepare() binds anew. Not collective."""
         self._party.turns.wait_for_beside()
         self._at = self._kept = None
         self._bound = self._src = self._dst = Views({}, [])
@@ -264,9 +261,14 @@ class Refit:
             self._made.let_go()
 
     def _agree(self, ballot: Ballot) -> None:
-        """Vote, if ranks still do. Of what was prepared before, nothing holds any more, however that ends."""
+        """Vote. Of what was prepared before, nothing holds any more, however that ends."""
         self._mover.forget()
-        self._mover.agree(ballot, PREPARED)
+        try:
+            self._party.vote(ballot)
+        except BaseException:
+            # Nothing is prepared: that a call finds this is an objection then, also of ranks that agree once.
+            self._mover.ask_again()
+            raise
 
     def _bind(
         self,

@@ -234,7 +234,7 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, held from the first move on; staging is beside it."""
+        """Bytes that wire buffers take on this rank, from a move on; staging is beside it."""
         return self._ends.nbytes
 
     @property

@@ -110,7 +110,7 @@ class _Packed:
     def buffers(self) -> Mapping[str, Tensor]:
         """The wire tensors, which are made where there are none."""
         if not self._made:
-            # They are written outside of the mode in which they may be made, too.
+            # They may be asked for in inference mode, and are written outside of it, too.
             with torch.inference_mode(False):
                 self._made = make_buffers(self.job, *self._where)
         return self._made

@@ -1,7 +1,7 @@
 """Freeing: on a CPU, memory that was freed goes back to the system.
 
 glibc's allocator keeps what is freed for whoever asks next. Layers come in pieces of many sizes, few of which fit where
-others were, so that a worker would rise by several layers.
+others were, so that a worker's memory would grow by several layers.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 __all__ = ["Loading"]
 
 LARGE = 1 << 20
-"""Bytes of a module whose memory is given back by itself; norms and routers go with what comes next."""
+"""Bytes from which on memory is given back right after a module; that of norms and routers goes with the next."""
 
 
 class Loading:

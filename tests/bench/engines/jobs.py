@@ -20,7 +20,8 @@ from tests.bench.engines.costs import Cost
 __all__ = ["ENVIRONMENT", "OURS", "PEER", "Case", "Update", "WAYS", "count_parameters", "train"]
 
 OURS, PEER = "shardmath", "whole_gloo"
-WAYS = (PEER, OURS)
+WAYS = (OURS, PEER)
+"""In this order ours has other weights to replace, and the peer says what tokens are then."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool, free_port
-from tests.distributed.tasks.transfers import TIMEOUT_S, TRAINERS, WORKERS, act
+from tests.distributed.tasks.transfers import TIMEOUT_S, TRAINERS, WORKERS, act, update_slowly
 
 SOON_S = 2 * TIMEOUT_S / 3
 ALL = tuple(range(TRAINERS + WORKERS))
@@ -44,3 +44,8 @@ def test_what_fails_on_one_is_an_error_on_all_at_once(
         assert (rank in who) == bool(said)
         assert seconds < SOON_S
         assert rank >= TRAINERS or "sent" not in made
+
+
+def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
+    """Who has nothing to send for most of it hears of the others as each layer is prepared."""
+    assert pool.run(update_slowly, free_port()) == [""] * pool.size

@@ -13,6 +13,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({}, {"acknowledge": True}, True),
     ({"commit": "all", "agree": "once"}, {}, True),
     ({"changes": True}, {"check": "digest"}, True),
+    ({"changes": True, "commit": "all"}, {}, True),
     ({"agree": "once"}, {"async_op": True, "check": "digest"}, False),
 ]
 
@@ -28,6 +29,12 @@ def test_every_step_brings_all(
 def test_ranks_agree_on_rules(pool: Pool) -> None:
     for said in pool.run(rules.disagree):
         assert "transforms" in said and "rank 5" in said
+
+
+def test_committed_changes_are_not_made_into_others_where_they_arrive(pool: Pool) -> None:
+    """They would be made of what was there before."""
+    for said in pool.run(rules.refuse_changes):
+        assert "is what a rule makes another tensor of at the destination" in said
 
 
 def test_casts_at_the_source_send_fewer_bytes() -> None:

@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import shardmath as sm
@@ -57,11 +56,11 @@ def plan_refit(computes: bool) -> Any:
 class Refitted:
     """A refit made ready, and what its tensors hold."""
 
-    def __init__(self, rank: int, way: Way, group: Any = None) -> None:
+    def __init__(self, rank: int, way: Way) -> None:
         self.way = way
         self._rank = rank
         self.planned = plan_refit(way.computes)
-        group = group or own_group()
+        group = own_group()
         self.refit = smt.Refit(self.planned, timeout=30.0, group=group, **way.options)
         self.arrays = draw(0)
         self.src: list[dict[str, Tensor]] | None = None
@@ -182,7 +181,7 @@ def object_beside(rank: int) -> list[Said]:
 
 
 def count_votes(rank: int) -> list[Any]:
-    """The votes of preparing and of a step, each time for other tensors: of ranks that agree once, and every time."""
+    """The votes of preparing and of a step, twice, of other tensors: of ranks that agree once, and every time."""
     found = []
     for agree in ("once", "every"):
         one = Refitted(rank, Way({"agree": agree}, {}))
@@ -204,7 +203,7 @@ def count_votes(rank: int) -> list[Any]:
 def prepare_wrongly(rank: int, agree: str) -> list[Said]:
     """Rank 5 prepares what does not fit, in the place of what did: what is said of that, of a step, of preparing again
     and of another step."""
-    one = Refitted(rank, Way({"agree": agree}, {}), dist.new_group())
+    one = Refitted(rank, Way({"agree": agree}, {}))
     one.take_others()
     one.prepare()
     one.step()

@@ -23,12 +23,12 @@ RULES = {
 }
 
 
-def plan() -> sm.Refit:
-    """From a trainer's float32 masters to two engines in bfloat16."""
+def plan(rules: Mapping[str, Any] = RULES, computes: bool = True) -> sm.Refit:
+    """From a trainer's float32 masters to two engines in bfloat16, which may store functions besides."""
     shapes = refits.shapes()
     served = {name: (shape, "bfloat16") for name, (shape, _) in shapes.items()}
-    engines = {name: refits.engine(ranks) for name, ranks in ENGINES.items()}
-    return sm.refit(refits.trainer(range(4)), engines, shapes, served=served, rules=RULES)
+    engines = {name: refits.engine(ranks, computes) for name, ranks in ENGINES.items()}
+    return sm.refit(refits.trainer(range(4)), engines, shapes, served=served, rules=rules)
 
 
 def _round(arrays: refits.Arrays) -> refits.Arrays:
@@ -38,9 +38,11 @@ def _round(arrays: refits.Arrays) -> refits.Arrays:
     }
 
 
-def _serve(bound: Any, arrays: refits.Arrays, rank: int) -> dict[str, Tensor]:
+def _serve(
+    bound: Any, arrays: refits.Arrays, rank: int, computes: bool = True
+) -> dict[str, Tensor]:
     """What the engine is to hold."""
-    (made, _) = refits.make(bound, _round(arrays), rank, functions=True)
+    (made, _) = refits.make(bound, _round(arrays), rank, functions=computes)
     return {name: tensor.bfloat16() for name, tensor in made.items()}
 
 
@@ -54,15 +56,22 @@ def _compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
     return wrong
 
 
+def refuse_changes(rank: int) -> str:
+    """What is said of changes that ranks commit, of which tensors are made where they arrive."""
+    return ends(lambda: smt.Refit(plan(), timeout=30.0, changes=True, commit="all"))
+
+
 def steps(rank: int, options: dict[str, Any], call: dict[str, Any], leaves: bool) -> list[Any]:
     """What is wrong in each of some steps; after the second, engine b leaves and comes back."""
-    planned = plan()
+    # What changes are made into as ranks commit is refused.
+    makes = not (options.get("changes") and options.get("commit") == "all")
+    planned = plan(RULES if makes else {"*": transforms.Cast("bfloat16")}, makes)
     mine = {name: planned.engines[name] for name, ranks in ENGINES.items() if rank in ranks}
     group = dist.new_group() if "async_op" in call else None
     refit = smt.Refit(planned, group=group, timeout=30.0, **options)
     src = refits.make(planned.trainer, refits.draw(0), rank) if rank < 4 else None
     zeros = {name: array * 0 for name, array in refits.draw(0).items()}
-    dst = {name: _serve(bound, zeros, rank) for name, bound in mine.items()}
+    dst = {name: _serve(bound, zeros, rank, makes) for name, bound in mine.items()}
     refit.prepare(src, dst)
     found: list[Any] = []
 
@@ -72,7 +81,7 @@ def steps(rank: int, options: dict[str, Any], call: dict[str, Any], leaves: bool
             refits.overwrite(src, refits.make(planned.trainer, arrays, rank))
         found.append(ends(lambda: _finish(refit(**call))))
         for name, bound in engines.items():
-            found.extend(_compare(dst[name], _serve(bound, arrays, rank)))
+            found.extend(_compare(dst[name], _serve(bound, arrays, rank, makes)))
 
     for number in (0, 1, 1):
         step(number, mine)

@@ -13,10 +13,11 @@ from shardmath.base.errors import ExchangeError
 from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native
 from shardmath_vllm import infos, trainer
+from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 
-__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act"]
+__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act", "update_slowly"]
 
 TRAINERS = 2
 WORKERS = 2
@@ -127,3 +128,56 @@ def _record(column: int, told: Told) -> sm.Recorded:
         natives.append(Native(name, (ROWS, 1), "float32", (piece,), "views", ""))
     shapes = tuple((name, shape, dtype) for name, (shape, dtype) in told.shapes.items())
     return sm.Recorded(shapes, tuple(natives))
+
+
+# An update that takes longer than ranks wait
+
+SHORT_S = 3.0
+SLOW_S = 0.7
+LAYERS = 8
+
+
+def update_slowly(rank: int, port: int) -> str:
+    """Two stages of a trainer, each of which has nothing to send for half of an update, and workers that take long for
+    each layer of the second one: what a rank raised."""
+    if rank >= TRAINERS + WORKERS:
+        return ""
+    try:
+        _update_slowly(rank, port)
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def _update_slowly(rank: int, port: int) -> None:
+    names = [f"layers.{layer}.w" for layer in range(LAYERS)]
+    shapes = dict.fromkeys(names, ((ROWS, 2), "float32"))
+    side = {}
+    for layer, name in enumerate(names):
+        stage = layer * TRAINERS // LAYERS
+        side[name] = sm.Layout((ROWS, 2), sm.Mesh(ranks=[stage]), "n m")
+    given = Given(Told(side, shapes, shapes, None))
+    if rank >= TRAINERS:
+        given = Given(engine=0, record=lambda told: _record(rank - TRAINERS, told))
+    info = infos.TrainerInfo(
+        f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=0, timeout=SHORT_S
+    )
+    link = Meeting(info, "slow", rank).join(given)
+    for number in (1, 2):
+        link.move(number, lambda: None, lambda: _move_slowly(link, SLOW_S * (number - 1)))  # noqa: B023
+    link.leave()
+
+
+def _move_slowly(link: Link, seconds: float) -> None:
+    """Each portion, which takes a worker so long."""
+    for refit in link.refits:
+        (name,) = refit.planned.moved
+        if link.place >= TRAINERS:
+            refit.prepare(dst={"engine 0": {name: torch.zeros(ROWS, 1)}})
+        else:
+            held = refit.planned.trainer.natives(link.place)
+            refit.prepare(src={name: torch.ones(ROWS, 2)} if held else {})
+        refit()
+        refit.release()
+        if link.place >= TRAINERS:
+            time.sleep(seconds)
