@@ -28,14 +28,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     get_layerwise_info,
 )
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import StoreError
 from shardmath.storage.stored import Shapes
 from shardmath_vllm.converting import convert
-from shardmath_vllm.workers.freeing import free
+from shardmath_vllm.workers.memory import free, take_like
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 
 __all__ = ["Loading"]
@@ -107,12 +107,16 @@ class Loading:
         """
         made = {}
         for module, names in self._find_modules(natives):
+            taken_back = {name for name in names.values() if getattr(module, name).is_meta}
             materialize_layer(module, get_layerwise_info(module))
             _keep_others(module, set(names.values()))
             for native, name in names.items():
-                made[native] = getattr(module, name).data
-                if natives[native] and name not in SKIP_TENSORS:
-                    made[native].zero_()
+                tensor = getattr(module, name)
+                if name in taken_back:
+                    tensor.data = take_like(tensor.data)
+                    if natives[native]:
+                        tensor.data.zero_()
+                made[native] = tensor.data
         return made
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ stores. The goals: no byte more, a third of the time, and a worker's memory of a
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3] / "backends"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.bench.engines.jobs import OURS, PEER, Case, Update, count_parameters
+from tests.bench.engines.jobs import ENVIRONMENT, OURS, PEER, Case, Update, count_parameters
 from tests.bench.engines.running import Found, run
 from tests.bench.section import arguments, show
 
@@ -59,6 +60,8 @@ def describe(layers: int, updates: int) -> Case:
 
 def main(layers: int, updates: int, page: Path | None = None) -> None:
     """Runs both models, and shows the table."""
+    # As vLLM is imported, by what processes are forked from.
+    os.environ.update(ENVIRONMENT)
     rows = []
     for number in (FEW, layers):
         case = describe(number, updates)
@@ -118,5 +121,5 @@ def _show(nbytes: int) -> str:
 
 
 if __name__ == "__main__":
-    given = arguments(__doc__ or "", layers=12, updates=6)
+    given = arguments(__doc__ or "", layers=12, updates=10)
     main(given.layers, given.updates, given.page)

@@ -44,9 +44,6 @@ class Found:
 
 def run(case: Case, patience_s: float = 280.0) -> Found:
     """What the case gives. Raises RuntimeError where a process fails, or says nothing for so long."""
-    # What vLLM starts looks for this repository, too.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     said: Any = context.Queue()
@@ -66,6 +63,9 @@ def run(case: Case, patience_s: float = 280.0) -> Found:
 
 def _train(rank: int, case: Case, folder: Path, ports: Sequence[int], said: Any) -> None:
     """A process of the trainer, which says None once it is done."""
+    # Of this process and of those that vLLM starts: others that the server of forks starts have other environments.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    os.environ.update(ENVIRONMENT)
     train(rank, case, folder, ports, said.put)
     said.put(None)
 

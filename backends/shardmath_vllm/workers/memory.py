@@ -1,0 +1,44 @@
+"""Memory of a layer that is received: on a CPU it comes from the system, and goes back to it.
+
+1. In huge pages, where the system has them. To fault in 4 KiB at a time takes longer than to receive what goes there.
+2. It goes as soon as nobody has the tensor. What vLLM takes meanwhile comes from glibc's allocator, which keeps what is
+   freed for whoever asks next: pieces of many sizes, few of which fit where others were, so that a worker's memory
+   would grow by several layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+
+__all__ = ["free", "take_like"]
+
+LEAST = 4 << 20
+"""Bytes from which on a tensor has whole huge pages, of mostly 2 MiB."""
+
+
+def take_like(tensor: Tensor) -> Tensor:
+    """A tensor like this one, whose memory is the system's; the same one, where that is of no use."""
+    nbytes = tensor.untyped_storage().nbytes()
+    if tensor.device.type != "cpu" or nbytes < LEAST:
+        return tensor
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Kernels may be built without them.
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    cells = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return cells.as_strided(tensor.shape, tensor.stride())
+
+
+def free() -> None:
+    """Give back what is kept, where the allocator can: malloc_trim(3)."""
+    if not current_platform.is_cpu():
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
