@@ -71,11 +71,16 @@ def move_over_gloo(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
         return move_cases(rank, cases)
 
 
+PATIENCE_S = 1.5
+
+
 def meet(rank: int, late: Sequence[int]) -> tuple[int | None, str, float]:
     """Whom a vote blames, and why, where these ranks do not come; and after how many seconds."""
     group = dist.new_group(list(range(8)))
     with over_gloo():
-        mine = wire.NcclWire(group, 0.5)
+        mine = wire.NcclWire(group, PATIENCE_S)
+        # Those who come do so at once, however busy the machine was.
+        dist.barrier()
         began = time.monotonic()
         try:
             if rank not in late:
