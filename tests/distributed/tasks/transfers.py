@@ -132,9 +132,9 @@ def _record(column: int, told: Told) -> sm.Recorded:
 
 # An update that takes longer than ranks wait
 
-SHORT_S = 3.0
-SLOW_S = 0.7
-LAYERS = 8
+SHORT_S = 6.0
+SLOW_S = 1.1
+LAYERS = 10
 
 
 def update_slowly(rank: int, port: int) -> str:
@@ -169,8 +169,8 @@ def _update_slowly(rank: int, port: int) -> None:
 
 
 def _move_slowly(link: Link, seconds: float) -> None:
-    """Each portion, which takes a worker so long."""
-    for refit in link.refits:
+    """Each portion, of which those of the second stage take a worker so long."""
+    for number, refit in enumerate(link.refits):
         (name,) = refit.planned.moved
         if link.place >= TRAINERS:
             refit.prepare(dst={"engine 0": {name: torch.zeros(ROWS, 1)}})
@@ -179,5 +179,5 @@ def _move_slowly(link: Link, seconds: float) -> None:
             refit.prepare(src={name: torch.ones(ROWS, 2)} if held else {})
         refit()
         refit.release()
-        if link.place >= TRAINERS:
+        if link.place >= TRAINERS and number >= LAYERS // TRAINERS:
             time.sleep(seconds)
