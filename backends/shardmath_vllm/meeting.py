@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.base.errors import ExchangeError, PlanError
-from shardmath.plans.uncovered import first_unheld, holds_all
+from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.joint.connect import call_off
 from shardmath_vllm.link import Link, together
@@ -162,20 +161,5 @@ def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
     rules = told.rules or None
     served = told.served if rules else None
     planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)
-    _check_taken(planned)
     sm.verify(planned.plan)
     return planned
-
-
-def _check_taken(planned: sm.Refit) -> None:
-    """Raise PlanError where an engine takes a part of a tensor: vLLM's loaders cut off what is too large for a model.
-
-    A plan to one engine finds that itself; where there are several, another may take the rest.
-    """
-    for engine, side in planned.engines.items():
-        for name, layout in side.layouts.items():
-            if not holds_all((layout,)):
-                raise PlanError(
-                    f"{engine} takes no element {first_unheld((layout,))} of {name!r} {layout.shape}; "
-                    f"give tensors of the shapes of its own model"
-                )

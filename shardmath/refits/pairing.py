@@ -3,6 +3,7 @@
 1. What no engine needs stays where it is, and is in no plan.
 2. Several engines have a window each of a tensor, or one together where they store it alike (`sharing`).
 3. A tensor that is held as several has its companions with it: the same windows, in the same order.
+4. Each engine holds all elements of what it stores: what another holds does not stand for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
+from shardmath.plans.uncovered import first_unheld, holds_all
 from shardmath.refits.sharing import share
 from shardmath.storage.stored import Side
 from shardmath.transforms.choosing import choose
@@ -23,7 +25,9 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: Side, engines: Mapping[str, Side], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """What moves as both sides hold it."""
+    """What moves as both sides hold it. Raises PlanError for an engine that holds a part of a tensor."""
+    for engine, side in engines.items():
+        _check_whole(engine, side)
     # What no engine needs stays where it is: the trainer's other tensors are in no plan.
     stored = [engine.layouts for engine in engines.values()]
     held = dict.fromkeys(itertools.chain.from_iterable(stored))
@@ -42,6 +46,16 @@ def pair(
         each, _ = share(tuple(by_engine.values()))
         windows.update(zip(together, each, strict=True))
     return needed, windows
+
+
+def _check_whole(engine: str, side: Side) -> None:
+    """Raise PlanError for a tensor of which an engine holds a part, as where a loader cuts off what is too large."""
+    for name, layout in side.layouts.items():
+        if not holds_all((layout,)):
+            raise PlanError(
+                f"{engine} holds no element {first_unheld((layout,))} of {name!r} under {layout}; "
+                f"give tensors of the shapes of its own model"
+            )
 
 
 def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, list[str]]:

@@ -244,8 +244,8 @@ def refit(
     FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
     read again. `served` are the tensors as engines hold them, where that is not as the trainer does; `rules` then say
     what is made of them on the way, as `transformed` has it. Raises StoreError with all that does not fit on any side,
-    and for numbers on a rank without their scale, PlanError where the trainer holds what an engine needs nowhere, and
-    for rules as `transformed` does.
+    and for numbers on a rank without their scale, PlanError where the trainer holds what an engine needs nowhere or an
+    engine holds a part of a tensor, and for rules as `transformed` does.
     """
     held = _read_shapes(shapes)
     wanted = held if served is None else _read_shapes(served)

@@ -110,6 +110,20 @@ def test_engines_that_store_alike_are_one_window() -> None:
     assert "model.norm.weight[0]" in moved.slots(9, "b")
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_engine_holds_tensors_whole(beside: bool) -> None:
+    """One that is too small, as where its loader cuts off the rest, is refused even where another engine is not."""
+    piece = Piece("w", 0, 0, ((6, 1, 1),))
+    native = recorded.Native("w", (6,), "int8", (piece,), "views", "")
+    small = sm.RecordedSide({4: sm.Recorded((("w", (8,), "int8"),), (native,))})
+    engines: dict[str, Stored | sm.RecordedSide] = {"small": small}
+    if beside:
+        engines["large"] = Stored(parse("w = w"), (sm.Mesh(dp=2, ranks=(5, 6)),))
+    held = Stored(parse("... = ..."), (sm.Mesh(dp=2),))
+    with pytest.raises(sm.PlanError, match=r"small holds no element \(6,\) of 'w' under int8\[8\]"):
+        sm.refit(held, engines, {"w": ((8,), "int8")})
+
+
 @pytest.mark.parametrize("first", ["main", "draft"])
 def test_engines_that_store_different_tensors(first: str) -> None:
     """What one of them leaves unused arrives at the other, whichever is named first."""
