@@ -34,7 +34,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import StoreError
 from shardmath.storage.stored import Shapes
-from shardmath_vllm.converting import convert
+from shardmath_vllm.sources.converting import convert
 from shardmath_vllm.workers.memory import free, take_like
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 

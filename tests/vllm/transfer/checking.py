@@ -14,7 +14,7 @@ from tests.distributed.pool import Failure, Pool
 from tests.vllm.transfer import inside, trainers
 from tests.vllm.transfer.hosts import Host
 
-__all__ = ["TIMEOUT_S", "check_refits", "describe", "fails", "generate"]
+__all__ = ["TIMEOUT_S", "check_arrivals", "check_refits", "describe", "fails", "generate"]
 
 TIMEOUT_S = 150.0
 """For tasks of trainers: above the time that these give each other."""
@@ -38,17 +38,22 @@ def check_refits(
     assert expected[0] != expected[1]
     pool.run(trainers.join, asked, timeout=TIMEOUT_S)
     for seed in (1, 0, 2):
-        for host in hosts:
-            host.ask(inside.ask_workers, inside.watch, folders[seed])
-        pool.run(trainers.send, folders[seed], timeout=TIMEOUT_S)
-        for host in hosts:
-            assert host.ask(inside.ask_workers, inside.compare) == [([], [])] * host.tp
+        check_arrivals(pool, hosts, folders[seed])
         first, second = [describe(host) for host in hosts]
         assert first == second
         if seed < 2:
             assert first == expected[seed]
         else:
             assert first not in expected
+
+
+def check_arrivals(pool: Pool, hosts: Sequence[Host], folder: Path) -> None:
+    """One refit, of whose tensors each is what vLLM's own loader stores."""
+    for host in hosts:
+        host.ask(inside.ask_workers, inside.watch, folder)
+    pool.run(trainers.send, folder, timeout=TIMEOUT_S)
+    for host in hosts:
+        assert host.ask(inside.ask_workers, inside.compare) == [([], [])] * host.tp
 
 
 def fails(pool: Pool, task: Any, *args: Any, ranks: Sequence[int] | None = None) -> list[str]:

@@ -29,6 +29,7 @@ __all__ = [
     "kill",
     "mend",
     "watch",
+    "widen",
 ]
 
 PROMPTS = (3, 50)
@@ -91,8 +92,10 @@ def watch(worker: Any, folder: Path) -> None:
 
     def look(natives: Any) -> None:
         for name in natives:
-            tensor = arriving.pop(name)
-            seen[name] = tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
+            tensor, loaded = arriving.pop(name), wanted[name]
+            # vLLM has made some wider meanwhile; that these have the type of those that run, `digest` tells.
+            wide_enough = torch.promote_types(tensor.dtype, loaded.dtype) == tensor.dtype
+            seen[name] = wide_enough and torch.equal(tensor, loaded.to(tensor.dtype))
         process(loading, natives)
 
     # On the instance, before what its class has.
@@ -106,6 +109,13 @@ def compare(worker: Any) -> tuple[list[str], list[str]]:
     absent = [name for name in worker.wanted if name not in worker.seen]
     other = [name for name, same in worker.seen.items() if not same]
     return absent, other
+
+
+def widen(worker: Any) -> None:
+    """Make biases float32, as vLLM does where its kernel asks for that."""
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if name.endswith("_proj.bias"):
+            parameter.data = parameter.data.float()
 
 
 def mend(worker: Any) -> None:

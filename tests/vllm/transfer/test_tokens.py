@@ -8,7 +8,7 @@ import multiprocessing as mp
 import pytest
 
 from tests.vllm.transfer import inside, trainers
-from tests.vllm.transfer.checking import TIMEOUT_S, check_refits
+from tests.vllm.transfer.checking import TIMEOUT_S, check_arrivals, check_refits
 from tests.vllm.transfer.engines import Engines, ask, save
 
 
@@ -40,3 +40,19 @@ def test_a_trainer_of_one_process_without_a_group(engines: Engines) -> None:
         sent = [1, 0, 1]
         answers = alone.submit(trainers.send_alone, asked, [folders[seed] for seed in sent])
         assert answers.result(TIMEOUT_S) == [[expected[seed]] * 2 for seed in sent]
+
+
+def test_biases_that_vllm_has_made_wider(engines: Engines) -> None:
+    """As it does on processors with AMX; they are never taken back. Of Qwen2, which has some."""
+    folders = [save("qwen2", engines.folder, seed) for seed in range(3)]
+    hosts = engines.start(*folders[:2], tp=2)
+    pool, asked = engines.pool(2), ask(hosts, folders[0], "fsdp", 2)
+    check_refits(pool, asked, hosts, folders)
+    for host in hosts:
+        host.ask(inside.ask_workers, inside.widen)
+    pool.run(trainers.rejoin, asked, timeout=TIMEOUT_S)
+    check_arrivals(pool, hosts, folders[0])
+    for host in hosts:
+        for worker in host.ask(inside.ask_workers, inside.digest):
+            biases = [said for name, said in worker.items() if name.endswith("qkv_proj.bias")]
+            assert biases and all("torch.float32" in said for said in biases)
