@@ -3,8 +3,9 @@
 In reading order:
 
 - `infos`: what trainers say of themselves, and what workers are told;
-- `sources`: what trainers hold, as modules or as Megatron-Core's models;
-- `widening`: what engines store in a wider type than they are sent;
+- `converting`: a module's tensors as checkpoints have them;
+- `source`: what a trainer's rank holds, and how all of its ranks do;
+- `megatron`: the same of Megatron-Core's models;
 - `link`: what ranks have of each other once they have met;
 - `meeting`: trainers and workers join, say what they hold, and plan the same;
 - `calls`: engines are told to do their part while this rank does its own;
@@ -18,8 +19,8 @@ Only `workers` and `plugin` import vLLM: a trainer needs none.
 
 from shardmath_vllm.clients import Client, HTTPClient, LLMClient
 from shardmath_vllm.infos import TrainerInfo
-from shardmath_vllm.sources.megatron import read_megatron
-from shardmath_vllm.sources.source import Source
+from shardmath_vllm.megatron import read_megatron
+from shardmath_vllm.source import Source
 from shardmath_vllm.trainer import Trainer
 
 __all__ = [

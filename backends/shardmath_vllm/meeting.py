@@ -22,8 +22,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.joint.connect import call_off
 from shardmath_vllm.link import Link, together
-from shardmath_vllm.sources.source import Told
-from shardmath_vllm.widening import find_stored, read_as
+from shardmath_vllm.source import Told
 
 __all__ = ["Given", "Meeting"]
 
@@ -153,18 +152,14 @@ def _record(given: Given, told: Told) -> sm.Recorded | None:
 
 def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
     """The refit to all engines, proved."""
-    workers = {}
+    engines: dict[str, dict[int, sm.Recorded]] = {}
     for place, (engine, text) in enumerate(texts):
         if text is not None:
-            workers[place] = engine, sm.Recorded.from_json(text)
-    stored = find_stored(told.served, [recorded for _, recorded in workers.values()])
-    engines: dict[str, dict[int, sm.Recorded]] = {}
-    for place, (engine, recorded) in workers.items():
-        engines.setdefault(f"engine {engine}", {})[place] = read_as(recorded, stored)
+            recorded = engines.setdefault(f"engine {engine}", {})
+            recorded[place] = sm.Recorded.from_json(text)
     sides = {name: sm.RecordedSide(ranks) for name, ranks in engines.items()}
-    if rules := told.make_rules(stored):
-        planned = sm.refit(told.side, sides, told.shapes, served=stored, rules=rules)
-    else:
-        planned = sm.refit(told.side, sides, told.shapes)
+    rules = told.rules or None
+    served = told.served if rules else None
+    planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)
     sm.verify(planned.plan)
     return planned

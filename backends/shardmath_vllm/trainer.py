@@ -25,7 +25,7 @@ from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
-from shardmath_vllm.sources.source import (
+from shardmath_vllm.source import (
     Chunks,
     Source,
     check_kept,

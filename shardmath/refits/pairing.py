@@ -54,7 +54,7 @@ def _check_whole(engine: str, side: Side) -> None:
         if not holds_all((layout,)):
             raise PlanError(
                 f"{engine} holds no element {first_unheld((layout,))} of {name!r} under {layout}; "
-                f"give tensors of the shapes of its own model"
+                f"cover it there, or give tensors of the shapes of its own model"
             )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import shardmath_vllm as sv
 from shardmath.families.megatron_core import logical_shapes, megatron
-from shardmath_vllm.sources.source import read_source
+from shardmath_vllm.source import read_source
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.sources import CONFIG, SIZES, VOCAB, read, read_wrong
 

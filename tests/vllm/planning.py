@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import shardmath as sm
+from shardmath_vllm.converting import record_conversion
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
-from shardmath_vllm.sources.converting import record_conversion
-from shardmath_vllm.sources.source import Told
+from shardmath_vllm.source import Told
 from tests.distributed import pool
 from tests.vllm import checkpoints
 

@@ -65,6 +65,26 @@ def test_what_is_the_engines_own_stays(model: Model) -> None:
     assert [float(one.unique()) for one in model.state_dict().values()] == [2.0, 7.0, 5.0, 3.0]
 
 
+def test_a_bias_that_was_made_wider(model: Model) -> None:
+    """Is loaded as it was before, and stays where nothing is written to it."""
+    model.part.params_dtype = torch.bfloat16  # type: ignore[assignment]
+    config: Any = None
+    loading = Loading(model, config)
+    running = model.part.bias
+    shapes = {"part.weight": ((64, 64), "float32"), "part.bias": ((4,), "bfloat16")}
+    natives = {native.name: native.dtype for native in loading.record(shapes).natives}
+    assert natives["part.bias"] == "bfloat16" and model.part.bias is running
+    for written, value in (["part.weight"], 5.0), (["part.weight", "part.bias"], 9.0):
+        loading.begin()
+        made = loading.materialise(dict.fromkeys(written, 0))
+        for tensor in made.values():
+            tensor.fill_(9.0)
+        loading.process(written)
+        loading.finish()
+        assert model.part.bias is running and running.dtype == torch.float32
+        assert float(running.unique()) == value
+
+
 def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:
     """Cannot be kept, and nobody knows how it was loaded."""
     model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)

@@ -4,6 +4,7 @@ In reading order:
 
 - `answers`: what vLLM leaves unread of workers' answers;
 - `repacking`: what vLLM packs once on a CPU, and has to pack again;
+- `biases`: those that vLLM has made wider than they are loaded;
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;
 - `refusing`: models that an update has left torn;

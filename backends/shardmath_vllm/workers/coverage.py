@@ -1,7 +1,9 @@
 """Coverage: whether an update writes all that an engine's rank has.
 
-Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
-pads it by, or is vLLM's own, or is named as somebody's else.
+1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
+   pads it by, or is vLLM's own, or is named as somebody's else.
+2. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
+   it is found out before weights are taken back for an update.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import shardmath as sm
 from shardmath.base.errors import StoreError
 from shardmath.refits.coverage import matches
 
-__all__ = ["check_coverage"]
+__all__ = ["check_coverage", "check_types"]
 
 OF_VLLM = (
     "*attn.[kqv]_scale",
@@ -31,6 +33,9 @@ OF_VLLM = (
 )
 """Tensors that are no checkpoint's: scales of caches, and where experts are."""
 
+SHOWN = 5
+"""Tensors that a message lists."""
+
 
 def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) -> None:
     """Raise StoreError with all tensors of which cells are written by nothing."""
@@ -43,6 +48,25 @@ def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) 
         listed = "\n".join(faults)
         raise StoreError(
             f"no tensor of the trainer's is written to\n{listed}\ngive these too, or name the engine's own in own="
+        )
+
+
+def check_types(recorded: sm.Recorded) -> None:
+    """Raise StoreError with all tensors that come as another type than that in which they are stored."""
+    shapes = recorded.shapes
+    faults = []
+    for native in recorded.natives:
+        # What a function makes is of the type that it is stored in.
+        parts = () if native.function else native.pieces
+        for name in dict.fromkeys(piece.tensor for piece in parts):
+            _, served = shapes[name]
+            if served != native.dtype:
+                faults.append(f"{name!r} comes as {served}, {native.name!r} is {native.dtype}")
+    if faults:
+        listed = "\n".join(faults[:SHOWN])
+        raise StoreError(
+            f"{len(faults)} tensors are not of the engine's types\n{listed}\n"
+            f"say which engines get: dtype= of TrainerInfo or of read_megatron, served= of a Source"
         )
 
 

@@ -4,7 +4,8 @@
    `materialise` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
    addresses where that was before (`vllm.model_executor.model_loader.reload`).
 2. `undo` puts back what runs, as it was: whatever was not processed until then.
-3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are.
+3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are, but for
+   biases that it has made wider since (`biases`).
 4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
 """
 
@@ -34,7 +35,8 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import StoreError
 from shardmath.storage.stored import Shapes
-from shardmath_vllm.sources.converting import convert
+from shardmath_vllm.converting import convert
+from shardmath_vllm.workers.biases import BIAS, materialise_bias, take_back_bias
 from shardmath_vllm.workers.memory import free, take_like
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 
@@ -90,6 +92,8 @@ class Loading:
     def begin(self) -> None:
         """Take back what vLLM has made of the weights; until `process` or `undo` the model does not run."""
         initialize_layerwise_reload(self._model)
+        for module in self._model.modules():
+            take_back_bias(module)
 
     def undo(self) -> None:
         """Put back what runs, as it was, of modules that were not processed."""
@@ -109,6 +113,7 @@ class Loading:
         for module, names in self._find_modules(natives):
             taken_back = {name for name in names.values() if getattr(module, name).is_meta}
             materialize_layer(module, get_layerwise_info(module))
+            materialise_bias(module)
             _keep_others(module, set(names.values()))
             for native, name in names.items():
                 tensor = getattr(module, name)
@@ -220,7 +225,8 @@ def _keep_others(module: nn.Module, written: set[str]) -> None:
         own = running.get(name)
         if own is tensor:
             continue
-        if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+        # A bias that was made wider has what was loaded, in another type.
+        if own is None or own.shape != tensor.shape or (own.dtype != tensor.dtype and name != BIAS):
             kind = type(module).__name__
             raise StoreError(
                 f"{name!r} of {kind} is written by no tensor of the trainer's, and vLLM has made something else of it; "

@@ -28,9 +28,8 @@ from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
-from shardmath_vllm.sources.source import Told
-from shardmath_vllm.widening import check_types
-from shardmath_vllm.workers.coverage import check_coverage
+from shardmath_vllm.source import Told
+from shardmath_vllm.workers.coverage import check_coverage, check_types
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardmath import ExchangeError
-from shardmath_vllm.sources.source import check_kept, read_source, watch_modules
+from shardmath_vllm.source import check_kept, read_source, watch_modules
 
 
 def read(rank: int) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ from shardmath.recordings.recorded import Native
 from shardmath_vllm import infos, trainer
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
-from shardmath_vllm.sources.source import Told
+from shardmath_vllm.source import Told
 
 __all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act", "update_slowly"]
 

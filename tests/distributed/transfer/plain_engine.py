@@ -13,7 +13,7 @@ from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm.infos import Joining
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
-from shardmath_vllm.sources.source import Told
+from shardmath_vllm.source import Told
 
 __all__ = ["PlainEngine"]
 

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
-from shardmath.recordings.pieces import Piece
-from shardmath.recordings.recorded import Native
-from shardmath_vllm.sources import converting
-from shardmath_vllm.widening import check_types, find_stored
+from shardmath_vllm import converting
 from shardmath_vllm.workers.refusing import accept, refuse
 
 
@@ -36,35 +33,6 @@ def test_equal_names_of_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.arange(9.0).reshape(3, 3)
     ((name, made),) = converting.convert(recorded, {"w": weight}.items())
     assert name == "w" and torch.equal(made, weight.t())
-
-
-def record_bias(*, served: str, stored: str) -> sm.Recorded:
-    """A rank that stores one bias."""
-    whole = Piece("q.bias", 0, 0, ((4, 1, 1),))
-    native = Native("qkv.bias", (4,), stored, (whole,), "views", "")
-    return sm.Recorded((("q.bias", (4,), served),), (native,))
-
-
-@pytest.mark.parametrize(
-    ("served", "stored"),
-    [("float32", "bfloat16"), ("bfloat16", "float16"), ("float8_e4m3fn", "bfloat16")],
-)
-def test_types_that_lack_some_numbers(served: str, stored: str) -> None:
-    """Or that need a scale, as FP8 does: only whoever serves them can say what is meant."""
-    said = f"'q.bias' comes as {served}, 'qkv.bias' is {stored}\nsay which engines get"
-    with pytest.raises(sm.StoreError, match=said):
-        check_types(record_bias(served=served, stored=stored))
-
-
-def test_workers_that_store_a_tensor_otherwise() -> None:
-    """A tensor is cast on the way to one type."""
-    workers = [record_bias(served="bfloat16", stored=stored) for stored in ("bfloat16", "float32")]
-    for one in workers:
-        check_types(one)
-    with pytest.raises(
-        sm.StoreError, match=r"'q\.bias' is stored as bfloat16 in 'qkv\.bias' of one worker"
-    ):
-        find_stored(workers[0].shapes, workers)
 
 
 class Generating(nn.Module):

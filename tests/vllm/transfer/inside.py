@@ -92,10 +92,8 @@ def watch(worker: Any, folder: Path) -> None:
 
     def look(natives: Any) -> None:
         for name in natives:
-            tensor, loaded = arriving.pop(name), wanted[name]
-            # vLLM has made some wider meanwhile; that these have the type of those that run, `digest` tells.
-            wide_enough = torch.promote_types(tensor.dtype, loaded.dtype) == tensor.dtype
-            seen[name] = wide_enough and torch.equal(tensor, loaded.to(tensor.dtype))
+            tensor = arriving.pop(name)
+            seen[name] = tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
         process(loading, natives)
 
     # On the instance, before what its class has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing as mp
 
 import pytest
@@ -50,9 +51,11 @@ def test_biases_that_vllm_has_made_wider(engines: Engines) -> None:
     check_refits(pool, asked, hosts, folders)
     for host in hosts:
         host.ask(inside.ask_workers, inside.widen)
+    wide = [host.ask(inside.ask_workers, inside.digest) for host in hosts]
+    for worker in itertools.chain.from_iterable(wide):
+        assert "torch.float32" in worker["model.layers.0.self_attn.qkv_proj.bias"]
     pool.run(trainers.rejoin, asked, timeout=TIMEOUT_S)
-    check_arrivals(pool, hosts, folders[0])
-    for host in hosts:
-        for worker in host.ask(inside.ask_workers, inside.digest):
-            biases = [said for name, said in worker.items() if name.endswith("qkv_proj.bias")]
-            assert biases and all("torch.float32" in said for said in biases)
+    for folder in (folders[0], folders[2]):
+        check_arrivals(pool, hosts, folder)
+        now = [host.ask(inside.ask_workers, inside.digest) for host in hosts]
+        assert (now == wide) == (folder == folders[2])

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardmath_vllm as sv
-from shardmath_vllm.sources.source import read_source
+from shardmath_vllm.source import read_source
 from tests.vllm.transfer.hosts import HostClient
 
 __all__ = [

@@ -20,8 +20,8 @@ from shardmath.families.megatron_core import ORDER, logical_shapes, megatron
 from shardmath.storage import Stored, bind
 from shardmath.storage.stored import Shapes
 from shardmath_torch.agreement.gather import gather
-from shardmath_vllm.sources.converting import declare_conversion
-from shardmath_vllm.sources.source import Source
+from shardmath_vllm.converting import declare_conversion
+from shardmath_vllm.source import Source
 
 __all__ = ["read_megatron"]
 

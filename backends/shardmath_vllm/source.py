@@ -32,7 +32,7 @@ from shardmath_torch.refits.holders import (
     watch,
 )
 from shardmath_torch.refits.views import name_natives
-from shardmath_vllm.sources.converting import record_conversion
+from shardmath_vllm.converting import record_conversion
 
 __all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
 
@@ -75,11 +75,12 @@ class Told:
     served: Shapes
     checkpoint: sm.Recorded | None
 
-    def make_rules(self, stored: Shapes) -> dict[str, Cast]:
-        """What is made of tensors on the way to engines that store them so: they travel as they are served."""
+    @property
+    def rules(self) -> dict[str, Cast]:
+        """What is made of tensors on the way."""
         rules = {}
         for name, (_, dtype) in self.served.items():
-            if {self.shapes[name][1], stored[name][1]} != {dtype}:
+            if self.shapes[name][1] != dtype:
                 rules[name] = Cast(dtype)
         return rules
 
