@@ -135,12 +135,12 @@ class Trainer:
         self.link.planned.check(place, shapes)
         check_types(self.source, self.link.planned.trainer, place)
 
-    def _select(self, refit: smt.Refit) -> list[Mapping[str, Tensor]]:
+    def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
         """This rank's tensors of a portion, by chunk."""
-        stored = refit.planned.trainer.natives(self.link.place)
-        chunks: list[Mapping[str, Tensor]] = []
-        for number, named in enumerate(_list_chunks(self.source.tensors)):
-            chunks.append({name: one for name, one in named.items() if (number, name) in stored})
+        held = _list_chunks(self.source.tensors)
+        chunks: list[dict[str, Tensor]] = [{} for _ in held]
+        for number, name in refit.planned.trainer.natives(self.link.place):
+            chunks[number][name] = held[number][name]
         return chunks
 
 
