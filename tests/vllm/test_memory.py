@@ -20,8 +20,8 @@ CASE = Case(
     seeds=(1, 2, 1),
     max_inflight_bytes=INFLIGHT,
 )
-SLACK = 16 << 20
-"""What Python and allocators take, on any machine: less than half of another layer."""
+SLACK = 8 << 20
+"""What Python and allocators take."""
 
 
 def test_an_update_takes_a_layer_beside_the_model() -> None:

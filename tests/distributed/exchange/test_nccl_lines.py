@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
     for rank, (blamed, cause, seconds) in enumerate(told):
         if rank != 3:
             assert (blamed, cause) == (3, "it did not answer in time")
-            assert PATIENCE_S <= seconds < 5 * PATIENCE_S
+            assert PATIENCE_S <= seconds < PATIENCE_S + 4.5
     assert all(answer == (None, "", 0.0) for answer in pool.run(meet, ()))
 
 
