@@ -34,6 +34,7 @@ HEADS = [
     "weights",
     "way",
     "seconds",
+    "least and most",
     "peer / ours",
     "of processors",
     "a worker receives",
@@ -78,7 +79,8 @@ def list_rows(case: Case, found: Found) -> list[list[str]]:
     """A row of each way. Raises RuntimeError where both end at other tokens."""
     _check(found.updates)
     weights = _show(2 * count_parameters(case))
-    took = {way: _take_median(found.updates, way) for way in case.ways}
+    seconds = {way: _list_seconds(found.updates, way) for way in case.ways}
+    took = {way: statistics.median(each) for way, each in seconds.items()}
     stored = [one for update in found.updates for one in update.stored]
     whole, layer = map(max, zip(*stored, strict=True))
     rows = []
@@ -91,6 +93,7 @@ def list_rows(case: Case, found: Found) -> list[list[str]]:
                 weights,
                 "shardmath" if way == OURS else "gathered whole",
                 f"{took[way]:.2f}",
+                f"{min(seconds[way]):.2f} to {max(seconds[way]):.2f}",
                 f"{took[PEER] / took[way]:.1f}x",
                 f"{busy / len(mine):.2f}",
                 _show(max(one for update in mine for one in update.received)),
@@ -111,9 +114,9 @@ def _check(updates: Sequence[Update]) -> None:
         raise RuntimeError(f"tokens by weights are {sorted(tokens)}; one each was expected")
 
 
-def _take_median(updates: Sequence[Update], way: str) -> float:
-    """Seconds, but for the first update."""
-    return statistics.median([update.seconds for update in updates if update.way == way][1:])
+def _list_seconds(updates: Sequence[Update], way: str) -> list[float]:
+    """Seconds of each, but for the first update."""
+    return [update.seconds for update in updates if update.way == way][1:]
 
 
 def _show(nbytes: int) -> str:
