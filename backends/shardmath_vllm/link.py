@@ -4,12 +4,14 @@
 2. Who fails while weights move leaves the group: others hear of that at once, and need not wait for their time limit.
 3. Whether an update begins place 0 says, in the group's store: where an engine could not be told of it, its ranks do
    not come, and nothing on their connections would tell the others.
+4. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
+   others have heard what it said last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +38,9 @@ STEPS = ("start", "begin", "end", "finish")
 
 LOOK_AGAIN_S = 0.005
 """While ranks have not come."""
+
+HEARD_S = 5.0
+"""At most, for others to hear what went wrong."""
 
 
 def together(group: dist.ProcessGroup, what: str, act: Callable[[], _T]) -> _T:
@@ -65,7 +70,7 @@ def _try(act: Callable[[], None]) -> str:
 class Link:
     """The group, and the refit of each portion of the tensors; `planned` is all of them, on all ranks.
 
-    `recorded` is what this rank's loader stores, where it is a worker.
+    `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places.
     """
 
     group: dist.ProcessGroup
@@ -73,6 +78,7 @@ class Link:
     planned: sm.Refit
     refits: tuple[smt.Refit, ...]
     recorded: sm.Recorded | None
+    trainers: int
     timeout: float
     given_up: dict[int, str] = field(default_factory=dict)
 
@@ -91,48 +97,70 @@ class Link:
             act()
             together(self.group, f"end update {number}", lambda: None)
         except BaseException as error:
-            why = self._share(number, error)
-            self.leave()
+            why = self._break_off(number, error)
             if why:
                 raise ExchangeError(f"{error}\n{why}") from error
             raise
 
-    def _share(self, number: int, error: BaseException) -> str:
-        """Say why an update failed, where that is this rank's; else, why another says that it did, "" if none does."""
-        key = f"fail update {number}"
-        # Place 0 may be the one that has failed, and the store with it.
+    def _break_off(self, number: int, error: BaseException) -> str:
+        """Leave, as all ranks do when an update fails: why another one says that it did, "" if none does."""
+        what = f"fail update {number}"
+        store = compat.store_of(self.group)
+        if store is None:
+            return ""
+        why = ""
+        # Place 0 may be gone, and the store with it.
         with suppress(RuntimeError, ExchangeError):
-            if not isinstance(error, ExchangeError):
-                self._store.set(key, f"place {self.place}: {type(error).__name__}: {error}")
-            elif self._store.check([key]):
-                return self._store.get(key).decode()
-        return ""
+            own = not isinstance(error, ExchangeError)
+            if own:
+                store.set(what, f"place {self.place}: {type(error).__name__}: {error}")
+            # Also of what this rank has set: it is there by the answer, and only then do others find this rank gone.
+            if store.check([what]) and not own:
+                why = store.get(what).decode()
+            self._confirm(what)
+        self.leave()
+        if self.place == 0:
+            # Others hear of it as this rank leaves; the store is there for as long as it is held here.
+            _await_heard(store, what, range(1, self.group.size()), HEARD_S)
+        return why
 
     def _begin(self, number: int, check: Callable[[], None]) -> None:
         """Raise ExchangeError, on all ranks, where one does not come or finds a fault."""
         what = f"begin update {number}"
         fault = _try(check)
         self._store.set(f"{what}/{self.place}", fault or FINE)
-        said = self._decide(what, lambda: self._await_all(number, what))
+        said = self._hear(what) if self.place else self._await_all(number, what)
         if said:
             raise ExchangeError(said)
 
     def _await_all(self, number: int, what: str) -> str:
-        """What is wrong once all ranks have come; "" for nothing."""
+        """Wait for all ranks, and say what is wrong; "" for nothing."""
         store = self._store
-        until = time.monotonic() + self.timeout
-        awaited = set(range(self.group.size()))
-        while awaited := {place for place in awaited if not store.check([f"{what}/{place}"])}:
-            if number in self.given_up:
-                return self.given_up[number]
-            if time.monotonic() > until:
-                places = ", ".join(map(str, sorted(awaited)))
-                return f"{plural(len(awaited), 'rank')} did not {what} in {self.timeout:g} s: place {places}"
-            time.sleep(LOOK_AGAIN_S)
-        self._forget(number - 1)
+        places = set(range(self.group.size()))
+        late = _await(
+            lambda place: store.check([f"{what}/{place}"]),
+            places,
+            self.timeout,
+            lambda: number in self.given_up,
+        )
+        if late:
+            said = self.given_up.get(number) or self._word_late(what, late)
+        else:
+            said = self._read_faults(what)
+            self._forget(number - 1)
+        # Trainers that are late are on their way. Of workers nobody knows.
+        self._say(what, said, places - late | set(range(self.trainers)))
+        return said
+
+    def _word_late(self, what: str, late: set[int]) -> str:
+        places = ", ".join(map(str, sorted(late)))
+        return f"{plural(len(late), 'rank')} did not {what} in {self.timeout:g} s: place {places}"
+
+    def _read_faults(self, what: str) -> str:
+        """What ranks that have come find wrong."""
         faults = []
         for place in range(self.group.size()):
-            said = store.get(f"{what}/{place}").decode()
+            said = self._store.get(f"{what}/{place}").decode()
             if said != FINE:
                 faults.append(f"place {place} could not {what}: {said}")
         return "\n".join(faults)
@@ -147,18 +175,34 @@ class Link:
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
         """Have place 0 act while other trainers wait. Raises ExchangeError on all of them where that fails."""
-        fault = self._decide(what, lambda: _try(act))
+        if self.place > 0:
+            fault = self._hear(what)
+        else:
+            fault = _try(act)
+            self._say(what, fault, range(self.trainers))
         if fault:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
 
-    def _decide(self, what: str, find: Callable[[], str]) -> str:
-        """What place 0 finds wrong, on all ranks; "" for nothing."""
-        if self.place > 0:
-            return self._hear(what)
+    def finish(self, number: int, act: Callable[[], None]) -> None:
+        """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
+
+        Raises ExchangeError there if they do not in time.
+        """
+        what = f"finish update {number}"
+        self.relay(what, act)
+        self._confirm(what)
+        if self.place == 0:
+            late = _await_heard(self._store, what, range(self.trainers), self.timeout)
+            if late:
+                raise ExchangeError(self._word_late(what, late))
+
+    def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
+        """Say what place 0 finds wrong, "" for nothing. If it then raises, its process may end: wait for who hears."""
         store = self._store
-        fault = find()
         store.set(what, fault or FINE)
-        return fault
+        if fault:
+            self._confirm(what)
+            _await_heard(store, what, hearers, HEARD_S)
 
     def _hear(self, what: str) -> str:
         """What went wrong at place 0; "" for nothing."""
@@ -168,7 +212,14 @@ class Link:
             said = store.get(what).decode()
         except RuntimeError as error:
             raise ExchangeError(f"place 0 did not {what} in {self.timeout:g} s: {error}") from error
-        return "" if said == FINE else said
+        if said == FINE:
+            return ""
+        self._confirm(what)
+        return said
+
+    def _confirm(self, what: str) -> None:
+        """This rank has heard of that, the last thing it has heard."""
+        self._store.set(f"heard/{self.place}", what)
 
     @property
     def _store(self) -> Store:
@@ -176,3 +227,30 @@ class Link:
         if store is None:
             raise ExchangeError("the group was left; meet the engines again, by trainer_init")
         return store
+
+
+def _await_heard(store: Store, what: str, places: Iterable[int], seconds: float) -> set[int]:
+    """The places that have not heard of it in time."""
+    heard = what.encode()
+
+    def has_heard(place: int) -> bool:
+        key = f"heard/{place}"
+        return store.check([key]) and store.get(key) == heard
+
+    return _await(has_heard, places, seconds)
+
+
+def _await(
+    is_there: Callable[[int], bool],
+    places: Iterable[int],
+    seconds: float,
+    is_over: Callable[[], bool] = bool,
+) -> set[int]:
+    """The places that are not there in time, or once it is over."""
+    until = time.monotonic() + seconds
+    awaited = set(places)
+    while awaited := {place for place in awaited if not is_there(place)}:
+        if is_over() or time.monotonic() > until:
+            break
+        time.sleep(LOOK_AGAIN_S)
+    return awaited

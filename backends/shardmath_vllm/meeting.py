@@ -105,7 +105,9 @@ class Meeting:
 
 def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link:
     """What all ranks of the group have planned. Collective."""
-    told = _find_told(gather(given.told, group, "say what trainers hold"))
+    said = gather(given.told, group, "say what trainers hold")
+    told = _find_told(said)
+    trainers = sum(one is not None for one in said)
     recorded = together(group, "record its loader", lambda: _record(given, told))
     text = None if recorded is None else recorded.to_json()
     texts = gather((given.engine, text), group, "say what engines store")
@@ -117,7 +119,7 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
         "agree": "once",
     }
     refits = [smt.Refit(portion, group=group, **settings) for portion in sm.divide(planned)]
-    return Link(group, group.rank(), planned, tuple(refits), recorded, where.timeout)
+    return Link(group, group.rank(), planned, tuple(refits), recorded, trainers, where.timeout)
 
 
 def _find_told(said: list[Told | None]) -> Told:

@@ -95,14 +95,14 @@ class Trainer:
         engines go on with those that they had.
         """
         self._number += 1
-        self._tell("start", _start)
+        self.link.relay(f"start update {self._number}", self._tell(_start))
         updating = vars(Updating(self._number))
         calls = [partial(client.update_weights, updating) for client in self._clients]
         with calling(calls, partial(self.link.give_up, self._number), self.link.timeout) as finish:
             self.link.move(self._number, self._check, self._move)
             # All have moved; an engine may yet say that it has not taken it.
             self.link.relay(f"end update {self._number}", finish)
-        self._tell("finish", lambda client: client.finish_weight_update())
+        self.link.finish(self._number, self._tell(lambda client: client.finish_weight_update()))
 
     def _move(self) -> None:
         """Send what this rank holds, a portion after the other."""
@@ -115,14 +115,14 @@ class Trainer:
         """Leave the engines, which go on with the weights that they have."""
         self.link.leave()
 
-    def _tell(self, what: str, say: Callable[[Client], None]) -> None:
-        """Have rank 0 say something to all engines; all ranks hear of it where one does not take it."""
+    def _tell(self, say: Callable[[Client], None]) -> Callable[[], None]:
+        """Says something to all engines, one after the other."""
 
         def act() -> None:
             for client in self._clients:
                 say(client)
 
-        self.link.relay(f"{what} update {self._number}", act)
+        return act
 
     def _check(self) -> None:
         """Raise StoreError where this rank's tensors are not what was planned, or not what is trained."""

@@ -5,15 +5,29 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool, free_port
-from tests.distributed.tasks.transfers import TIMEOUT_S, TRAINERS, WORKERS, act, update_slowly
+from tests.distributed.tasks.transfers import (
+    TIMEOUT_S,
+    TRAINERS,
+    WORKERS,
+    act,
+    finish_alone,
+    update_slowly,
+)
 
 SOON_S = 2 * TIMEOUT_S / 3
+LAG_S = 0.3
 ALL = tuple(range(TRAINERS + WORKERS))
 OF_TRAINER = tuple(range(TRAINERS))
 
 
-def test_workers_have_what_their_loaders_take(pool: Pool) -> None:
-    answers = pool.run(act, free_port(), "")
+@pytest.fixture(params=[0.0, LAG_S])
+def lag(request: pytest.FixtureRequest) -> float:
+    """How many seconds ranks come late to what the first says, whose process may have gone on by then."""
+    return float(request.param)
+
+
+def test_workers_have_what_their_loaders_take(pool: Pool, lag: float) -> None:
+    answers = pool.run(act, free_port(), "", lag)
     assert [said for said, _, _ in answers] == [""] * pool.size
     for column in range(WORKERS):
         _, _, made = answers[TRAINERS + column]
@@ -36,9 +50,9 @@ def test_workers_have_what_their_loaders_take(pool: Pool) -> None:
     ],
 )
 def test_what_fails_on_one_is_an_error_on_all_at_once(
-    pool: Pool, how: str, who: tuple[int, ...], why: str
+    pool: Pool, lag: float, how: str, who: tuple[int, ...], why: str
 ) -> None:
-    for rank, (said, seconds, made) in enumerate(pool.attempt(act, free_port(), how)):
+    for rank, (said, seconds, made) in enumerate(pool.attempt(act, free_port(), how, lag)):
         if rank in who:
             assert why in said
         assert (rank in who) == bool(said)
@@ -49,3 +63,10 @@ def test_what_fails_on_one_is_an_error_on_all_at_once(
 def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
     """Who has nothing to send for most of it hears of the others as each layer is prepared."""
     assert pool.run(update_slowly, free_port()) == [""] * pool.size
+
+
+def test_a_trainer_that_does_not_hear_that_an_update_is_finished(pool: Pool) -> None:
+    """Is an error at place 0: the trainer has gone."""
+    first, *others = pool.run(finish_alone, free_port())
+    assert first == "1 rank did not finish update 1 in 3 s: place 1"
+    assert not any(others)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._C._distributed_c10d import Store
 
 import shardmath as sm
 import shardmath_vllm as sv
@@ -17,7 +21,7 @@ from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 
-__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act", "update_slowly"]
+__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act", "finish_alone", "update_slowly"]
 
 TRAINERS = 2
 WORKERS = 2
@@ -26,20 +30,35 @@ SHAPES = {"layers.0.w": ((ROWS, 2), "float32"), "layers.1.w": ((ROWS, 2), "float
 TIMEOUT_S = 15.0
 
 
-def act(rank: int, port: int, how: str) -> tuple[str, float, Any]:
+def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, Any]:
     """What one rank of trainer or engine raised, after how many seconds, and what it has then.
 
-    Ranks from TRAINERS on are workers of one engine, which do as vLLM would tell them. `how` is what goes wrong.
+    Ranks from TRAINERS on are workers of one engine, which do as vLLM would tell them. `how` is what goes wrong. Ranks
+    but the first come so many seconds late to what others say.
     """
     start = time.monotonic()
     made: list[Any] = []
     if rank >= TRAINERS + WORKERS:
         return "", 0.0, made
     try:
-        (_train if rank < TRAINERS else _work)(rank, port, how, made)
+        with _lagging(lag if rank > 0 else 0.0):
+            (_train if rank < TRAINERS else _work)(rank, port, how, made)
     except (ExchangeError, ArithmeticError, ValueError) as error:
         return str(error), time.monotonic() - start, made
     return "", time.monotonic() - start, made
+
+
+@contextmanager
+def _lagging(seconds: float) -> Iterator[None]:
+    """Whatever is asked of the store of ranks that have met, as where others take the processor."""
+    find = Link._store
+
+    def find_late(link: Link) -> Store:
+        time.sleep(seconds)
+        return find.__get__(link)
+
+    with mock.patch.object(Link, "_store", property(find_late)):
+        yield
 
 
 class _Client:
@@ -82,9 +101,12 @@ def _train(rank: int, port: int, how: str, made: list[Any]) -> None:
     made.append("met")
     if how == "shape" and rank == 1:
         tensors["layers.1.w"] = tensors["layers.1.w"][:1]
-    met.send_weights()
-    made.append("sent")
-    met.shutdown()
+    try:
+        met.send_weights()
+        made.append("sent")
+    finally:
+        # At once, as where the process ends.
+        met.shutdown()
 
 
 def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
@@ -150,6 +172,14 @@ def update_slowly(rank: int, port: int) -> str:
 
 
 def _update_slowly(rank: int, port: int) -> None:
+    link = _meet(rank, port, SHORT_S)
+    for number in (1, 2):
+        link.move(number, lambda: None, lambda: _move_slowly(link, SLOW_S * (number - 1)))  # noqa: B023
+    link.leave()
+
+
+def _meet(rank: int, port: int, timeout: float) -> Link:
+    """Join the others, of which trainers have half of the layers each."""
     names = [f"layers.{layer}.w" for layer in range(LAYERS)]
     shapes = dict.fromkeys(names, ((ROWS, 2), "float32"))
     side = {}
@@ -159,13 +189,9 @@ def _update_slowly(rank: int, port: int) -> None:
     given = Given(Told(side, shapes, shapes, None))
     if rank >= TRAINERS:
         given = Given(engine=0, record=lambda told: _record(rank - TRAINERS, told))
-    info = infos.TrainerInfo(
-        f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=0, timeout=SHORT_S
-    )
-    link = Meeting(info, "slow", rank).join(given)
-    for number in (1, 2):
-        link.move(number, lambda: None, lambda: _move_slowly(link, SLOW_S * (number - 1)))  # noqa: B023
-    link.leave()
+    address = f"127.0.0.1:{port}"
+    info = infos.TrainerInfo(address, TRAINERS, workers=WORKERS, rank=0, timeout=timeout)
+    return Meeting(info, "stages", rank).join(given)
 
 
 def _move_slowly(link: Link, seconds: float) -> None:
@@ -181,3 +207,23 @@ def _move_slowly(link: Link, seconds: float) -> None:
         refit.release()
         if link.place >= TRAINERS and number >= LAYERS // TRAINERS:
             time.sleep(seconds)
+
+
+# A trainer that is gone before an update is finished
+
+GONE_S = 3.0
+
+
+def finish_alone(rank: int, port: int) -> str:
+    """What place 0 raised where the other trainer leaves and has not heard that an update is finished."""
+    if rank >= TRAINERS + WORKERS:
+        return ""
+    link = _meet(rank, port, GONE_S)
+    try:
+        if rank == 0:
+            link.finish(1, lambda: None)
+    except ExchangeError as error:
+        return str(error)
+    finally:
+        link.leave()
+    return ""
