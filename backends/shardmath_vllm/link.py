@@ -105,10 +105,11 @@ class Link:
     def _break_off(self, number: int, error: BaseException) -> str:
         """Leave, as all ranks do when an update fails: why another one says that it did, "" if none does."""
         what = f"fail update {number}"
-        store = compat.store_of(self.group)
-        if store is None:
-            return ""
         why = ""
+        try:
+            store = self._store
+        except ExchangeError:
+            return why
         # Place 0 may be gone, and the store with it.
         with suppress(RuntimeError, ExchangeError):
             own = not isinstance(error, ExchangeError)
@@ -121,7 +122,7 @@ class Link:
         self.leave()
         if self.place == 0:
             # Others hear of it as this rank leaves; the store is there for as long as it is held here.
-            _await_heard(store, what, range(1, self.group.size()), HEARD_S)
+            self._await_heard(store, what, range(1, self.group.size()), HEARD_S)
         return why
 
     def _begin(self, number: int, check: Callable[[], None]) -> None:
@@ -143,13 +144,17 @@ class Link:
             self.timeout,
             lambda: number in self.given_up,
         )
-        if late:
-            said = self.given_up.get(number) or self._word_late(what, late)
-        else:
+        come = places - late
+        if not late:
             said = self._read_faults(what)
             self._forget(number - 1)
-        # Trainers that are late are on their way. Of workers nobody knows.
-        self._say(what, said, places - late | set(range(self.trainers)))
+        elif number in self.given_up:
+            said = self.given_up[number]
+            # They are on their way. Of workers nobody knows.
+            come |= set(range(self.trainers))
+        else:
+            said = self._word_late(what, late)
+        self._say(what, said, come)
         return said
 
     def _word_late(self, what: str, late: set[int]) -> str:
@@ -192,7 +197,7 @@ class Link:
         self.relay(what, act)
         self._confirm(what)
         if self.place == 0:
-            late = _await_heard(self._store, what, range(self.trainers), self.timeout)
+            late = self._await_heard(self._store, what, range(self.trainers), self.timeout)
             if late:
                 raise ExchangeError(self._word_late(what, late))
 
@@ -202,7 +207,7 @@ class Link:
         store.set(what, fault or FINE)
         if fault:
             self._confirm(what)
-            _await_heard(store, what, hearers, HEARD_S)
+            self._await_heard(store, what, hearers, HEARD_S)
 
     def _hear(self, what: str) -> str:
         """What went wrong at place 0; "" for nothing."""
@@ -210,6 +215,10 @@ class Link:
         try:
             store.wait([what], timedelta(seconds=self.timeout))
             said = store.get(what).decode()
+        except dist.DistNetworkError as error:
+            raise ExchangeError(
+                f"place 0 left, or is gone, as it was to {what}: {error}"
+            ) from error
         except RuntimeError as error:
             raise ExchangeError(f"place 0 did not {what} in {self.timeout:g} s: {error}") from error
         if said == FINE:
@@ -221,23 +230,24 @@ class Link:
         """This rank has heard of that, the last thing it has heard."""
         self._store.set(f"heard/{self.place}", what)
 
+    def _await_heard(
+        self, store: Store, what: str, places: Iterable[int], seconds: float
+    ) -> set[int]:
+        """The places that have not heard of it in time."""
+        heard = what.encode()
+
+        def has_heard(place: int) -> bool:
+            key = f"heard/{place}"
+            return store.check([key]) and store.get(key) == heard
+
+        return _await(has_heard, places, min(seconds, self.timeout))
+
     @property
     def _store(self) -> Store:
         store = compat.store_of(self.group)
         if store is None:
             raise ExchangeError("the group was left; meet the engines again, by trainer_init")
         return store
-
-
-def _await_heard(store: Store, what: str, places: Iterable[int], seconds: float) -> set[int]:
-    """The places that have not heard of it in time."""
-    heard = what.encode()
-
-    def has_heard(place: int) -> bool:
-        key = f"heard/{place}"
-        return store.check([key]) and store.get(key) == heard
-
-    return _await(has_heard, places, seconds)
 
 
 def _await(

@@ -15,14 +15,14 @@ from tests.distributed.tasks.transfers import (
 )
 
 SOON_S = 2 * TIMEOUT_S / 3
-LAG_S = 0.3
+LAG_S = 0.15
 ALL = tuple(range(TRAINERS + WORKERS))
 OF_TRAINER = tuple(range(TRAINERS))
 
 
 @pytest.fixture(params=[0.0, LAG_S])
 def lag(request: pytest.FixtureRequest) -> float:
-    """How many seconds ranks come late to what the first says, whose process may have gone on by then."""
+    """By how many seconds each rank comes later than the one before to what is said; the first may have gone on."""
     return float(request.param)
 
 

@@ -33,15 +33,15 @@ TIMEOUT_S = 15.0
 def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, Any]:
     """What one rank of trainer or engine raised, after how many seconds, and what it has then.
 
-    Ranks from TRAINERS on are workers of one engine, which do as vLLM would tell them. `how` is what goes wrong. Ranks
-    but the first come so many seconds late to what others say.
+    Ranks from TRAINERS on are workers of one engine, which do as vLLM would tell them. `how` is what goes wrong. Each
+    rank comes later by so many seconds than the one before to what others say.
     """
     start = time.monotonic()
     made: list[Any] = []
     if rank >= TRAINERS + WORKERS:
         return "", 0.0, made
     try:
-        with _lagging(lag if rank > 0 else 0.0):
+        with _lagging(rank * lag), mock.patch("shardmath_vllm.link.HEARD_S", TIMEOUT_S):
             (_train if rank < TRAINERS else _work)(rank, port, how, made)
     except (ExchangeError, ArithmeticError, ValueError) as error:
         return str(error), time.monotonic() - start, made
@@ -50,7 +50,7 @@ def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, A
 
 @contextmanager
 def _lagging(seconds: float) -> Iterator[None]:
-    """Whatever is asked of the store of ranks that have met, as where others take the processor."""
+    """Whatever is asked of the store of ranks that have met, as where others have the processor."""
     find = Link._store
 
     def find_late(link: Link) -> Store:
