@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from shardmath import ExchangeError, StoreError
 from shardmath_vllm.infos import Updating
+from shardmath_vllm.workers import loading as loading_module
+from shardmath_vllm.workers.coverage import check_stays
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.worker import Engine
 
@@ -65,6 +68,23 @@ def test_what_is_the_engines_own_stays(model: Model) -> None:
     assert [float(one.unique()) for one in model.state_dict().values()] == [2.0, 7.0, 5.0, 3.0]
 
 
+def test_what_a_kernel_has_packed_elsewhere(model: Model) -> None:
+    """As of INT8 weights on a CPU: nothing is left of a tensor but its name, or what is none."""
+    packed = object()
+    model.part.weight = None  # type: ignore[assignment]
+    del model.part.gain
+    model.part.gain = packed  # type: ignore[assignment]
+    config: Any = None
+    seen = []
+    loading = Loading(model, config)
+    loading.record(
+        {"part.weight": ((64, 64), "float32")},
+        check=lambda recorded: seen.append(model.part.weight.shape),
+    )
+    assert seen == [(64, 64)]
+    assert model.part.weight is None and model.part.gain is packed
+
+
 def test_a_bias_that_was_made_wider(model: Model) -> None:
     """Is loaded as it was before, and stays where nothing is written to it."""
     model.part.params_dtype = torch.bfloat16  # type: ignore[assignment]
@@ -83,6 +103,35 @@ def test_a_bias_that_was_made_wider(model: Model) -> None:
         loading.finish()
         assert model.part.bias is running and running.dtype == torch.float32
         assert float(running.unique()) == value
+
+
+def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order a rank knows its tensors: vLLM asks all ranks together for the scales of what it quantises."""
+    model: Any = nn.Module()
+    model.first, model.second = Part(), Part()
+    record_metadata_for_reloading(model)
+    config: Any = None
+    loading = Loading(model, config)
+    processed = []
+    monkeypatch.setattr(
+        loading_module, "_layerwise_process", lambda module, info: processed.append(module)
+    )
+    natives = ["first.weight", "second.weight"]
+    for known in (natives, natives[::-1]):
+        loading.begin()
+        loading.materialise(dict.fromkeys(known, 0))
+        loading.process(known)
+        loading.undo()
+    assert processed == [model.first, model.second] * 2
+
+
+def test_an_engine_that_rebalances_experts_is_refused() -> None:
+    """vLLM for CPUs starts none, so this asks what a worker asks as it joins."""
+    parallel = ParallelConfig()
+    check_stays(parallel)
+    parallel.enable_eplb = True
+    with pytest.raises(StoreError, match="start the engine without it"):
+        check_stays(parallel)
 
 
 def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:

@@ -2,7 +2,8 @@
 
 1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
    pads it by, or is vLLM's own, or is named as somebody's else.
-2. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
+2. Where tensors are stored is recorded once, as ranks meet: an engine that moves experts between ranks is refused.
+3. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
    it is found out before weights are taken back for an update.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from vllm.config import ParallelConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
@@ -19,10 +21,11 @@ import shardmath as sm
 from shardmath.base.errors import StoreError
 from shardmath.refits.coverage import matches
 
-__all__ = ["check_coverage", "check_types"]
+__all__ = ["check_coverage", "check_stays", "check_types"]
 
 OF_VLLM = (
     "*attn.[kqv]_scale",
+    "*attn.[kqv]_zero_point",
     "*attn.prob_scale",
     "*attn._[kqv]_scale",
     "*attn._prob_scale",
@@ -31,14 +34,23 @@ OF_VLLM = (
     "*.expert_*_to_*",
     "*.expert_mask",
 )
-"""Tensors that are no checkpoint's: scales of caches, and where experts are."""
+"""Tensors that are no checkpoint's: scales and zero points of caches, and where experts are."""
 
 SHOWN = 5
 """Tensors that a message lists."""
 
 
+def check_stays(parallel: ParallelConfig) -> None:
+    """Raise StoreError where vLLM rebalances experts: its loader goes on storing each where it was at the start."""
+    if parallel.enable_eplb:
+        raise StoreError(
+            "enable_eplb=True moves experts between ranks, of which vLLM's loader does not know; "
+            "start the engine without it"
+        )
+
+
 def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError with all tensors of which cells are written by nothing."""
+    """Raise StoreError with all tensors of which cells are written by nothing. The model has them as it loads them."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)

@@ -7,11 +7,13 @@
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are, but for
    biases that it has made wider since (`biases`).
 4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
+5. What vLLM has in the place of a tensor may be no tensor, as None where a kernel has packed it elsewhere. vLLM's own
+   reload drops that; here it is put back, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +56,17 @@ class Loading:
         self._config = config
         # Asked before anything is taken back: afterwards tied modules have a tensor each.
         self._tied = _find_tied(model)
+        self._others: dict[nn.Module, dict[str, Any]] = {}
 
-    def record(self, shapes: Shapes, checkpoint: sm.Recorded | None = None) -> sm.Recorded:
+    def record(
+        self,
+        shapes: Shapes,
+        checkpoint: sm.Recorded | None = None,
+        check: Callable[[sm.Recorded], None] = lambda recorded: None,
+    ) -> sm.Recorded:
         """What the model's own loader stores where, of tensors of these shapes; it is given the `checkpoint` of them.
 
-        The model runs as before afterwards.
+        `check` is called while the model has its tensors as they are loaded. It runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -72,7 +80,9 @@ class Loading:
                     if hasattr(tensor, "weight_loader"):
                         tensor.weight_loader = _get_original_loader(tensor)
             with disable_mtp_completeness_check():
-                return smt.record(load, shapes, _Natives(self._list_natives()), form="pairs")
+                recorded = smt.record(load, shapes, _Natives(self._list_natives()), form="pairs")
+            check(recorded)
+            return recorded
         finally:
             self.undo()
 
@@ -91,6 +101,7 @@ class Loading:
     @torch.no_grad()
     def begin(self) -> None:
         """Take back what vLLM has made of the weights; until `process` or `undo` the model does not run."""
+        self._others = {module: _find_others(module) for module in self._model.modules()}
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
             take_back_bias(module)
@@ -99,7 +110,7 @@ class Loading:
         """Put back what runs, as it was, of modules that were not processed."""
         for module in self._model.modules():
             if get_layerwise_info(module).can_load():
-                _put_back(module)
+                self._put_back(module)
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
 
@@ -127,7 +138,8 @@ class Loading:
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
         """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
-        found = [module for module, _ in self._find_modules(natives)]
+        # In one order on all ranks, who are asked together for the scales of what vLLM quantises.
+        found = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(found, key=_count_bytes):
             info = get_layerwise_info(module)
@@ -143,10 +155,21 @@ class Loading:
         """The model runs again."""
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
-                _put_back(module)
+                self._put_back(module)
         # What is left are attention layers, which vLLM processes last.
         finalize_layerwise_reload(self._model, self._config)
         process_tied(self._model, self._tied)
+
+    def _put_back(self, module: nn.Module) -> None:
+        """What runs, in its place."""
+        info = get_layerwise_info(module)
+        _place_kernel_tensors(module, info)
+        info.reset()
+        for name, other in self._others[module].items():
+            if other is None:
+                module.register_parameter(name, None)
+            else:
+                setattr(module, name, other)
 
     def _find_modules(self, natives: Iterable[str]) -> Iterator[tuple[nn.Module, dict[str, str]]]:
         """The modules of these tensors, and what each of theirs is called there."""
@@ -215,6 +238,17 @@ def _find_tied(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def _find_others(module: nn.Module) -> dict[str, Any]:
+    """What a module has in the place of tensors that are loaded, and that is no parameter or buffer of its any more."""
+    parameters, buffers = get_layerwise_info(module).restore_metadata
+    running = _list_tensors(module)
+    others = {}
+    for name in parameters | buffers:
+        if name not in running and hasattr(module, name):
+            others[name] = getattr(module, name)
+    return others
+
+
 def _keep_others(module: nn.Module, written: set[str]) -> None:
     """Give what has memory, and is not written, the values that run."""
     parameters, buffers = get_layerwise_info(module).kernel_tensors
@@ -233,10 +267,3 @@ def _keep_others(module: nn.Module, written: set[str]) -> None:
                 f"give it too"
             )
         tensor.data.copy_(own)
-
-
-def _put_back(module: nn.Module) -> None:
-    """What runs, in its place."""
-    info = get_layerwise_info(module)
-    _place_kernel_tensors(module, info)
-    info.reset()

@@ -29,7 +29,7 @@ from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
-from shardmath_vllm.workers.coverage import check_coverage, check_types
+from shardmath_vllm.workers.coverage import check_coverage, check_stays, check_types
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
 
@@ -75,10 +75,12 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             )
 
         def record(told: Told) -> sm.Recorded:
-            recorded = self._loading.record(told.served, told.checkpoint)
+            check_stays(parallel)
+            return self._loading.record(told.served, told.checkpoint, check)
+
+        def check(recorded: sm.Recorded) -> None:
             check_types(recorded)
             check_coverage(recorded, self.model, init_info.own)
-            return recorded
 
         given = Given(engine=init_info.engine, record=record)
         meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
