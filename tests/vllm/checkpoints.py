@@ -13,11 +13,25 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import shardmath as sm
 from shardmath import formats
 
-__all__ = ["Shapes", "calibrate", "quantise", "read", "save", "shapes_of"]
+__all__ = [
+    "Shapes",
+    "calibrate",
+    "cut",
+    "lay_out",
+    "quantise",
+    "quantise_int8",
+    "read",
+    "save",
+    "save_adapter",
+    "shapes_of",
+]
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+INT8_MOST = 127
 
 
 def save(fields: dict[str, Any], folder: Path, seed: int = 0) -> Path:
@@ -83,6 +97,54 @@ def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
     return into
 
 
+def quantise_int8(folder: Path, into: Path) -> Path:
+    """The same weights as LLM Compressor saves them: projections in INT8, beside the scale of each row."""
+    tensors = {}
+    for name, tensor in read(folder):
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            scale = tensor.float().abs().amax(1, keepdim=True) / INT8_MOST
+            tensors[name] = (tensor.float() / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    into.mkdir()
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**numbers, "strategy": "channel", "dynamic": False},
+                "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+def save_adapter(folder: Path, into: Path, rank: int) -> Path:
+    """An adapter of random weights for the checkpoint's attention, as peft saves it."""
+    torch.manual_seed(rank)
+    modules = ["q_proj", "o_proj"]
+    tensors = {}
+    for name, (shape, _) in shapes_of(folder).items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in modules:
+            rows, columns = shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, columns) / 8
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, rank) / 8
+    into.mkdir()
+    save_file(tensors, into / "adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    (into / "adapter_config.json").write_text(json.dumps(config))
+    return into
+
+
 def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of all that the checkpoint has."""
     for file in sorted(folder.glob("*.safetensors")):
@@ -97,3 +159,21 @@ def shapes_of(folder: Path) -> Shapes:
     for name, tensor in read(folder):
         found[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     return found
+
+
+def lay_out(shapes: Shapes, ranks: int) -> dict[str, sm.Layout]:
+    """Layouts as those of FSDP2, of tensors of these shapes. Scalars are whole."""
+    mesh = sm.Mesh(fsdp=ranks)
+    layouts = {}
+    for name, (shape, dtype) in shapes.items():
+        divided = {"fsdp": sm.Shard(0)} if shape else {}
+        layouts[name] = sm.Layout(shape, mesh, divided, dtype=dtype)
+    return layouts
+
+
+def cut(tensor: Tensor, layout: sm.Layout, rank: int) -> Tensor:
+    """What a rank has of it."""
+    if not layout.shape:
+        return tensor.clone()
+    rows = torch.from_numpy(layout.indices(rank)[0])
+    return tensor[rows]

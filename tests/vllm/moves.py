@@ -49,7 +49,9 @@ class Asked(NamedTuple):
         held = checkpoints.shapes_of(self.held[0])
         served = self.list_served() if self.rules else None
         side = sm.RecordedSide(ranks)
-        planned = sm.refit(_lay_out(held), side, held, served=served, rules=self.rules)
+        planned = sm.refit(
+            checkpoints.lay_out(held, TRAINERS), side, held, served=served, rules=self.rules
+        )
         sm.verify(planned.plan)
         return smt.Refit(planned, timeout=60.0)
 
@@ -86,13 +88,16 @@ def _initialise() -> None:
 def _train(rank: int, asked: Asked) -> list[list[str]]:
     """A trainer's rank: it has a part of each checkpoint in turn, in the same memory."""
     first = asked.held[0]
-    layouts = _lay_out(checkpoints.shapes_of(first))
+    layouts = checkpoints.lay_out(checkpoints.shapes_of(first), TRAINERS)
     moved = asked.plan(None)
-    own = {name: _cut(tensor, layouts[name], rank) for name, tensor in checkpoints.read(first)}
+    own = {
+        name: checkpoints.cut(tensor, layouts[name], rank)
+        for name, tensor in checkpoints.read(first)
+    }
     moved.prepare(src=own)
     for folder in asked.held:
         for name, tensor in checkpoints.read(folder):
-            own[name].copy_(_cut(tensor, layouts[name], rank))
+            own[name].copy_(checkpoints.cut(tensor, layouts[name], rank))
         moved(acknowledge=True)
     return [[] for _ in asked.held]
 
@@ -118,24 +123,6 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype:
         return False
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-
-
-def _lay_out(shapes: checkpoints.Shapes) -> dict[str, sm.Layout]:
-    """The trainer's layouts: those of FSDP2. Scalars are whole."""
-    mesh = sm.Mesh(fsdp=TRAINERS)
-    layouts = {}
-    for name, (shape, dtype) in shapes.items():
-        cut = {"fsdp": sm.Shard(0)} if shape else {}
-        layouts[name] = sm.Layout(shape, mesh, cut, dtype=dtype)
-    return layouts
-
-
-def _cut(tensor: Tensor, layout: sm.Layout, rank: int) -> Tensor:
-    """A trainer's part."""
-    if not layout.shape:
-        return tensor.clone()
-    rows = torch.from_numpy(layout.indices(rank)[0])
-    return tensor[rows]
 
 
 def _empty(model: nn.Module) -> dict[str, Tensor]:

@@ -31,14 +31,18 @@ def describe(host: Host) -> tuple[Any, Any]:
 
 
 def check_refits(
-    pool: Pool, asked: trainers.Asked, hosts: Sequence[Host], folders: Sequence[Path]
+    pool: Pool,
+    asked: trainers.Asked,
+    hosts: Sequence[Host],
+    folders: Sequence[Path],
+    trainer: Any = trainers,
 ) -> None:
-    """Three refits in a row, of engines that were started on checkpoints 0 and 1."""
+    """Three refits in a row, of engines that were started on checkpoints 0 and 1; by what `trainer` has as tasks."""
     expected = [describe(host) for host in hosts]
     assert expected[0] != expected[1]
-    pool.run(trainers.join, asked, timeout=TIMEOUT_S)
+    pool.run(trainer.join, asked, timeout=TIMEOUT_S)
     for seed in (1, 0, 2):
-        check_arrivals(pool, hosts, folders[seed])
+        check_arrivals(pool, hosts, folders[seed], trainer)
         first, second = [describe(host) for host in hosts]
         assert first == second
         if seed < 2:
@@ -47,13 +51,15 @@ def check_refits(
             assert first not in expected
 
 
-def check_arrivals(pool: Pool, hosts: Sequence[Host], folder: Path) -> None:
+def check_arrivals(
+    pool: Pool, hosts: Sequence[Host], folder: Path, trainer: Any = trainers
+) -> None:
     """One refit, of whose tensors each is what vLLM's own loader stores."""
     for host in hosts:
         host.ask(inside.ask_workers, inside.watch, folder)
-    pool.run(trainers.send, folder, timeout=TIMEOUT_S)
+    pool.run(trainer.send, folder, timeout=TIMEOUT_S)
     for host in hosts:
-        assert host.ask(inside.ask_workers, inside.compare) == [([], [])] * host.tp
+        assert host.ask(inside.ask_workers, inside.compare) == [([], [])] * host.workers
 
 
 def fails(pool: Pool, task: Any, *args: Any, ranks: Sequence[int] | None = None) -> list[str]:

@@ -17,13 +17,14 @@ WIDE = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
 """A head is 32 wide at least, which vLLM's attention on a CPU asks for."""
 
 
-def save(model: str, folder: Path, seed: int) -> Path:
+def save(model: str, folder: Path, seed: int, **more: Any) -> Path:
     """A checkpoint of random weights."""
     given: dict[str, Any] = {}
     if model != "deepseek_v3":
         given |= WIDE
     if model == "qwen3_moe":
         given["moe_intermediate_size"] = 64
+    given |= more
     return checkpoints.save(fields(model, **given), folder / model / str(seed), seed)
 
 
@@ -35,9 +36,9 @@ class Engines:
         self._hosts: list[Host] = []
         self._pools: dict[int, Pool] = {}
 
-    def start(self, *folders: Path, tp: int) -> list[Host]:
+    def start(self, *folders: Path, tp: int, **more: Any) -> list[Host]:
         """An engine on each checkpoint, started beside each other."""
-        hosts = [Host(folder, tp) for folder in folders]
+        hosts = [Host(folder, tp, **more) for folder in folders]
         self._hosts += hosts
         return [host.wait() for host in hosts]
 
@@ -69,6 +70,6 @@ def ask(hosts: list[Host], folder: Path, sharding: str, ranks: int, **more: Any)
         ranks,
         f"127.0.0.1:{free_port()}",
         tuple(host.address for host in hosts),
-        tuple(host.tp for host in hosts),
+        tuple(host.workers for host in hosts),
         **more,
     )

@@ -63,17 +63,19 @@ class HostClient:
 
 
 class Host(HostClient):
-    """A process with an engine, that was started on a checkpoint."""
+    """A process with an engine, that was started on a checkpoint, with `more` of vLLM's arguments."""
 
-    def __init__(self, folder: Path, tp: int = 1) -> None:
+    def __init__(self, folder: Path, tp: int = 1, pp: int = 1, **more: Any) -> None:
         self._home = tempfile.TemporaryDirectory()
         super().__init__(f"{self._home.name}/socket")
-        self._tp = tp
+        self._workers = tp * pp
+        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._channel, theirs = context.Pipe()
         # No daemon: engines start processes.
-        self._process = context.Process(target=_work, args=(self.address, folder, tp, theirs))
+        asked = self.address, folder, {**sizes, **more}, theirs
+        self._process = context.Process(target=_work, args=asked)
         self._process.start()
         theirs.close()
 
@@ -87,9 +89,9 @@ class Host(HostClient):
         return self
 
     @property
-    def tp(self) -> int:
-        """How many workers it has."""
-        return self._tp
+    def workers(self) -> int:
+        """How many it has."""
+        return self._workers
 
     def let_go(self) -> None:
         """Have it end, with all its workers."""
@@ -111,10 +113,10 @@ def _tell(llm: Any, method: str, *args: Any) -> None:
     getattr(LLMClient(llm), method)(*args)
 
 
-def _work(address: str, folder: Path, tp: int, channel: Connection) -> None:
+def _work(address: str, folder: Path, more: dict[str, Any], channel: Connection) -> None:
     """A host's life: start the engine, then answer until the one who started it is gone."""
     try:
-        llm = _start(folder, tp)
+        llm = _start(folder, more)
         listener = Listener(address, authkey=KEY)
     except Exception:
         channel.send(traceback.format_exc())
@@ -134,16 +136,17 @@ def _answer(act: Callable[[], Any]) -> tuple[bool, Any]:
         return False, f"{type(error).__name__}: {error}"
 
 
-def _start(folder: Path, tp: int) -> Any:
+def _start(folder: Path, more: dict[str, Any]) -> Any:
     from vllm.v1.executor import multiproc_executor
 
     from tests.vllm import serving
+    from tests.vllm.transfer import lacking
 
     # Workers come from the process that this one is from, which has imported all that takes them ten seconds each.
     multiproc_executor.get_mp_context = lambda: mp.get_context("forkserver")
-    return serving.start(
-        folder, tensor_parallel_size=tp, weight_transfer_config={"backend": "shardmath"}
-    )
+    llm = serving.start(folder, weight_transfer_config={"backend": "shardmath"}, **more)
+    llm.collective_rpc(lacking.complete)
+    return llm
 
 
 def _end_with(channel: Connection, llm: Any) -> None:

@@ -37,9 +37,10 @@ TOKENS = 12
 LOGPROBS = 3
 
 
-def generate(llm: Any) -> Any:
-    """Greedy tokens after two prompts, each with the logprobs of the likeliest ones."""
+def generate(llm: Any, adapter: Path | None = None) -> Any:
+    """Greedy tokens after two prompts, each with the logprobs of the likeliest ones; by an adapter, if there is one."""
     import vllm
+    from vllm.lora.request import LoRARequest
 
     from tests.vllm.cases import VOCAB
 
@@ -50,8 +51,9 @@ def generate(llm: Any) -> Any:
     for start in PROMPTS:
         tokens = [(start + 37 * i) % VOCAB for i in range(8)]
         prompts.append({"prompt_token_ids": tokens})
+    adapted = LoRARequest("adapter", 1, str(adapter)) if adapter else None
     answers = []
-    for answer in llm.generate(prompts, greedy, use_tqdm=False):
+    for answer in llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapted):
         output = answer.outputs[0]
         likely = [{token: one.logprob for token, one in at.items()} for at in output.logprobs]
         answers.append((list(output.token_ids), likely))
@@ -91,8 +93,10 @@ def watch(worker: Any, folder: Path) -> None:
         return made
 
     def look(natives: Any) -> None:
-        for name in natives:
-            tensor = arriving.pop(name)
+        for native in natives:
+            tensor = arriving.pop(native)
+            # Beside adapters, an engine has a layer as their base.
+            name = native.replace(".base_layer.", ".")
             seen[name] = tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
         process(loading, natives)
 
@@ -133,15 +137,21 @@ def _load(config: Any, folder: Path) -> dict[str, Tensor]:
     with _beside(config) as own, set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
         model = initialize_model(own)
         for _, tensor in _list_stored(model):
-            if tensor.is_floating_point():
-                tensor.data.fill_(torch.nan)
+            tensor.data.fill_(_find_mark(tensor))
+        blank = {name: tensor.clone() for name, tensor in _list_stored(model)}
         model.load_weights(checkpoints.read(folder))
     loaded = {}
     for name, tensor in _list_stored(model):
         # What loading has not written is no checkpoint's, such as scales of caches.
-        if tensor.is_floating_point() and not tensor.isnan().all():
+        if not torch.equal(tensor, blank[name]):
             loaded[name] = tensor.detach()
     return loaded
+
+
+def _find_mark(tensor: Tensor) -> float:
+    """What no checkpoint of random weights has all over a tensor."""
+    limits = torch.finfo if tensor.is_floating_point() else torch.iinfo
+    return limits(tensor.dtype).min
 
 
 def _list_stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -155,11 +165,15 @@ def _list_stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _beside(config: Any) -> Iterator[Any]:
     """vLLM's configuration as of another model: it would not have two of one name."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     own = copy.copy(config)
     own.compilation_config = copy.copy(config.compilation_config)
     own.compilation_config.static_forward_context = {}
     own.compilation_config.static_all_moe_layers = []
+    if isinstance(config.quant_config, OnlineQuantizationConfig):
+        # What it quantises as it loads is loaded as if it did not.
+        own.quant_config = None
     with set_current_vllm_config(own):
         yield own
 
