@@ -51,24 +51,30 @@ def command(checkpoint: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(folders: Sequence[Path], log: Path) -> Iterator[list[str]]:
-    """The URLs of a server of each checkpoint, which start at once."""
+def serve(folders: Sequence[Path], log: Path, *options: str) -> Iterator[list[str]]:
+    """The URLs of a server of each checkpoint, which start at once, with more `options`."""
     with contextlib.ExitStack() as running:
         started = []
         for number, folder in enumerate(folders):
             file = log / f"server{number}.log"
-            started.append((file, *running.enter_context(_run(folder, file))))
+            started.append((file, *running.enter_context(_run(folder, file, options))))
         for file, url, process in started:
             _wait_until_up(url, process, file)
         yield [url for _, url, _ in started]
 
 
 @contextlib.contextmanager
-def _run(folder: Path, log: Path) -> Iterator[tuple[str, Running]]:
+def _run(folder: Path, log: Path, options: Sequence[str]) -> Iterator[tuple[str, Running]]:
     """A server's URL, and its process."""
     port = free_port()
     program, *words = command(str(folder))
-    words = [str(Path(sys.executable).with_name(program)), *words, f"--port={port}", *OPTIONS]
+    words = [
+        str(Path(sys.executable).with_name(program)),
+        *words,
+        f"--port={port}",
+        *OPTIONS,
+        *options,
+    ]
     path = [_name_package(log.parent), str(ROOT), str(ROOT / "backends")]
     env = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
     with begin(words, env, log) as process:
@@ -94,16 +100,19 @@ def _wait_until_up(url: str, process: Running, log: Path) -> None:
     raise AssertionError(f"no answer in {START_S:g} s: {log.read_text()[-4000:]}")
 
 
-def ask(url: str, said: Any = None) -> Any:
-    """What the server answers."""
+def ask(url: str, said: Any = None, replica: int | None = None) -> Any:
+    """What the server answers; this one of its replicas, where it has several."""
     data = None if said is None else json.dumps(said).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if replica is not None:
+        headers["X-data-parallel-rank"] = str(replica)
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         text = answer.read()
     return json.loads(text) if text else None
 
 
-def complete(url: str) -> tuple[list[int], list[float]]:
+def complete(url: str, replica: int | None = None) -> tuple[list[int], list[float]]:
     """Greedy tokens after a prompt, and their log probabilities."""
     model = ask(f"{url}/v1/models")["data"][0]["id"]
     said = {
@@ -117,5 +126,5 @@ def complete(url: str) -> tuple[list[int], list[float]]:
         "detokenize": False,
         "logprobs": 1,
     }
-    (answer,) = ask(f"{url}/v1/completions", said)["choices"]
+    (answer,) = ask(f"{url}/v1/completions", said, replica)["choices"]
     return answer["token_ids"], answer["logprobs"]["token_logprobs"]

@@ -143,6 +143,27 @@ def test_vllm_s_own_client_and_ours_refit_two_servers_at_once(
     trainer.shutdown()
 
 
+def test_all_replicas_of_a_server_are_refitted(folders: list[Path], tmp_path: Path) -> None:
+    """Under data parallelism: each replica has workers, which all are of one engine."""
+    replicas = range(2)
+    sizes = "--tensor-parallel-size=1", f"--data-parallel-size={len(replicas)}"
+    with serve(folders[:1], tmp_path, *sizes) as (url,):
+        before = [complete(url, replica) for replica in replicas]
+        assert before[0] == before[1]
+        model = load(folders[1])
+        info = smv.TrainerInfo(
+            f"127.0.0.1:{free_port()}", 1, workers=len(replicas), timeout=TIMEOUT_S, rank=0
+        )
+        trainer = smv.Trainer.trainer_init(info, client=smv.HTTPClient(url), source=model)
+        trainer.send_weights()
+        after = [complete(url, replica) for replica in replicas]
+        assert after[0] == after[1] != before[0]
+        model.load_state_dict(load(folders[0]).state_dict())
+        trainer.send_weights()
+        assert [complete(url, replica) for replica in replicas] == before
+        trainer.shutdown()
+
+
 def inform() -> smv.TrainerInfo:
     """A trainer of one process, and both servers."""
     address = f"127.0.0.1:{free_port()}"
