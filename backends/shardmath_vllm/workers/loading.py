@@ -73,8 +73,8 @@ class Loading:
             given = pairs if checkpoint is None else convert(checkpoint, pairs)
             self._model.load_weights(given)  # type: ignore[operator]
 
-        self.begin()
         try:
+            self.begin()
             for module in self._model.modules():
                 for tensor in _list_tensors(module).values():
                     if hasattr(tensor, "weight_loader"):
@@ -147,6 +147,7 @@ class Loading:
                 large = _count_bytes(module) >= LARGE
                 with repacks_anew(module):
                     _layerwise_process(module, info)
+                self._others.pop(module, None)
                 if large:
                     free()
 
@@ -165,7 +166,7 @@ class Loading:
         info = get_layerwise_info(module)
         _place_kernel_tensors(module, info)
         info.reset()
-        for name, other in self._others[module].items():
+        for name, other in self._others.pop(module, {}).items():
             if other is None:
                 module.register_parameter(name, None)
             else:
