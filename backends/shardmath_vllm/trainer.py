@@ -108,7 +108,7 @@ class Trainer:
         """Send what this rank holds, a portion after the other."""
         for refit in self.link.refits:
             refit.prepare(src=self._select(refit), modules=self.source.modules)
-            refit()
+            refit(acknowledge=self.link.acknowledges)
             refit.release()
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -56,6 +57,8 @@ def free_port() -> int:
 def _work(rank: int, size: int, port: int, host: int | None, channel: Connection) -> None:
     """A worker's life: join the group, then do tasks until the channel closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # A shell has what it runs in the background ignore Ctrl-C, which some tasks press.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

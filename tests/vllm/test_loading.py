@@ -14,9 +14,12 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from shardmath import ExchangeError, StoreError
 from shardmath_vllm.infos import Updating
+from shardmath_vllm.meeting import Given
+from shardmath_vllm.source import Told
 from shardmath_vllm.workers import loading as loading_module
-from shardmath_vllm.workers.coverage import check_stays
+from shardmath_vllm.workers import worker as worker_module
 from shardmath_vllm.workers.loading import Loading
+from shardmath_vllm.workers.refusing import accept, refuse
 from shardmath_vllm.workers.worker import Engine
 
 
@@ -78,7 +81,7 @@ def test_what_a_kernel_has_packed_elsewhere(model: Model) -> None:
     seen = []
     loading = Loading(model, config)
     loading.record(
-        {"part.weight": ((64, 64), "float32")},
+        {"part.weight": ((64, 64), "float32"), "part.gain": ((4096,), "float32")},
         check=lambda recorded: seen.append(model.part.weight.shape),
     )
     assert seen == [(64, 64)]
@@ -125,13 +128,63 @@ def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert processed == [model.first, model.second] * 2
 
 
-def test_an_engine_that_rebalances_experts_is_refused() -> None:
-    """vLLM for CPUs starts none, so this asks what a worker asks as it joins."""
-    parallel = ParallelConfig()
-    check_stays(parallel)
-    parallel.enable_eplb = True
-    with pytest.raises(StoreError, match="start the engine without it"):
-        check_stays(parallel)
+class Joining:
+    """A meeting in which a worker is asked for what it stores."""
+
+    def __init__(self, *where: Any) -> None:
+        pass
+
+    def join(self, given: Given) -> None:
+        assert given.record is not None
+        shapes = {"part.weight": ((64, 64), "float32")}
+        given.record(Told({}, shapes, shapes, None))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_that_rebalances_experts_is_refused(
+    model: Model, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM for CPUs starts none."""
+    monkeypatch.setattr(worker_module, "Meeting", Joining)
+    engine: Any = object.__new__(Engine)
+    config: Any = None
+    engine.model, engine._link, engine._loading = model, None, Loading(model, config)
+    engine.parallel_config = ParallelConfig()
+    engine.parallel_config.enable_eplb = moves
+    engine.vllm_config = SimpleNamespace(quant_config=None)
+    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1)
+    if moves:
+        with pytest.raises(StoreError, match="start the engine without it"):
+            engine.init_transfer_engine(told)
+    else:
+        engine.init_transfer_engine(told)
+
+
+def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:
+    """And not in the middle of an update."""
+    model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)
+    config: Any = None
+    with pytest.raises(StoreError, match="'gain' of Part is written by no tensor of the trainer's"):
+        Loading(model, config).record({"part.weight": ((64, 64), "float32")})
+    assert float(model.part.gain.sum()) == 2.0
+
+
+class Pooling(Model):
+    """A model that has logits, and is not asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Identity()
+
+
+def test_a_torn_model_that_pools_refuses() -> None:
+    made = Pooling()
+    refuse(made, "an update failed")
+    for ask in (made.pooler, made.compute_logits):
+        with pytest.raises(ExchangeError, match="weights are torn"):
+            ask(torch.ones(1))
+    accept(made)
+    assert made.pooler(torch.ones(1)) == made.compute_logits(torch.ones(1)) == 1.0
 
 
 def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:

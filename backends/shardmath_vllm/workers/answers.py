@@ -60,7 +60,7 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
             queue.asked += 1
         try:
             return ask(self, *args, **named)
-        except Exception:
+        except BaseException:
             # Raised where nothing is under way any more: this call has waited for those before.
             for queue in queues:
                 queue.old = queue.asked - queue.read

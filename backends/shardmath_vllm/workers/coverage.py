@@ -1,7 +1,7 @@
 """Coverage: whether an update writes all that an engine's rank has.
 
 1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
-   pads it by, or is vLLM's own, or is named as somebody's else.
+   pads it by, or is vLLM's own, or is named as somebody else's.
 2. Where tensors are stored is recorded once, as ranks meet: an engine that moves experts between ranks is refused.
 3. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
    it is found out before weights are taken back for an update.
@@ -50,7 +50,7 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError with all tensors of which cells are written by nothing. The model has them as it loads them."""
+    """Raise StoreError with all tensors that are not written whole; the model has them as they are loaded."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)

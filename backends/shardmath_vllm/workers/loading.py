@@ -7,7 +7,7 @@
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are, but for
    biases that it has made wider since (`biases`).
 4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
-5. What vLLM has in the place of a tensor may be no tensor, as None where a kernel has packed it elsewhere. vLLM's own
+5. Where a kernel has packed a tensor elsewhere, vLLM may leave None, or another object, under its name. vLLM's own
    reload drops that; here it is put back, too.
 """
 
@@ -66,7 +66,7 @@ class Loading:
     ) -> sm.Recorded:
         """What the model's own loader stores where, of tensors of these shapes; it is given the `checkpoint` of them.
 
-        `check` is called while the model has its tensors as they are loaded. It runs as before afterwards.
+        `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -82,9 +82,16 @@ class Loading:
             with disable_mtp_completeness_check():
                 recorded = smt.record(load, shapes, _Natives(self._list_natives()), form="pairs")
             check(recorded)
+            self._check_kept(recorded)
             return recorded
         finally:
             self.undo()
+
+    def _check_kept(self, recorded: sm.Recorded) -> None:
+        """Raise StoreError where an engine has something of its own beside what is written that no update can keep."""
+        written = [native.name for native in recorded.natives if native.pieces or native.function]
+        for module, names in self._find_modules(written):
+            _list_kept(module, set(names.values()))
 
     def _list_natives(self) -> dict[str, _Place]:
         """Where parameters and persistent buffers are, by name; a tied one under its first name alone."""
@@ -109,7 +116,9 @@ class Loading:
     def undo(self) -> None:
         """Put back what runs, as it was, of modules that were not processed."""
         for module in self._model.modules():
-            if get_layerwise_info(module).can_load():
+            info = get_layerwise_info(module)
+            # Also where `begin` was left in the middle of a module.
+            if info.can_load() or info.kernel_tensors is not None:
                 self._put_back(module)
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
@@ -138,7 +147,7 @@ class Loading:
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
         """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
-        # In one order on all ranks, who are asked together for the scales of what vLLM quantises.
+        # In one order on all ranks: vLLM's quantisation of a module may be collective over them.
         found = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(found, key=_count_bytes):
@@ -157,8 +166,15 @@ class Loading:
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
                 self._put_back(module)
-        # What is left are attention layers, which vLLM processes last.
+        late = [module for module in self._model.modules() if is_deferred_attention_layer(module)]
+        written = [module for module in late if not get_layerwise_info(module).can_load()]
+        # What is left are attention layers, which vLLM processes last, but for those of which something was written.
         finalize_layerwise_reload(self._model, self._config)
+        for module in written:
+            process: Any = module.process_weights_after_loading
+            process(self._config.dtype)
+        for module in list(self._others):
+            self._restore_others(module)
         process_tied(self._model, self._tied)
 
     def _put_back(self, module: nn.Module) -> None:
@@ -166,6 +182,9 @@ class Loading:
         info = get_layerwise_info(module)
         _place_kernel_tensors(module, info)
         info.reset()
+        self._restore_others(module)
+
+    def _restore_others(self, module: nn.Module) -> None:
         for name, other in self._others.pop(module, {}).items():
             if other is None:
                 module.register_parameter(name, None)
@@ -240,7 +259,7 @@ def _find_tied(model: nn.Module) -> dict[str, str]:
 
 
 def _find_others(module: nn.Module) -> dict[str, Any]:
-    """What a module has in the place of tensors that are loaded, and that is no parameter or buffer of its any more."""
+    """What a module has under the names of tensors that are loaded, and that is no longer a parameter or buffer."""
     parameters, buffers = get_layerwise_info(module).restore_metadata
     running = _list_tensors(module)
     others = {}
@@ -252,8 +271,15 @@ def _find_others(module: nn.Module) -> dict[str, Any]:
 
 def _keep_others(module: nn.Module, written: set[str]) -> None:
     """Give what has memory, and is not written, the values that run."""
+    for tensor, own in _list_kept(module, written):
+        tensor.data.copy_(own)
+
+
+def _list_kept(module: nn.Module, written: set[str]) -> list[tuple[Tensor, Tensor]]:
+    """Tensors that are not written, as they are loaded and as they run. Raises StoreError for one that is made anew."""
     parameters, buffers = get_layerwise_info(module).kernel_tensors
     running = parameters | buffers
+    kept = []
     for name, tensor in _list_tensors(module).items():
         if name in written or name in module._non_persistent_buffers_set:
             continue
@@ -267,4 +293,5 @@ def _keep_others(module: nn.Module, written: set[str]) -> None:
                 f"{name!r} of {kind} is written by no tensor of the trainer's, and vLLM has made something else of it; "
                 f"give it too"
             )
-        tensor.data.copy_(own)
+        kept.append((tensor, own))
+    return kept

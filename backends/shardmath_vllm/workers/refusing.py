@@ -1,8 +1,8 @@
 """Refusing: a model whose weights are partly old and partly new does not answer.
 
 vLLM goes on with whatever a worker's model has, also after an update of it failed. What it asks a model for after every
-step, whether that ran as a graph or not, are its logits: that is where it is stopped. Models that have none are stopped
-before the step.
+step, whether that ran as a graph or not, are its logits, or what its pooler makes: that is where it is stopped. Models
+that have neither are stopped before the step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from shardmath.base.errors import ExchangeError
 
 __all__ = ["accept", "refuse"]
 
-ASKED = ("compute_logits", "forward")
-"""What a model is asked for: the first that it has."""
-
 
 def refuse(model: nn.Module, why: str) -> None:
     """Have the model raise ExchangeError when it is asked for what its weights make."""
@@ -27,12 +24,23 @@ def refuse(model: nn.Module, why: str) -> None:
             f"the weights are torn: {why}; update all of them, or start the engine anew"
         )
 
-    asked = next(name for name in ASKED if hasattr(type(model), name))
-    # On the instance, before what its class has.
-    vars(model)[asked] = answer
+    for module, name in _list_asked(model):
+        # On the instance, before what its class has.
+        vars(module)[name] = answer
 
 
 def accept(model: nn.Module) -> None:
     """Have the model answer again."""
-    for name in ASKED:
-        vars(model).pop(name, None)
+    for module, name in _list_asked(model):
+        vars(module).pop(name, None)
+
+
+def _list_asked(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """What vLLM asks for what weights make, by name: a model that pools may have logits, too."""
+    asked: list[tuple[nn.Module, str]] = []
+    if hasattr(type(model), "compute_logits"):
+        asked.append((model, "compute_logits"))
+    pooler = getattr(model, "pooler", None)
+    if isinstance(pooler, nn.Module):
+        asked.append((pooler, "forward"))
+    return asked or [(model, "forward")]

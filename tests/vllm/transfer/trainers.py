@@ -6,6 +6,7 @@ A worker process keeps its model and its trainer from one task to the next.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ __all__ = [
     "send_changed",
     "send_often",
     "send_unreached",
+    "send_until",
 ]
 
 TIMEOUT_S = 120.0
@@ -230,6 +232,23 @@ def send_unreached(rank: int, method: str) -> None:
         trainer.send_weights()
     finally:
         delattr(last, method)
+
+
+def send_until(rank: int, folder: Path, dying: int) -> None:
+    """Send, of which one rank has done only a part when it dies."""
+    trainer = held["own"].trainer
+    select = trainer._select
+    selected: list[Any] = []
+
+    def select_or_die(refit: Any) -> Any:
+        if selected:
+            os.kill(os.getpid(), signal.SIGKILL)
+        selected.append(refit)
+        return select(refit)
+
+    if rank == dying:
+        vars(trainer)["_select"] = select_or_die
+    send(rank, folder)
 
 
 def send_often(rank: int, times: int) -> None:
