@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing as mp
 import os
@@ -126,7 +127,10 @@ def _work(address: str, folder: Path, more: dict[str, Any], channel: Connection)
     while True:
         with listener.accept() as asking:
             act, args = asking.recv()
-            asking.send(_answer(functools.partial(act, llm, *args)))
+            answer = _answer(functools.partial(act, llm, *args))
+            # Who has asked may have died since.
+            with contextlib.suppress(OSError):
+                asking.send(answer)
 
 
 def _answer(act: Callable[[], Any]) -> tuple[bool, Any]:
