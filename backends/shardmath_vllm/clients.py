@@ -55,9 +55,11 @@ class LLMClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """After an update. What was cached of prompts is of the old weights, and is dropped."""
-        self._llm.finish_weight_update(weight_version)
-        # Also that of requests under way, without which nothing would be dropped.
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        try:
+            self._llm.finish_weight_update(weight_version)
+        finally:
+            # Also that of requests under way, without which nothing would be dropped.
+            self._llm.reset_prefix_cache(reset_running_requests=True)
 
 
 class HTTPClient:
@@ -85,8 +87,10 @@ class HTTPClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """After an update. Requests that are not done go on with the new weights, of which all is computed anew."""
-        self._post("finish_weight_update", {"weight_version": weight_version})
-        self._post("reset_prefix_cache?reset_running_requests=true")
+        try:
+            self._post("finish_weight_update", {"weight_version": weight_version})
+        finally:
+            self._post("reset_prefix_cache?reset_running_requests=true")
 
     def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
         """Say something, and wait for the answer."""

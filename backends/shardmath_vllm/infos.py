@@ -74,8 +74,8 @@ class TrainerInfo:
         """Whether this rank speaks to the engines."""
         return self.rank == 0
 
-    def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """What the workers of an engine are told, so that they join."""
+    def tell(self, engine: int, meeting: str, trainer: str = "") -> dict[str, Any]:
+        """What the workers of an engine are told, so that they join; `trainer` tells this one from others."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -88,6 +88,7 @@ class TrainerInfo:
             timeout=self.timeout,
             max_inflight_bytes=self.max_inflight_bytes,
             transport=self.transport,
+            trainer=trainer,
         )
         return dict(vars(told))
 
@@ -103,7 +104,10 @@ def _check_address(address: object) -> None:
 
 @dataclass
 class Joining:
-    """What a worker is told. Worker `i` of the engine has place `first + i` of `size`."""
+    """What a worker is told. Worker `i` of the engine has place `first + i` of `size`.
+
+    `trainer` is a text that no other meeting has: whose updates the worker takes from then on.
+    """
 
     address: str
     meeting: str
@@ -115,10 +119,12 @@ class Joining:
     timeout: float
     max_inflight_bytes: int | None
     transport: str
+    trainer: str = ""
 
 
 @dataclass
 class Updating:
-    """What a worker is told of an update: its number, from 1 on, since the ranks met."""
+    """What a worker is told of an update: its number, from 1 on, since the ranks met, and whose it is."""
 
     number: int
+    trainer: str = ""

@@ -11,13 +11,16 @@ trainer.send_weights()                                          # on every rank,
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 import shardmath_torch as smt
+from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.turns import as_main
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
@@ -45,8 +48,11 @@ class Trainer:
 
     init_info_cls = TrainerInfo
 
-    def __init__(self, clients: Sequence[Client], source: Source, link: Link) -> None:
+    def __init__(
+        self, clients: Sequence[Client], source: Source, link: Link, name: str = ""
+    ) -> None:
         self._clients = clients
+        self._name = name
         self.source = source
         self.link = link
         self._number = 0
@@ -79,13 +85,15 @@ class Trainer:
                 meeting.decline(f"place {init_info.rank} does not come: {error}")
             raise
         calls = []
+        # Names of meetings begin anew in each process of a trainer.
+        own_name = secrets.token_hex(8)
         if init_info.is_sender:
             for engine, one in enumerate(clients):
-                told = init_info.tell(engine, name)
+                told = init_info.tell(engine, name, own_name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
         with calling(calls, meeting.call_off, init_info.timeout):
             link = meeting.join(Given(own.tell()))
-        return cls(clients, own, link)
+        return cls(clients, own, link, own_name)
 
     @as_main()
     def send_weights(self) -> None:
@@ -96,13 +104,23 @@ class Trainer:
         """
         self._number += 1
         self.link.relay(f"start update {self._number}", self._tell(_start))
-        updating = vars(Updating(self._number))
+        updating = vars(Updating(self._number, self._name))
         calls = [partial(client.update_weights, updating) for client in self._clients]
         with calling(calls, partial(self.link.give_up, self._number), self.link.timeout) as finish:
             self.link.move(self._number, self._check, self._move)
             # All have moved; an engine may yet say that it has not taken it.
+            self._relay_end(finish)
+        self.link.finish(self._number, self._tell(_finish))
+
+    def _relay_end(self, finish: Callable[[], None]) -> None:
+        """Have all hear whether engines have taken an update. Where one says otherwise, others have new weights."""
+        try:
             self.link.relay(f"end update {self._number}", finish)
-        self.link.finish(self._number, self._tell(lambda client: client.finish_weight_update()))
+        except ExchangeError:
+            # What they have cached of prompts is of the old ones.
+            with suppress(ExchangeError):
+                self._tell(_finish)()
+            raise
 
     def _move(self) -> None:
         """Send what this rank holds, a portion after the other."""
@@ -116,11 +134,17 @@ class Trainer:
         self.link.leave()
 
     def _tell(self, say: Callable[[Client], None]) -> Callable[[], None]:
-        """Says something to all engines, one after the other."""
+        """Says something to all engines, one after the other, also after one that fails."""
 
         def act() -> None:
-            for client in self._clients:
-                say(client)
+            faults = []
+            for engine, client in enumerate(self._clients):
+                try:
+                    say(client)
+                except Exception as error:
+                    faults.append(f"engine {engine}: {type(error).__name__}: {error}")
+            if faults:
+                raise ExchangeError("\n".join(faults))
 
         return act
 
@@ -194,6 +218,11 @@ def _start(client: Client) -> None:
         except Exception:
             raise error from None
         client.start_weight_update()
+
+
+def _finish(client: Client) -> None:
+    """Have the engine end an update."""
+    client.finish_weight_update()
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:

@@ -152,7 +152,7 @@ def test_an_engine_that_rebalances_experts_is_refused(
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
     engine.vllm_config = SimpleNamespace(quant_config=None)
-    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1)
+    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1, trainer="")
     if moves:
         with pytest.raises(StoreError, match="start the engine without it"):
             engine.init_transfer_engine(told)
@@ -218,7 +218,7 @@ def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> N
     """Refuses too: the other may be of its engine. Not where nothing has begun."""
     engine: Any = object.__new__(Engine)
     config: Any = SimpleNamespace(dtype=torch.float32)
-    engine.model, engine._link = model, Moving(acts)
+    engine.model, engine._link, engine._trainer = model, Moving(acts), ""
     engine._loading = Loading(model, config)
     with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
         engine.receive_weights(Updating(1))
@@ -230,6 +230,14 @@ def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> N
         assert model.compute_logits(hidden) is hidden
 
 
+def test_a_trainer_that_another_has_replaced_is_told_at_once(model: Model) -> None:
+    engine: Any = object.__new__(Engine)
+    engine.model, engine._link, engine._trainer = model, Moving(True), "later"
+    with pytest.raises(ExchangeError, match="has joined another trainer since"):
+        engine.receive_weights(Updating(1, "earlier"))
+    assert model.compute_logits(torch.ones(1)) == 1.0
+
+
 def test_a_reload_that_fails_at_its_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves a model that refuses, with all of its tensors there."""
 
@@ -238,7 +246,7 @@ def test_a_reload_that_fails_at_its_end(model: Model, monkeypatch: pytest.Monkey
 
     engine: Any = object.__new__(Engine)
     config: Any = None
-    engine.model, engine._link = model, Moving(True)
+    engine.model, engine._link, engine._trainer = model, Moving(True), ""
     engine._loading = Loading(model, config)
     monkeypatch.setattr(engine._loading, "finish", fail)
     with pytest.raises(RuntimeError, match="no memory"):

@@ -42,6 +42,23 @@ class _Queue:
         return getattr(self._queue, name)
 
 
+class _Asking:
+    """What all workers are asked by; `asked` is how often they were."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.asked = 0
+
+    def enqueue(self, *args: Any, **named: Any) -> Any:
+        """Ask. What cannot be sent is asked of nobody, and nobody answers."""
+        sent = self._queue.enqueue(*args, **named)
+        self.asked += 1
+        return sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
 def pass_over_old_answers() -> None:
     """Have vLLM's executors in this process do so; again does nothing."""
     if hasattr(MultiprocExecutor, DONE):
@@ -55,22 +72,34 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
 
     def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
         queues = _wrap(self)
+        asking = self.rpc_broadcast_mq
+        before = asking.asked if asking else 0
         rank = named.get("unique_reply_rank")
-        for queue in queues if rank is None else [queues[rank]]:
-            queue.asked += 1
+        waited_for = queues if rank is None else [queues[rank]]
         try:
-            return ask(self, *args, **named)
+            answer = ask(self, *args, **named)
         except BaseException:
+            _count_asked(waited_for, asking.asked - before if asking else 0)
             # Raised where nothing is under way any more: this call has waited for those before.
             for queue in queues:
                 queue.old = queue.asked - queue.read
             raise
+        _count_asked(waited_for, 1)
+        return answer
 
     return collective_rpc
 
 
+def _count_asked(queues: list[_Queue], times: int) -> None:
+    for queue in queues:
+        queue.asked += times
+
+
 def _wrap(executor: Any) -> list[_Queue]:
-    """The executor's queues of answers, from now on with counts."""
+    """The executor's queues of answers, from now on with counts, as what it asks by."""
+    asking = executor.rpc_broadcast_mq
+    if asking is not None and not isinstance(asking, _Asking):
+        executor.rpc_broadcast_mq = _Asking(asking)
     queues = executor.response_mqs
     for place, queue in enumerate(queues):
         if not isinstance(queue, _Queue):

@@ -42,11 +42,11 @@ def test_workers_have_what_their_loaders_take(pool: Pool, lag: float) -> None:
         ("source", ALL, "TrainerInfo has rank 1, and this is rank 0 of those"),
         ("init", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
         ("record", ALL, "place 2 could not record its loader: ArithmeticError"),
-        ("start", OF_TRAINER, "place 0 could not start update 1: ConnectionError"),
+        ("start", OF_TRAINER, "place 0 could not start update 1: engine 0: ConnectionError"),
         ("update", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
         ("shape", ALL, "place 1 could not begin update 1: rank 1"),
         ("process", ALL, "cannot be processed"),
-        ("finish", OF_TRAINER, "place 0 could not finish update 1: ConnectionError"),
+        ("finish", OF_TRAINER, "place 0 could not finish update 1: engine 0: ConnectionError"),
     ],
 )
 def test_what_fails_on_one_is_an_error_on_all_at_once(

@@ -61,6 +61,36 @@ def test_an_engine_in_this_process(pair: Pair) -> None:
     assert pair.is_equal()
 
 
+@pytest.mark.parametrize("lost", ["update_weights", "finish_weight_update"])
+def test_engines_that_have_new_weights_end_the_update_all_the_same(
+    pair: Pair, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an answer is lost: what they have cached of prompts is of the old weights."""
+    ended = []
+    act = getattr(pair.engine, lost)
+
+    def act_and_lose(*given: object) -> None:
+        act(*given)
+        ended.append("lost")
+        raise ConnectionError("no answer")
+
+    class Other(PlainEngine):
+        """Another engine, which is told in its turn."""
+
+        def update_weights(self, update_info: object) -> None:
+            """Nothing: it has no ranks."""
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            ended.append("other")
+
+    monkeypatch.setattr(pair.engine, lost, act_and_lose)
+    pair.sender._clients.append(Other(make_module()))
+    with pytest.raises(ExchangeError, match="engine 0: ConnectionError: no answer"):
+        pair.sender.send_weights()
+    assert pair.is_equal()
+    assert ended == ["lost", "other"]
+
+
 def test_any_thread_may_send() -> None:
     """Engines know nothing of a trainer's threads."""
     equal: list[bool] = []

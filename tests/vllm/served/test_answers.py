@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 from collections import deque
 from typing import Any
 
@@ -20,10 +22,25 @@ class Queue:
         self._answers = deque(answers)
 
     def enqueue(self, said: Any) -> None:
-        """Nobody is there to hear it."""
+        """Nobody is there to hear it. Some things cannot be said."""
+        pickle.dumps(said)
 
     def dequeue(self, timeout: float | None = None) -> Any:
         return self._answers.popleft()
+
+
+def test_what_could_not_be_asked_has_no_answers() -> None:
+    """None is waited for in the place of that to the next call."""
+    pass_over_old_answers()
+    executor: Any = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor.rpc_broadcast_mq = Queue()
+    executor.response_mqs = [Queue((DONE, 1), (DONE, 2))]
+    executor.futures_queue = deque()
+    executor.is_failed = False
+    assert executor.collective_rpc("update_weights") == [1]
+    with pytest.raises(TypeError, match="cannot pickle"):
+        executor.collective_rpc("update_weights", args=(threading.Lock(),))
+    assert executor.collective_rpc("update_weights") == [2]
 
 
 def test_answers_that_were_left_are_passed_over() -> None:
