@@ -3,7 +3,7 @@
 1. What is drawn where is as in `buffer_map`: a row is a bucket, below a rank stands what that rank holds.
 2. What is too narrow to see is drawn as one, from one border between ranks to the next; each box says in its title what
    it is, and how much of it is padding.
-3. Colours are Okabe and Ito's, whom the colour-blind can follow; text is of a grey that shows on white and on black.
+3. Colours are Okabe and Ito's, whom the colour-blind can follow; paper and text are light or dark, as in all pictures.
 
 >>> from shardmath.buffers import Param, distributed_optimizer
 >>> picture = buffer_svg(distributed_optimizer([Param("a.w", (90,))], data_parallel_world_size=2), 2, title="a < b")
@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardmath.base.text import show_share
 from shardmath.buffers.param_layout import PerBufferParamLayout
@@ -26,7 +26,15 @@ from shardmath.pictures.buffer_text import (
     shape_of,
     summarize,
 )
-from shardmath.pictures.elements import FONT, VERMILION, every, plain
+from shardmath.pictures.elements import (
+    LETTER,
+    VERMILION,
+    Drawing,
+    box,
+    document,
+    every,
+    words,
+)
 from shardmath.pictures.text import count, count_more
 
 __all__ = ["LEFT", "RIGHT", "buffer_svg"]
@@ -37,12 +45,9 @@ ROW, PITCH = 30, 46
 """Pixels of a row, and from one to the next."""
 NARROW, SLIT = 4.0, 1.0
 """Pixels below which parameters, and padding, are drawn with what is beside them."""
-LETTER = 6.05
-"""Pixels of a character of a label."""
 BLUES = (("#56b4e9", "#000"), ("#0072b2", "#fff"))
 """Fill and text of parameters, in turns."""
 SEVERAL = ("#c8c8c8", "#000")
-GREY = "#777"
 HATCHED = ("url(#shardmath-padding)", "padding")
 """Fill of padding, and its name in the heading."""
 APART = 5
@@ -83,9 +88,10 @@ def buffer_svg(
     body += _rank_numbers(ranks, room)
     body += _rows(buckets, ranks, room, bottom)
     more = count_more(len(layout.bucket_indices), most, "bucket")
-    body += [_text(LEFT, bottom + 8, line) for line in more]
+    body += [words(LEFT, bottom + 8, line) for line in more]
     height = bottom + 22 * len(more)
-    return _document(wide, height, body, plain(title))
+    about = "; ".join(summarize(layout, ranks))
+    return document(Drawing(wide, height, tuple(body)), title, about)
 
 
 def _rows(buckets: Sequence[Bucket], ranks: int, room: int, bottom: int) -> Iterator[str]:
@@ -101,46 +107,30 @@ def _rows(buckets: Sequence[Bucket], ranks: int, room: int, bottom: int) -> Iter
         yield from _labels(bucket, y, room)
 
 
-def _document(width: int, height: int, body: Iterable[str], title: str) -> str:
-    """The elements as a document that stands alone."""
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    font = f'font-family="{FONT}" font-size="10" fill="{GREY}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {font}>'
-    return "\n".join([head, f"<title>{title}</title>", *body, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, **attributes: object) -> str:
-    """Text whose baseline begins at (x, y); `_` in the names of attributes stands for `-`."""
-    given = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
-    return f'<text x="{x:.6g}" y="{y:.6g}"{"".join(given)}>{plain(text)}</text>'
-
-
 def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) -> Iterator[str]:
     """The title, the numbers of the buffer, and what colours mean."""
-    yield _text(8, 18, title, font_size=14, font_weight="bold")
+    yield words(0, 18, title, font_size=14, font_weight="bold")
     summary = summarize(layout, ranks)
     for number, line in enumerate(summary[:2]):
-        yield _text(8, 36 + 15 * number, line, font_size=11)
-    x = 8.0
+        yield words(0, 36 + 15 * number, line)
+    x = 0.0
     for fill, what in LEGEND:
         yield _rect(x, 63, 18, 12, fill)
-        yield _text(x + 23, 73, what)
+        yield words(x + 23, 73, what)
         x += 19
         if what:
             x += len(what) * LETTER + 18
     yield _line(f"M{x:.6g} 62v14", 1.2)
     border = "border between ranks" if step == 1 else f"border, every {step} ranks"
-    yield _text(x + 8, 73, border)
+    yield words(x + 8, 73, border)
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
     """A rectangle, with a title that shows under the mouse."""
-    edge = 'stroke="#fff" stroke-width="0.5"'
+    edge = {"stroke": "#fff", "stroke_width": 0.5}
     if fill == HATCHED[0]:
-        edge = f'stroke="{VERMILION}" stroke-width="0.8"'
-    place = f'x="{x:.6g}" y="{y}" width="{width:.6g}" height="{height}"'
-    inside = f"><title>{plain(title)}</title></rect>" if title else "/>"
-    return f'<rect {place} fill="{fill}" {edge}{inside}'
+        edge = {"stroke": VERMILION, "stroke_width": 0.8}
+    return box(x, y, width, height, title, fill=fill, **edge)
 
 
 def _line(path: str, thick: float) -> str:
@@ -158,10 +148,10 @@ def _rank_numbers(ranks: int, room: int) -> Iterator[str]:
     middle = 0.5 if step == 1 else 0
     anchor = "middle" if step == 1 else "start"
     y = TOP - 8
-    yield _text(8, y, "rank")
+    yield words(0, y, "rank")
     for rank in range(0, ranks, step):
         x = LEFT + (rank + middle) * room / ranks
-        yield _text(x, y, str(rank), text_anchor=anchor)
+        yield words(x, y, str(rank), text_anchor=anchor)
 
 
 def _count_groups(ranks: int, room: int) -> int:
@@ -182,14 +172,14 @@ def _borders(ranks: int, room: int, top: int, bottom: int) -> Iterator[str]:
 
 def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     """The boxes of a bucket, between its number and its sizes."""
-    yield _text(8, y + 19, f"bucket {bucket.number:,}", font_size=11)
+    yield words(0, y + 19, f"bucket {bucket.number:,}")
     for span, x, wide, (fill, _) in _boxes(bucket, room):
         title = _tooltip(bucket, span)
         yield _rect(x, y, wide, ROW, fill, title)
     right = LEFT + room + 10
     padding = show_share(bucket.padding, bucket.numel)
-    yield _text(right, y + 13, f"{bucket.numel:,}")
-    yield _text(right, y + 26, f"{padding} padding")
+    yield words(right, y + 13, f"{bucket.numel:,}")
+    yield words(right, y + 26, f"{padding} padding")
 
 
 def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
@@ -203,7 +193,7 @@ def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     for span, x, wide, (fill, colour) in _boxes(bucket, room):
         label = _label(span, wide)
         if label:
-            yield _text(x + wide / 2, y + 19, label, fill=colour, stroke=fill, **hide)
+            yield words(x + wide / 2, y + 19, label, fill=colour, stroke=fill, **hide)
 
 
 def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Span, float, float, tuple[str, str]]]:

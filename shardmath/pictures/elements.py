@@ -57,7 +57,7 @@ LINE = 16
 
 MARGIN = 12
 
-MOST_LETTERS = 100
+MOST_LETTERS = 140
 """Characters of a text."""
 MOST_TITLE = 240
 """Characters of what shows under the mouse."""
@@ -66,9 +66,10 @@ MOST_DESCRIBED = 2000
 
 FONT = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 
+# An SVG is the root of a document that stands alone, and never of a page that it is put into.
 THEMES = (
-    "svg{color:#1f2328;background:#fff}"
-    "@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}"
+    "svg:root{color:#1f2328;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3;background:#0d1117}}"
 )
 
 

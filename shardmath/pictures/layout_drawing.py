@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from shardmath.pictures.elements import (
     beside,
     box,
     brief,
+    every,
     in_rows,
     ink,
     lines,
@@ -61,6 +63,8 @@ LEFT, TOP = 48.0, 20.0
 MOST_LEGEND = 8
 MOST_DESCRIBED = 16
 """Ranks in the description for people who do not see the picture."""
+MOST_SPARSE = 6
+"""Letters of a number that is wider than its box."""
 MOST_LOCAL = 4
 """Ranks whose local tensors are drawn."""
 
@@ -107,23 +111,41 @@ def _shortened(runs: Runs) -> str:
 
 def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WIDE) -> Drawing:
     """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
-    drawn = []
-    labelled: set[Holders] = set()
-    for cut in cells.panels:
-        panel = _Panel(layout, cut, colours, wide)
-        drawn.append(panel.draw())
-        labelled |= panel.labelled
-    found = _distinct(cells.panels)
-    unnamed = [one for one in found if one not in labelled]
-    head = lines([str(layout)], font_weight="bold")
-    legend = _legend(layout, found, unnamed, colours)
-    notes = lines(_notes(layout, cells))
-    parts = [head, in_rows(drawn), *legend, notes]
+    panels = [_Panel(layout, cut, colours, wide) for cut in cells.panels]
+    drawn = [panel.draw() for panel in panels]
+    # What stands above and below a panel is not wider than the panel: a plan draws the heat map beside it.
+    letters = int((LEFT + wide) / LETTER)
+    head = lines(_wrap_heading(layout, letters), font_weight="bold")
+    legend = _legend(layout, panels, colours, letters)
+    notes = _wrap([*_number_notes(panels), *_notes(layout, cells)], letters)
+    parts = [head, in_rows(drawn), *legend, lines(notes)]
     first_ranks = layout.mesh.ranks[:MOST_LOCAL]
     if any(map(layout.holes, first_ranks)):
         parts.append(_local_tensors(layout))
     filled = [part for part in parts if part.height]
     return below(filled, 6)
+
+
+def _wrap_heading(layout: Layout, letters: int) -> list[str]:
+    """The layout, and below it the mesh if both have no room on one line."""
+    text = str(layout)
+    if len(text) <= letters:
+        return [text]
+    held, _, mesh = text.partition(" on ")
+    return _wrap([held, f"on {mesh}"], letters)
+
+
+def _wrap(texts: Iterable[str], letters: int) -> list[str]:
+    """The texts in lines of at most so many letters."""
+    return [line for text in texts for line in textwrap.wrap(text, letters)]
+
+
+def _number_notes(panels: Sequence[_Panel]) -> Iterator[str]:
+    """What the numbers in the boxes are."""
+    numbered = [panel for panel in panels if panel.labelled]
+    if numbered:
+        step = numbered[0].step
+        yield "numbers are ranks" if step == 1 else f"numbers are ranks, in one box of {step:,}"
 
 
 def colours_of(several: Iterable[Cells]) -> Colours:
@@ -165,6 +187,8 @@ class _Panel:
         self.columns = scale_stretches(panel.columns, wide)
         self.rows = scale_stretches(panel.rows, HIGH)
         self.labelled: set[Holders] = set()
+        self.step = 1
+        """Of how many boxes one is labelled."""
 
     def draw(self) -> Drawing:
         """Boxes under the positions at which they begin."""
@@ -250,19 +274,44 @@ class _Panel:
         return f"[{', '.join(slices)}]"
 
     def _labels(self, left: float) -> Iterator[str]:
-        """The holders, in those boxes that have room for them."""
-        middle = {"text_anchor": "middle", "pointer_events": "none"}
+        """The holders, in those boxes that have room for them; else in every so many boxes."""
         for place in self._places():
-            holders = self._find_holders(place)
             letters = int((place.width - 4) / LETTER)
-            text = write_label(holders, self.layout.op, letters)
-            if not text or place.height < LINE - 4:
-                continue
-            self.labelled.add(holders)
-            x = left + place.x + place.width / 2
-            y = place.y + place.height / 2 + 4
-            fill = ink(self.colours[holders])
-            yield elements.words(x, y, text, fill=fill, **middle)
+            if place.height >= LINE - 4:
+                yield from self._label(place, left, letters)
+        if not self.labelled:
+            yield from self._sparse_labels(left)
+
+    def _sparse_labels(self, left: float) -> Iterator[str]:
+        """The holders of every so many boxes, which have room for one number together."""
+        rows = self.rows
+        columns = self.columns
+        room = (MOST_SPARSE + 1) * LETTER
+        if columns.total < room or rows.total < LINE:
+            return
+        down = every(len(rows.at), rows.total, LINE)
+        across = every(len(columns.at), columns.total, room)
+        self.step = down * across
+        for place in self._places():
+            # The middle of each group, so that no number hangs over the border of the panel.
+            if place.row % down == down // 2 and place.column % across == across // 2:
+                yield from self._label(place, left, MOST_SPARSE, hides=True)
+
+    def _label(
+        self, place: _Place, left: float, letters: int, *, hides: bool = False
+    ) -> Iterator[str]:
+        """The holders of a cell in at most so many letters, if they have room; `hides` the borders behind them."""
+        holders = self._find_holders(place)
+        text = write_label(holders, self.layout.op, letters)
+        if not text:
+            return
+        self.labelled.add(holders)
+        x = left + place.x + place.width / 2
+        y = place.y + place.height / 2 + 4
+        fill = self.colours[holders]
+        stroke = {"stroke": fill, "stroke_width": 3, "paint_order": "stroke"} if hides else {}
+        middle = {"text_anchor": "middle", "pointer_events": "none"}
+        yield elements.words(x, y, text, fill=ink(fill), **stroke, **middle)
 
 
 def _number(x: float, y: float, position: int, anchor: str) -> str:
@@ -278,26 +327,29 @@ HATCH = (
 
 
 def _legend(
-    layout: Layout, found: Sequence[Holders], unnamed: Sequence[Holders], colours: Colours
+    layout: Layout, panels: Sequence[_Panel], colours: Colours, letters: int
 ) -> list[Drawing]:
     """Who has which colour, of those that no box names; the first and the last of many."""
+    found = _distinct(panel.panel for panel in panels)
+    labelled = {holders for panel in panels for holders in panel.labelled}
+    unnamed = [one for one in found if one not in labelled]
     if not unnamed:
         return []
     op = layout.op
     if len(unnamed) <= MOST_LEGEND:
-        entries = [_entry(one, op, colours[one]) for one in unnamed]
+        entries = [_entry(one, op, colours[one], letters) for one in unnamed]
         return [below(entries, 0)]
     ends = (found[0], found[-1])
-    first, last = [_entry(one, op, colours[one]) for one in ends]
+    first, last = [_entry(one, op, colours[one], letters) for one in ends]
     count = lines([f"... {len(found):,} colours in the order of ranks ..."])
-    return [beside([first, count, last], 8)]
+    return [below([first, count, last], 0)]
 
 
-def _entry(holders: Holders, op: str | None, colour: str) -> Drawing:
-    """A colour and what it stands for."""
+def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawing:
+    """A colour and what it stands for, in at most so many letters."""
     named = write_holders(holders, op)
-    text = brief(named, 60)
-    square = box(0, 3, 12, 12, fill=colour)
+    text = brief(named, letters - 3)
+    square = box(0, 3, 12, 12, named, fill=colour)
     label = elements.words(18, LINE * 0.75, text)
     width = 18 + len(text) * LETTER
     return Drawing(width, LINE, (square, label))

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ NODE_NAME = 52
 """Pixels of the name of a node."""
 TOP = 20.0
 """Pixels above the boxes, for the names of ranks."""
+MOST_NAME = 40
+"""Letters of a line of a tensor's name, if its pictures are narrower."""
 MOST_CELLS = 256
 """Of each layout."""
 
@@ -72,11 +75,11 @@ def plan_svg(
     where = value.topology if topology is None else checked(topology)
     name = _choose_tensor(value, tensor)
     moved = traffic(value, where)
-    summary = _describe(moved, where)
+    summary = [*_describe(moved, where), *_describe_groups(moved)]
     heat = _draw_heat(moved, where)
     explained = below([heat, lines(summary)], 4)
     sides = _draw_sides(value, name)
-    drawing = beside([*sides, explained], 28)
+    drawing = beside([sides, explained], 28) if sides.width else explained
     tensors = plural(value.src, "tensor")
     senders = len(value.src_ranks)
     receivers = plural(value.dst_ranks, "rank")
@@ -95,20 +98,32 @@ def _choose_tensor(p: Movable, tensor: str | None) -> str:
     return tensor
 
 
-def _draw_sides(p: Movable, name: str) -> list[Drawing]:
+def _draw_sides(p: Movable, name: str) -> Drawing:
     """The tensor before and after; one set of holders has one colour in all."""
     if name not in p.src:
-        return []
+        return lines([])
     before = p.src[name]
     after = p.dst[name]
     shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
     cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
     colours = colours_of(cells.values())
-    tail = f": {name}" if name else ""
-    return [
-        _draw_side(f"before{tail}", before, cells, colours),
-        _draw_side(f"after{tail}", after, cells, colours),
+    sides = [
+        _draw_side("before", before, cells, colours),
+        _draw_side("after", after, cells, colours),
     ]
+    drawn = beside(sides, 28)
+    if not name:
+        return drawn
+    letters = max(int(drawn.width / LETTER), MOST_NAME)
+    heads = textwrap.wrap(_name_tensor(p, name), letters)
+    return below([lines(heads, font_weight="bold"), drawn], 6)
+
+
+def _name_tensor(p: Movable, name: str) -> str:
+    """The tensor that is drawn, and how to draw another."""
+    if len(p.src) == 1:
+        return name
+    return f"{name}, 1 of {len(p.src):,} tensors; tensor= draws another"
 
 
 def _draw_side(
@@ -132,6 +147,18 @@ def _describe(moved: Traffic, where: Topology | None) -> list[str]:
     if where is not None:
         texts.append(f"{show_bytes(far)} of {show_bytes(sent)} crosses from node to node")
     return texts
+
+
+def _describe_groups(moved: Traffic) -> Iterator[str]:
+    """How many ranks a row and a column stand for, if for more than one."""
+    for what, groups in (("row", moved.senders), ("column", moved.receivers)):
+        sizes = [len(group.ranks) for group in groups]
+        most = max(sizes, default=1)
+        if most == 1:
+            continue
+        fewer = sum(size < most for size in sizes)
+        text = f"a {what} is {most:,} ranks"
+        yield f"{text}, {fewer:,} of {len(sizes):,} are fewer" if fewer else text
 
 
 class _Axis(NamedTuple):

@@ -81,6 +81,9 @@ COLOURS: Colours = {
 }
 """Of the kinds that moves have: what is only waiting is grey. Other kinds have those of `palette`."""
 
+SHORT = 8.0
+"""Pixels of a row whose time is written beside it."""
+
 PARTED = 0.6
 """Pixels that part two bars, where they are long enough."""
 
@@ -247,6 +250,17 @@ def _draw_bars(row: _Row, axis: _Axis, colours: Colours) -> Iterator[str]:
         kind = _find_kind(bar.span)
         title = _describe(bar.span)
         yield box(bar.begin, row.y, width, ROW, title, fill=colours[kind])
+    yield from _write_short(row, axis)
+
+
+def _write_short(row: _Row, axis: _Axis) -> Iterator[str]:
+    """The time of a row that is too short to be seen, beside its bars: a model of fast links, next to slow ones."""
+    first = min(span.begin_s for span in row.spans)
+    end = max(span.end_s for span in row.spans)
+    x = axis.find(end)
+    if x - axis.find(first) < SHORT:
+        text = show_seconds(end - first)
+        yield words(x + 4, row.y + ROW - 3, text)
 
 
 def _describe(span: Span) -> str:

@@ -277,7 +277,8 @@ def test_the_picture_is_self_contained() -> None:
     text = buffer_svg(four(), 3)
     root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg" and root.attrib["role"] == "img" and root[0].tag == f"{SVG}title"
-    assert not re.search(r"href|<style|<script|@import", text)
+    assert "prefers-color-scheme:dark" in text
+    assert not re.search(r"href|<script|@import|//(?!www\.w3\.org/2000/svg)", text)
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
 
 

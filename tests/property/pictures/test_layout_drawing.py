@@ -177,6 +177,20 @@ def test_large_layouts_are_small_pictures(name: str) -> None:
                 assert all(any(g <= i < g + n for _, g, n in one.segments) for i, one in held)
 
 
+@pytest.mark.parametrize(
+    ("shape", "text", "numbered"),
+    [((4096,), "(dp n)", 8), ((8192, 4096), "(dp n) h", 32), ((8192, 4096), "(16 n) (dp h)", 8)],
+)
+def test_boxes_without_room_are_numbered_now_and_then(
+    shape: tuple[int, ...], text: str, numbered: int
+) -> None:
+    root = ElementTree.fromstring(layout_svg(Layout(shape, Mesh(dp=512), text)))
+    texts = list(root.iter(f"{SVG}text"))
+    labels = [one for one in texts if one.attrib.get("paint-order") == "stroke"]
+    assert len(labels) >= numbered
+    assert any((one.text or "").startswith("numbers are ranks, in one box of ") for one in texts)
+
+
 def test_what_is_left_out_is_said() -> None:
     text = layout_svg(Layout((7168, 2048), Mesh(dp=64, tp=8), "(n dp 1) (h tp 1)"))
     assert "gap: rows 12 to 7,155 are not drawn" in texts(text)

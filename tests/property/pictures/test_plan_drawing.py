@@ -149,12 +149,28 @@ def test_one_tensor_of_several_is_drawn() -> None:
     mesh = Mesh(tp=2)
     here = {name: Layout((4, n), mesh, "(tp n) h") for name, n in (("a", 2), ("<b>", 6))}
     p = plan(here, {name: Layout(x.shape, mesh, "n (tp h)") for name, x in here.items()})
-    assert "before: &lt;b&gt;" in p.svg() and "float32[4, 6]" in p.svg()
-    assert "before: a" in p.svg(tensor="a") and "float32[4, 6]" not in p.svg(tensor="a")
+    note = ", 1 of 2 tensors; tensor= draws another<"
+    assert f">&lt;b&gt;{note}" in p.svg() and "float32[4, 6]" in p.svg()
+    assert f">a{note}" in p.svg(tensor="a") and "float32[4, 6]" not in p.svg(tensor="a")
     with pytest.raises(PlanError, match="the plan has no tensor 'c'; it has '<b>', 'a'"):
         p.svg(tensor="c")
     with pytest.raises(PlanError, match="topology=3 is no"):
         p.svg(topology=3)  # type: ignore[arg-type]
+
+
+def test_names_of_many_holders_do_not_push_the_heat_map_away() -> None:
+    # Each box is held by 64 ranks that do not follow each other, whose names take hundreds of pixels.
+    mesh = Mesh(data_parallel=64, tensor_model_parallel=16)
+    src = Layout((4096, 4096), mesh, "(tensor_model_parallel n) h")
+    dst = Layout((4096, 4096), mesh, "n (tensor_model_parallel h)")
+    root = ElementTree.fromstring(plan(src, dst).svg())
+    assert float(root.attrib["width"]) < 1200
+
+
+def test_groups_of_ranks_say_how_many_ranks_they_are() -> None:
+    src = Layout((500,), Mesh(dp=50), "(dp n)")
+    text = plan_svg(plan(src, Layout((500,), Mesh(tp=2), "(tp n)")))
+    assert ">a row is 3 ranks, 1 of 17 are fewer<" in text and "a column is" not in text
 
 
 def test_windows_are_drawn_one_below_the_other() -> None:

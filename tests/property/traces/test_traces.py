@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, ShardError, cli, plan
+from shardmath.base.text import show_seconds
 from shardmath.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
 from shardmath.traces.chrome import spell
 
@@ -279,6 +280,15 @@ def test_many_short_spans_are_one_bar() -> None:
 def test_more_rows_than_are_drawn() -> None:
     spans = tuple(Span(Place(rank), "phases", "moving", 0.0, 1.0) for rank in range(200))
     assert "72 more rows are left out" in svg(Trace(spans))
+
+
+def test_a_row_too_short_to_be_seen_says_its_time() -> None:
+    """The model of fast links, below a move over slow ones."""
+    moved = Span(Place(0), "rounds", "round 1", 0.0, 0.1)
+    modelled = Span(Place(0, is_model=True), "rounds", "round 1", 0.0, 20e-6)
+    root = ElementTree.fromstring(svg(Trace((moved, modelled))))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert show_seconds(20e-6) in texts
 
 
 def test_what_is_no_trace_has_no_picture() -> None:
