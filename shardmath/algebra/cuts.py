@@ -37,7 +37,10 @@ __all__ = [
 
 
 class Splits(Hashable, Protocol):
-    """Anything hashable that divides a length into parts, each of them Runs over 0..n-1."""
+    """Anything hashable that divides a length into parts, each of them Runs over 0..n-1.
+
+    Its parts are disjoint unless it has an attribute `overlaps` that is true.
+    """
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The `parts` parts of a length `n`."""
@@ -159,12 +162,14 @@ Cut: TypeAlias = Interval | UserCut
 # Kept beside the value, not in it: a value that grew as it is used would be pickled with all of that.
 @memo()
 def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
-    """What the user's rule answers. Raises PlacementError unless that many Runs in the length."""
+    """What the user's rule answers. Raises PlacementError unless that many disjoint Runs in the length."""
     call = f"{_shorten(by)}.split({length}, {parts})"
     try:
         out = tuple(by.split(length, parts))
-    except ShardError:
+    except PlacementError:
         raise
+    except ShardError as error:
+        raise PlacementError(f"{call}: {error}") from error
     except Exception as error:
         raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
     if len(out) != parts:
@@ -176,7 +181,23 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
         if part.extent > length:
             what = f"{call}: part {i} is {part}, beyond the length"
             raise PlacementError(f"{what}; stay below {length}")
+    if not getattr(by, "overlaps", False):
+        _check_disjoint(out, call)
     return out
+
+
+def _check_disjoint(parts: tuple[Runs, ...], call: str) -> None:
+    """Raise PlacementError where two parts hold one position: plans would take it for a replica."""
+    spans = []
+    for i, part in enumerate(parts):
+        spans += [(start, start + n, i) for _, start, n in part.segments]
+    spans.sort()
+    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            both = f"parts {min(one, other)} and {max(one, other)} both hold position {start}"
+            what = f"{call}: {both}"
+            fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
+            raise PlacementError(f"{what}; {fix}")
 
 
 MOST_SHOWN = 120

@@ -4,7 +4,8 @@
    keeps. That is the whole protocol. Whoever writes one gets planning, proof, execution and the laws,
    because Layout does the composing; make it a frozen dataclass, so that equal placements are equal.
 2. A dividing placement's parts are in bounds, disjoint and covering; one part changes nothing; parts may be empty.
-   `Table` may overlap: whoever needs a piece takes it from any of its holders.
+   A placement that has `overlaps = True`, as `Table` has, may hold a position in several parts: whoever needs it takes
+   it from any of them. Of any other that is an error where a Layout is made of it.
 3. The built-in ones are also one or two digits each (`digits`), which is how they compose fast.
 4. `Replicate` is not a digit. `Partial` is one more dimension, whose coordinate is the addend.
 
@@ -20,7 +21,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, cast
+from typing import ClassVar, Protocol, TypeAlias, cast
 
 from shardmath.algebra.cuts import Balanced as BalancedCut
 from shardmath.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
@@ -298,6 +299,8 @@ class Table:
 
     Parts may overlap, as in expert maps with duplicates and in slices of other layouts.
     """
+
+    overlaps: ClassVar[bool] = True
 
     dim: int
     parts: tuple[Runs, ...]

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.layouts.edits import relabelled
-from shardmath.storage.binding import Block, Bound, Held
+from shardmath.storage.binding import Bound, Held
+from shardmath.storage.owners import Block
 from shardmath.storage.stored import Stored
 
 __all__ = ["copy_bound"]

@@ -3,6 +3,8 @@
 1. The first row all of whose tensors exist takes them. What no row takes is an error, and so is all else that
    does not fit, in one message.
 2. Plans speak of logical tensors: each has one layout. Names that ranks store are made when a rank asks.
+3. No rank stores two logical tensors in the same cells: what a rank has under one name, one instance of one row
+   stores there. A logical tensor that is stored under several names is legal, and so are copies on other ranks.
 
 >>> from shardmath.algebra.mesh import Mesh
 >>> from shardmath.storage import rows
@@ -19,40 +21,29 @@ float32[4, 4] (tp n) h on dp=2 tp=2
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
-from shardmath.storage.cutting import Frame
-from shardmath.storage.laying import Laid, lay
+from shardmath.storage.laying import stack_names
 from shardmath.storage.names import STARS
-from shardmath.storage.owners import Owner, Owners, pile
+from shardmath.storage.owners import Block, Layouts, Maker, pile
 from shardmath.storage.rows import Row
 from shardmath.storage.stored import Shapes, Slot, Stored, Vocabulary
 
-__all__ = ["Block", "Bound", "Held", "bind"]
+__all__ = ["Bound", "Held", "bind"]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
 
 SHOWN = 5
 """Tensors without a row that a message names."""
-
-
-class Block(NamedTuple):
-    """A stored tensor: its components' names, one list per component, by number of the stack."""
-
-    names: tuple[list[str], ...]
-    laid: Laid
-    owner: Owner
-
-
-_Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
-"""Those of a block's components, by number of the stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,29 +144,12 @@ def _list_slots(
     chunk = owner.chunk
     function = held.row.function
     local = [own for own, _ in numbers]
-    natives = _fill(held, owner, local)
+    natives = owner.name(held.row, held.star, local)
     for component, names in zip(held.components, block.names, strict=True):
         cuts = laid.cuts(component, coords, local)
         for (_, number), native, cut in zip(numbers, natives, cuts, strict=True):
             slot = Slot(chunk, native, cut, order, function)
             yield names[number], slot, shape
-
-
-def _fill(held: Held, owner: Owner, local: Sequence[int]) -> list[str]:
-    """The native names; an index that is spread in them has these local numbers."""
-    numbers = dict(owner.local)
-    row = held.row
-    spread = row.spread
-    if owner.stack is None or spread is None:
-        name = row.native.fill(numbers, star=held.star)
-        return [name] * len(local)
-    names = []
-    for number in local:
-        numbers[owner.stack.index] = number
-        numbers[spread.name] = number
-        name = row.native.fill(numbers, star=held.star)
-        names.append(name)
-    return names
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
@@ -207,8 +181,10 @@ class _Binder:
                     held += self._hold(row, star)
                 except ShardError as error:
                     faults.append(f"{error}\nin the row {row}")
+        bound = Bound(self.stored, self.layouts, tuple(held))
+        faults += _list_shared(bound)
         self._check(faults)
-        return Bound(self.stored, self.layouts, tuple(held))
+        return bound
 
     def _list_rows(self) -> Iterator[Row]:
         """The rows, and one for each template that an open row takes."""
@@ -247,7 +223,7 @@ class _Binder:
         self, row: Row, words: tuple[str, ...], templates: Sequence[str]
     ) -> list[Block]:
         """The stored tensors of the row whose components' names are of these templates."""
-        maker = _Maker(self.stored, self.vocabulary, row, words)
+        maker = Maker(self.stored, self.vocabulary, row, words)
         stacked = maker.owners.place_stacked()
         found = [self.vocabulary.find(template, stacked) for template in templates]
         blocks = []
@@ -297,7 +273,7 @@ class _Binder:
             return False
         return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
-    def _note(self, row: Row, block: Block, layouts: _Layouts) -> bool:
+    def _note(self, row: Row, block: Block, layouts: Layouts) -> bool:
         """Keep the layouts; False for a copy where the tensor is already."""
         names = itertools.chain(*block.names)
         by_name = zip(names, itertools.chain(*layouts), strict=True)
@@ -314,67 +290,93 @@ class _Binder:
         return True
 
 
-class _Maker:
-    """Makes the stored tensors of one row: layers and experts that are alike share what is laid out."""
-
-    def __init__(
-        self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
-    ) -> None:
-        self.stored = stored
-        self.vocabulary = vocabulary
-        self.row = row
-        self.components = components
-        self.owners = Owners(stored, row)
-        self.laid: dict[object, Laid] = {}
-        self.made: dict[object, _Layouts] = {}
-
-    def make(self, numbers: _Numbers, names: Sequence[Mapping[int, str]]) -> tuple[Block, _Layouts]:
-        """The stored tensor of these numbers; `names` are its components' by number of the stack.
-
-        Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
-        """
-        ordered = tuple(self.vocabulary.order(of, self.owners.stacked) for of in names)
-        count = len(ordered[0])
-        owner = self.owners.find(numbers, count)
-        entries = tuple(self.vocabulary.shapes[of[0]] for of in ordered)
-        key = entries, count
-        laid = self.laid.get(key)
-        if laid is None:
-            laid = self._lay(entries, owner)
-            self.laid[key] = laid
-        # Layers of one stage have their owners' meshes, and so their layouts, as one tuple.
-        shared = key, id(owner.meshes)
-        layouts = self.made.get(shared)
-        if layouts is None:
-            layouts = self._make_layouts(entries, laid, owner)
-            self.made[shared] = layouts
-        return Block(ordered, laid, owner), layouts
-
-    def _lay(self, entries: tuple[tuple[_Shape, str], ...], owner: Owner) -> Laid:
-        stored = self.stored
-        axes = self.owners.mesh.shape
-        frame = Frame(axes, stored.numbers, {}, stored.exact)
-        shapes = [shape for shape, _ in entries]
-        by_word = dict(zip(self.components, shapes, strict=True))
-        return lay(self.row, by_word, frame, owner.stack)
-
-    def _make_layouts(
-        self, entries: tuple[tuple[_Shape, str], ...], laid: Laid, owner: Owner
-    ) -> _Layouts:
-        """The layouts of each component, by number."""
-        layouts = []
-        meshes = set(owner.meshes)
-        for word, (shape, dtype) in zip(self.components, entries, strict=True):
-            dims = laid.dims[word]
-            by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
-            by_number = map(by_mesh.__getitem__, owner.meshes)
-            layouts.append(tuple(by_number))
-        return tuple(layouts)
-
-
 def _merge(one: Layout, other: Layout) -> Layout:
     """The layout of two copies on different ranks. Raises StoreError where they lie otherwise."""
     if one.dims != other.dims or one.mesh.shape != other.mesh.shape:
         raise StoreError(f"copies '{one}' and '{other}' lie otherwise; store them alike")
     mesh = pile([one.mesh, other.mesh])
     return intern(one.shape, one.dtype, mesh, one.dims, ())
+
+
+# Two logical tensors in the same cells
+
+DIGITS = re.compile(r"(?:\d|\{\})+")
+"""Numbers of a name, and where an index puts one."""
+
+
+def _list_shared(bound: Bound) -> Iterator[str]:
+    """What to say of rows that store two logical tensors in one stored tensor of a rank."""
+    alike: dict[str, list[Held]] = {}
+    for held in bound.held:
+        template = held.row.native.template(star=held.star)
+        pattern = DIGITS.sub("#", template)
+        alike.setdefault(pattern, []).append(held)
+    for group in alike.values():
+        # Nearly all rows are alone with their names, and then no name is made.
+        if len(group) > 1 or not _is_distinct(group[0].row, bound.stored):
+            fault = _find_shared(bound, group)
+            if fault:
+                yield fault
+
+
+def _is_distinct(row: Row, stored: Stored) -> bool:
+    """Whether the row's own names differ: by indices that are everywhere, under their own numbers."""
+    named = {word for index in row.native.indices for word in index.words}
+    indices = {index.name for index in row.logical.indices}
+    indices.difference_update(stack_names(row).values())
+    return indices <= named and indices.isdisjoint(stored.indices)
+
+
+def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
+    """The first two logical tensors of these rows that a rank has in one stored tensor; "" for none."""
+    masks: dict[int, int] = {}
+    taken: dict[tuple[int, str], int] = {}
+    for held in group:
+        for block in held.blocks:
+            owner = block.owner
+            # Blocks of one stage share the tuple.
+            shared = id(owner.meshes)
+            if shared not in masks:
+                masks[shared] = owner.mask
+            for name in owner.list_names(held.row, held.star):
+                key = owner.chunk, name
+                before = taken.get(key, 0)
+                both = before & masks[shared]
+                if both:
+                    fault = _explain_shared(bound, group, key, both)
+                    if fault:
+                        return fault
+                taken[key] = before | masks[shared]
+    return ""
+
+
+def _explain_shared(bound: Bound, group: Sequence[Held], key: tuple[int, str], ranks: int) -> str:
+    """What the first of these ranks stores there twice; "" where they have one of the tensors under another name."""
+    chunk, native = key
+    for rank in range(ranks.bit_length()):
+        if not ranks >> rank & 1:
+            continue
+        found = _list_sharing(bound, group, key, rank)
+        if len(found) > 1:
+            (one, row), (other, again) = found[:2]
+            where = f"{native!r} of chunk {chunk}" if chunk else repr(native)
+            what = f"rank {rank} stores {one!r} and {other!r} in the same cells of {where}"
+            if row == again:
+                return f"{what}; give them two names or chunks\nin the row {row}"
+            return f"{what}; give them two names, or one row\nin the rows {row}\nand {again}"
+    return ""
+
+
+def _list_sharing(
+    bound: Bound, group: Sequence[Held], key: tuple[int, str], rank: int
+) -> list[tuple[str, Row]]:
+    """The first logical tensor of each block that the rank has in this stored tensor, and the block's row."""
+    found = []
+    for held in group:
+        for block in held.blocks:
+            alone = dataclasses.replace(held, blocks=(block,))
+            for name, slot, _ in bound.visit(rank, (alone,)):
+                if (slot.chunk, slot.native) == key:
+                    found.append((name, held.row))
+                    break
+    return found

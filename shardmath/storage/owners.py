@@ -5,6 +5,7 @@
    each coordinate has. A row has one at most.
 3. The owners of one number of a stack are a sub-mesh. Where several coordinates have it, and others have not, they
    lie along an axis `copy` of their own.
+4. What a row lays out for one layer or expert, those that are alike share.
 
 >>> side = Stored(rows.parse("w{ep e} = {e}.w : h"), (Mesh(dp=2, ep=2),))
 >>> owner = Owners(side, side.rows[0]).find((), count=4)
@@ -17,18 +18,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import StoreError
+from shardmath.layouts.layout import Layout, intern
 from shardmath.storage import rows
 from shardmath.storage.cutting import Frame, axes_of, lay_out
-from shardmath.storage.laying import Stack, stack_names
+from shardmath.storage.laying import Laid, Stack, lay, stack_names
 from shardmath.storage.rows import Row
-from shardmath.storage.stored import Stored
+from shardmath.storage.stored import Entry, Stored, Vocabulary
 from shardmath.storage.structure import Group, Term, Word, list_words
 
-__all__ = ["Owner", "Owners", "pile"]
+__all__ = ["Block", "Layouts", "Maker", "Owner", "Owners", "pile"]
 
 
 class Owner(NamedTuple):
@@ -41,6 +43,33 @@ class Owner(NamedTuple):
     chunk: int
     local: Mapping[str, int]
     stack: Stack | None
+
+    @property
+    def mask(self) -> int:
+        """The ranks that have any of it, as the bits of an integer: such sets are compared in one step."""
+        ranks = {rank for mesh in set(self.meshes) for rank in mesh.ranks}
+        return sum(1 << rank for rank in ranks)
+
+    def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
+        """The names that ranks store; an index that is spread in them has these local numbers."""
+        numbers = dict(self.local)
+        spread = row.spread
+        if self.stack is None or spread is None:
+            name = row.native.fill(numbers, star=star)
+            return [name] * len(local)
+        names = []
+        for number in local:
+            numbers[self.stack.index] = number
+            numbers[spread.name] = number
+            name = row.native.fill(numbers, star=star)
+            names.append(name)
+        return names
+
+    def list_names(self, row: Row, star: str) -> list[str]:
+        """All names under which any rank stores a part of it."""
+        most = max(map(len, self.stack.held.values())) if self.stack else 1
+        named = self.name(row, star, range(most))
+        return list(dict.fromkeys(named))
 
 
 @dataclass
@@ -234,3 +263,73 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     shape = {"copy": len(meshes), **meshes[0].shape}
     return Mesh(shape, ranks=ranks)
+
+
+class Block(NamedTuple):
+    """A stored tensor: its components' names, one list per component, by number of the stack."""
+
+    names: tuple[list[str], ...]
+    laid: Laid
+    owner: Owner
+
+
+Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
+"""Those of a block's components, by number of the stack."""
+
+
+class Maker:
+    """Makes the stored tensors of one row: layers and experts that are alike share what is laid out."""
+
+    def __init__(
+        self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
+    ) -> None:
+        self.stored = stored
+        self.vocabulary = vocabulary
+        self.row = row
+        self.components = components
+        self.owners = Owners(stored, row)
+        self.laid: dict[object, Laid] = {}
+        self.made: dict[object, Layouts] = {}
+
+    def make(
+        self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
+    ) -> tuple[Block, Layouts]:
+        """The stored tensor of these numbers; `names` are its components' by number of the stack.
+
+        Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
+        """
+        ordered = tuple(self.vocabulary.order(of, self.owners.stacked) for of in names)
+        count = len(ordered[0])
+        owner = self.owners.find(numbers, count)
+        entries = tuple(self.vocabulary.shapes[of[0]] for of in ordered)
+        key = entries, count
+        laid = self.laid.get(key)
+        if laid is None:
+            laid = self._lay(entries, owner)
+            self.laid[key] = laid
+        # Layers of one stage have their owners' meshes, and so their layouts, as one tuple.
+        shared = key, id(owner.meshes)
+        layouts = self.made.get(shared)
+        if layouts is None:
+            layouts = self._make_layouts(entries, laid, owner)
+            self.made[shared] = layouts
+        return Block(ordered, laid, owner), layouts
+
+    def _lay(self, entries: tuple[Entry, ...], owner: Owner) -> Laid:
+        stored = self.stored
+        axes = self.owners.mesh.shape
+        frame = Frame(axes, stored.numbers, {}, stored.exact)
+        shapes = [shape for shape, _ in entries]
+        by_word = dict(zip(self.components, shapes, strict=True))
+        return lay(self.row, by_word, frame, owner.stack)
+
+    def _make_layouts(self, entries: tuple[Entry, ...], laid: Laid, owner: Owner) -> Layouts:
+        """The layouts of each component, by number."""
+        layouts = []
+        meshes = set(owner.meshes)
+        for word, (shape, dtype) in zip(self.components, entries, strict=True):
+            dims = laid.dims[word]
+            by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
+            by_number = map(by_mesh.__getitem__, owner.meshes)
+            layouts.append(tuple(by_number))
+        return tuple(layouts)

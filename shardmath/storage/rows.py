@@ -290,8 +290,19 @@ def _check_conditions(row: Row, line: str) -> None:
         raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
 
 
+def _check_numbers(row: Row, line: str) -> None:
+    """Raise NotationError for one layer or expert by its number: every number of a logical name is an index's."""
+    _, numbers = names.split(str(row.logical).removesuffix(names.REST))
+    if numbers:
+        what = f"number {numbers[0]} in the logical name {row.logical}"
+        at = max(line.find(str(numbers[0]), line.find("=")), 0)
+        fix = "write an index, such as {l}: a row stores all tensors of such names"
+        raise NotationError(what, line, at, fix)
+
+
 def _check(row: Row, line: str) -> None:
     """Raise NotationError where the two names do not fit each other."""
+    _check_numbers(row, line)
     logical = {index.name for index in row.logical.indices}
     for index in row.native.indices:
         known = logical if len(index.words) == 1 else set()

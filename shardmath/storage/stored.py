@@ -33,12 +33,14 @@ from shardmath.storage import rows
 from shardmath.storage.names import split
 from shardmath.storage.rows import Row
 
-__all__ = ["Shapes", "Side", "Slot", "Spot", "Stored", "Vocabulary", "replicates"]
+__all__ = ["Entry", "Shapes", "Side", "Slot", "Spot", "Stored", "Vocabulary", "replicates"]
 
 FORMAT = "shardmath declared storage"
 VERSION = 1
 UNKNOWN = ("refuse", "replicate")
-Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
+Entry: TypeAlias = tuple[tuple[int, ...], str]
+"""Global shape and dtype of a logical tensor."""
+Shapes: TypeAlias = Mapping[str, Entry]
 """Global shape and dtype of each logical tensor, by name."""
 
 

@@ -47,12 +47,14 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """There is a part for every coordinate, inside the length."""
+    """There is a part for every coordinate, inside the length, and layouts take them."""
     UserCut(placement, count).split(n)
 
 
 def disjoint(placement: Placement, n: int, count: int) -> None:
-    """No position has two parts."""
+    """No position has two parts, unless the placement says that its parts overlap."""
+    if getattr(placement, "overlaps", False):
+        return
     held = _list_positions(placement, n, count)
     later = held[1:]
     repeats = later == held[:-1]
@@ -140,11 +142,13 @@ def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: La
 
 
 PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)
-"""What every dividing placement keeps; one that overlaps, like Table, keeps all but `disjoint`."""
+"""What every placement keeps."""
 
 
-def check_placement(placement: Placement, n: int, parts: int, *, dividing: bool = True) -> None:
-    """Check a placement of your own against its laws; `dividing=False` if its parts may overlap."""
+def check_placement(placement: Placement, n: int, parts: int) -> None:
+    """Check a placement of your own against its laws.
+
+    Raises PlacementError where no Layout can be made of it, AssertionError for the other laws.
+    """
     for law in PLACEMENT_LAWS:
-        if dividing or law is not disjoint:
-            law(placement, n, parts)
+        law(placement, n, parts)

@@ -172,6 +172,48 @@ def test_a_users_placement_keeps_the_laws(n: int, parts: int) -> None:
 
 
 @dataclass(frozen=True)
+class OffByOne:
+    """Chunks, each of which begins with the last row of the one before, or that end with a row again."""
+
+    dim: int
+    inside: bool = False
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        ends = [n * i // parts for i in range(parts + 1)]
+        if self.inside:
+            return tuple(from_ranges([(a, b), (b - 1, b)]) for a, b in itertools.pairwise(ends))
+        return tuple(from_ranges([(max(a - 1, 0), b)]) for a, b in itertools.pairwise(ends))
+
+
+class Copied(OffByOne):
+    """The same, and meant."""
+
+    overlaps = True
+
+
+def test_an_overlap_that_is_not_meant_is_no_layout() -> None:
+    """Its plans were proved: a row that two ranks hold looks like a replica."""
+    mesh = Mesh(cp=4)
+    with pytest.raises(PlacementError) as caught:
+        Layout((16,), mesh, {"cp": OffByOne(0)})
+    assert str(caught.value) == (
+        "dimension 0 of shape (16,): OffByOne(dim=0, inside=False).split(16, 4): parts 0 and 1 both hold position 3; "
+        "make them disjoint, or say that copies are meant: overlaps = True in its class"
+    )
+    with pytest.raises(PlacementError, match="parts 0 and 1 both hold position 3"):
+        testing.check_placement(OffByOne(0), 16, 4)
+    with pytest.raises(PlacementError) as caught:
+        Layout((16,), mesh, {"cp": OffByOne(0, inside=True)})
+    assert str(caught.value) == (
+        "dimension 0 of shape (16,): OffByOne(dim=0, inside=True).split(16, 4): "
+        "segments (0, 0, 4) and (4, 3, 1) share global position 3; each position may appear once"
+    )
+    meant = Layout((16,), mesh, {"cp": Copied(0)})
+    verify(plan(meant, Layout((16,), mesh, "n")))
+    testing.check_placement(Copied(0), 16, 4)
+
+
+@dataclass(frozen=True)
 class Aligned:
     """Zigzag whose chunks are whole blocks where there are rows enough; it loses the rows of the last, short block."""
 
