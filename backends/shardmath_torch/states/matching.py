@@ -19,10 +19,11 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from shardmath_torch.states.index import Entry, Index, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import ParameterGroup, check_known, is_here
-from shardmath_torch.states.values import code_value, rebuild
+from shardmath_torch.states.values import Kinded, code_value, plain_of, rebuild
 
 __all__ = [
     "Goal",
@@ -194,26 +195,56 @@ def _find_different(
 
 def _is_same(one: object, other: object) -> bool:
     """Whether two options are equal, NaN to NaN, and dicts whatever the order of their keys."""
-    coded = [code_value(value, "an option") for value in (one, other)]
+    coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
     texts = [json.dumps(value, sort_keys=True) for value in coded]
     return texts[0] == texts[1]
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value, as a tensor of the same kind where the optimizer has one, in tuples and lists too. A tuple is named
-    as the one that is there.
+    """The value, as a tensor of the same kind where the optimizer has one, in tuples, lists and dicts too. A tuple is
+    named as the one that is there, and what was an Enum or a namedtuple is that of the class that is there.
 
     Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
     """
-    if isinstance(held, tuple | list) and isinstance(value, tuple | list):
-        if len(held) != len(value):
-            return value
-        fitted = map(partial(fit_option, what), held, value)
-        is_named = isinstance(value, tuple) and isinstance(held, tuple) and hasattr(held, "_make")
-        return rebuild(held if is_named else value, fitted)
-    if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
-        return _fit_tensor(what, held, value)
+    match value:
+        case Kinded():
+            return _fit_kinded(what, held, value)
+        case tuple() | list():
+            return _fit_items(what, held, value)
+        case dict():
+            places = held if isinstance(held, dict) else {}
+            return {key: fit_option(what, places.get(key), one) for key, one in value.items()}
+        case int() | float() | Tensor() | np.generic() if isinstance(held, Tensor):
+            number = value.item() if isinstance(value, np.generic) else value
+            return _fit_tensor(what, held, number)
     return value
+
+
+def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]) -> object:
+    """The tuple or list, of the class of the one that is here if that is a namedtuple of as many."""
+    has_place = isinstance(held, tuple | list) and len(held) == len(value)
+    places = held if has_place else [None] * len(value)
+    fitted = map(partial(fit_option, what), cast(Sequence[object], places), value)
+    is_named = has_place and isinstance(value, tuple) and hasattr(held, "_make")
+    return rebuild(held if is_named else value, fitted)
+
+
+def _fit_kinded(what: str, held: object, value: Kinded) -> object:
+    """The Enum or namedtuple of the class of the one that is here. Raises CheckpointError if that has another name."""
+    if isinstance(held, Kinded):  # in a group that is only in other ranks' optimizers
+        return value
+    here = type(held).__qualname__
+    plain = plain_of(held)
+    if plain is held or here != value.kind:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        fix = f"make the optimizer with a {value.kind}"
+        raise CheckpointError(f"{said}, and {shown(held)} here, which is not one; {fix}")
+    fitted = fit_option(what, plain, value.plain)
+    try:
+        return rebuild(held, fitted)
+    except (TypeError, ValueError) as error:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        raise CheckpointError(f"{said}, which {here} here does not take: {error}") from error
 
 
 def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
