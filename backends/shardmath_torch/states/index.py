@@ -98,6 +98,13 @@ class Index:
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """The parameters of each parameter's group, in their order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for group in self.groups or ():
+            found |= dict.fromkeys(group.parameters, group.parameters)
+        return found
+
 
 # To JSON
 

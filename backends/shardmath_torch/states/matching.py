@@ -5,7 +5,10 @@
    checkpoint has several values.
 2. A group takes the options that its parameters had, which have to be the same for all of them that are here. A
    group of which nothing is here, and of whose parameters options differ, keeps its own: no step is taken with them.
-3. A number goes into the tensor that an optimizer has in its place, and is an error where that
+3. State that is not made of its parameter's sizes, such as one flat history of a group, may depend on all
+   parameters of the group: it is for a group of the same parameters in the same order, whichever
+   optimizer keeps it. So are numbers that one parameter of a group alone has.
+4. A number goes into the tensor that an optimizer has in its place, and is an error where that
    tensor would round it.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
@@ -19,7 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -29,11 +32,11 @@ from torch import Tensor
 
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states.index import Entry, Index, Value
+from shardmath_torch.states.index import Entries, Entry, Index, Like, Own, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import ParameterGroup, check_known, is_here
-from shardmath_torch.states.values import Kinded, code_value, plain_of, rebuild
+from shardmath_torch.states.values import Kinded, code_value, list_tensors, plain_of, rebuild
 
 __all__ = [
     "Goal",
@@ -124,7 +127,7 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 
 def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
     """What the group is to have. Raises CheckpointError where its parameters that are here had different options, and
-    for state of which it is not known what a rank is to have."""
+    for state of which it is not known what a rank is to have, or that may depend on other parameters in the group."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)
@@ -132,7 +135,64 @@ def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[
             entries[name] = _own_values(saved.state[kept])
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
+    _check_order(model, group, saved, stored)
     return Goal(group, _match_options(model, group, saved, stored), entries)
+
+
+def _check_order(
+    model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError for state of a whole group, if the group here has other parameters, or in another order."""
+    groups = saved.members()
+    here = tuple(stored.get(name) for name in group.parameters)
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept not in groups or groups[kept] == here:
+            continue
+        why = _say_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
+        if why:
+            there = f"{_list_some(groups[kept])} in the checkpoint"
+            now = _list_some(tuple(group.parameters))
+            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}, and {now}"
+            fix = "make the optimizer of the same parameters in the same order, or load without it"
+            raise CheckpointError(f"{what} here; {fix}")
+
+
+def _say_shared(
+    state: Mapping[str, Entries], name: str, shape: tuple[int, ...], group: tuple[str, ...]
+) -> str:
+    """Why a parameter's state may be that of its whole group: "" if it is the parameter's own."""
+    entries = state.get(name, {})
+    own = _list_products(shape)
+    has_tensors = False
+    for key, entry in entries.items():
+        for one in _list_shapes(entry, shape):
+            if not own.issuperset(one):
+                return f"{key!r} has shape {one}, not made of its sizes {shape}"
+            has_tensors |= one != ()
+    others = [other for other in group if state.get(other)]
+    if has_tensors or others != [name]:
+        return ""
+    return f"{next(iter(entries))!r} is a number, and no other parameter there has any"
+
+
+def _list_products(sizes: Iterable[int]) -> set[int]:
+    """The products of any of the sizes, 1 among them."""
+    found = {1}
+    for size in sizes:
+        found |= {size * other for other in found}
+    return found
+
+
+def _list_shapes(entry: Entry, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of an entry, of a parameter of that shape."""
+    match entry:
+        case Like():
+            return [parameter or (1,)]
+        case Own(shape=shape):
+            return [shape]
+        case Value(value=value):
+            return [tuple(tensor.shape) for tensor in list_tensors(value)]
 
 
 def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
