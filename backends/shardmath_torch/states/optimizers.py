@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardmath.layouts.edits import cast
@@ -181,7 +182,7 @@ def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
 
 def _name_of(model: Model, parameter: Tensor) -> str:
     if id(parameter) not in model.parameters:
-        shape = tuple(parameter.shape)
+        shape = "none yet" if is_lazy(parameter) else tuple(parameter.shape)
         what = f"the optimizer has a parameter of shape {shape} that is not the module's"
         raise CheckpointError(
             f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
