@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import LayoutError
@@ -25,7 +26,10 @@ from shardmath_torch import compat
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors
 from shardmath_torch.dtensors.placed import check_held, layout_where, placed_in
 
-__all__ = ["lay_out", "layout_of", "lift"]
+__all__ = ["SHAPELESS", "lay_out", "layout_of", "lift"]
+
+SHAPELESS = "has no shape yet; run its lazy module once"
+"""What is wrong with a parameter or buffer of a lazy module, and what to do."""
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
@@ -37,7 +41,7 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
     DTensors', or all ranks of the default group. Collective over the ranks of the DTensors' meshes
     where placements have two readings that differ. Raises LayoutError for a parameter whose local
-    shape fits no reading, naming it.
+    shape fits no reading, and for one of a lazy module that has not run yet, naming it.
     """
     return lay_out(module, mesh)
 
@@ -46,9 +50,7 @@ def lay_out(
     module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
 ) -> dict[str, Layout]:
     """The same; where `ask` knows how DTensors lie, nobody else is asked."""
-    if not isinstance(module, nn.Module):
-        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = _list_parameters(module)
     placed = _find_placed(module, parameters)
     others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
     divided = from_dtensors(others, ask) | placed
@@ -64,6 +66,17 @@ def lay_out(
             dtype = str(parameter.dtype).removeprefix("torch.")
             layouts[name] = Layout(tuple(parameter.shape), mesh, {}, dtype=dtype)
     return layouts
+
+
+def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters under all of their names. Raises LayoutError for a lazy one, and for what is not a module."""
+    if not isinstance(module, nn.Module):
+        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise LayoutError(f"parameter {name!r} {SHAPELESS}")
+    return parameters
 
 
 def _find_placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:

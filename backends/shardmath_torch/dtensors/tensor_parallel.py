@@ -41,6 +41,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Packed, Replicate, StridedShard
 from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import mesh_of
+from shardmath_torch.dtensors.modules import SHAPELESS
 from shardmath_torch.dtensors.placed import Placed, is_placed, label, place
 from shardmath_torch.dtensors.styles import (
     AnyStyle,
@@ -155,7 +156,7 @@ def _explain_refusal(parameter: nn.Parameter) -> str:
     if isinstance(parameter, DTensor):
         return "is a DTensor; set_device_mesh comes before parallelize and fully_shard"
     if isinstance(parameter, nn.UninitializedParameter):
-        return "has no shape yet; run its lazy module once"
+        return SHAPELESS
     if parameter.grad is not None:
         return "has a gradient, which would be lost; call zero_grad() first"
     return ""
@@ -221,7 +222,8 @@ def _list_components(placement: Division, n: int) -> tuple[int, ...]:
 def _make_parameter(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
     """The parameter as a DTensor, with the attributes that it had."""
     held = one.parameter.detach() if local else _take_part(one, mesh_of(mesh))
-    with torch.no_grad():
+    # Not in the caller's inference mode, which would make a parameter that takes no step.
+    with torch.inference_mode(one.parameter.is_inference()), torch.no_grad():
         tensor = DTensor.from_local(
             held.contiguous(),
             mesh,
@@ -230,7 +232,7 @@ def _make_parameter(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Paramete
             shape=torch.Size(one.shape),
             stride=strides(one.shape),
         )
-    made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
+        made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
     vars(made).update(vars(one.parameter))
     return made
 

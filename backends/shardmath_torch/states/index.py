@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -34,6 +35,7 @@ __all__ = [
     "Like",
     "Own",
     "Value",
+    "check_key",
     "read_entries",
     "read_groups",
     "read_index",
@@ -96,6 +98,13 @@ class Index:
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """The parameters of each parameter's group, in their order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for group in self.groups or ():
+            found |= dict.fromkeys(group.parameters, group.parameters)
+        return found
+
 
 # To JSON
 
@@ -118,13 +127,22 @@ def write_groups(groups: Iterable[Group]) -> list[dict[str, Any]]:
 def _write_group(group: Group) -> dict[str, Any]:
     options = {}
     for key, value in group.options.items():
-        options[key] = code_value(value, f"{key!r} of a parameter group")
+        check_key(key, "a parameter group")
+        options[key] = code_value(value, f"{key!r} of a parameter group", kinded=True)
     return {"parameters": list(group.parameters), "options": options}
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
     """The entries of each parameter as JSON. Raises CheckpointError for a value that JSON cannot say, naming it."""
     return {name: _write_entries(name, entries) for name, entries in state.items()}
+
+
+def check_key(key: object, of: str) -> None:
+    """Raise CheckpointError for a key that is not text, or of a class of text: it would come back as another."""
+    if type(key) is not str:
+        raise CheckpointError(
+            f"{of} has the key {shown(key)}; keys are text, of exactly the type str"
+        )
 
 
 def _write_entries(name: str, entries: Entries) -> dict[str, Any]:
@@ -185,7 +203,8 @@ def _read_group(said: object) -> Group:
     parameters = tuple(_check_list(group["parameters"]))
     _check_texts(parameters)
     options = _check_object(group["options"])
-    return Group(parameters, {key: decode_value(value) for key, value in options.items()})
+    decode = partial(decode_value, kinded=True)
+    return Group(parameters, {key: decode(value) for key, value in options.items()})
 
 
 def read_entries(said: object) -> dict[str, Entries]:

@@ -5,7 +5,10 @@
    checkpoint has several values.
 2. A group takes the options that its parameters had, which have to be the same for all of them that are here. A
    group of which nothing is here, and of whose parameters options differ, keeps its own: no step is taken with them.
-3. A number goes into the tensor that an optimizer has in its place, and is an error where that
+3. State that is not made of its parameter's sizes, such as one flat history of a group, may depend on all
+   parameters of the group: it is for a group of the same parameters in the same order, whichever
+   optimizer keeps it. So are numbers that one parameter of a group alone has.
+4. A number goes into the tensor that an optimizer has in its place, and is an error where that
    tensor would round it.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
@@ -19,20 +22,21 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states.index import Entry, Index, Value
+from shardmath_torch.states.index import Entries, Entry, Index, Like, Own, Value
 from shardmath_torch.states.memory import can_fill
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import ParameterGroup, check_known, is_here
-from shardmath_torch.states.values import code_value, rebuild
+from shardmath_torch.states.values import Kinded, code_value, list_tensors, plain_of, rebuild
 
 __all__ = [
     "Goal",
@@ -123,7 +127,7 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 
 def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
     """What the group is to have. Raises CheckpointError where its parameters that are here had different options, and
-    for state of which it is not known what a rank is to have."""
+    for state of which it is not known what a rank is to have, or that may depend on other parameters in the group."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)
@@ -131,7 +135,64 @@ def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[
             entries[name] = _own_values(saved.state[kept])
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
+    _check_order(model, group, saved, stored)
     return Goal(group, _match_options(model, group, saved, stored), entries)
+
+
+def _check_order(
+    model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError for state of a whole group, if the group here has other parameters, or in another order."""
+    groups = saved.members()
+    here = tuple(stored.get(name) for name in group.parameters)
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept not in groups or groups[kept] == here:
+            continue
+        why = _say_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
+        if why:
+            there = f"{_list_some(groups[kept])} in the checkpoint"
+            now = _list_some(tuple(group.parameters))
+            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}, and {now}"
+            fix = "make the optimizer of the same parameters in the same order, or load without it"
+            raise CheckpointError(f"{what} here; {fix}")
+
+
+def _say_shared(
+    state: Mapping[str, Entries], name: str, shape: tuple[int, ...], group: tuple[str, ...]
+) -> str:
+    """Why a parameter's state may be that of its whole group: "" if it is the parameter's own."""
+    entries = state.get(name, {})
+    own = _list_products(shape)
+    has_tensors = False
+    for key, entry in entries.items():
+        for one in _list_shapes(entry, shape):
+            if not own.issuperset(one):
+                return f"{key!r} has shape {one}, not made of its sizes {shape}"
+            has_tensors |= one != ()
+    others = [other for other in group if state.get(other)]
+    if has_tensors or others != [name]:
+        return ""
+    return f"{next(iter(entries))!r} is a number, and no other parameter there has any"
+
+
+def _list_products(sizes: Iterable[int]) -> set[int]:
+    """The products of any of the sizes, 1 among them."""
+    found = {1}
+    for size in sizes:
+        found |= {size * other for other in found}
+    return found
+
+
+def _list_shapes(entry: Entry, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of an entry, of a parameter of that shape."""
+    match entry:
+        case Like():
+            return [parameter or (1,)]
+        case Own(shape=shape):
+            return [shape]
+        case Value(value=value):
+            return [tuple(tensor.shape) for tensor in list_tensors(value)]
 
 
 def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
@@ -194,26 +255,56 @@ def _find_different(
 
 def _is_same(one: object, other: object) -> bool:
     """Whether two options are equal, NaN to NaN, and dicts whatever the order of their keys."""
-    coded = [code_value(value, "an option") for value in (one, other)]
+    coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
     texts = [json.dumps(value, sort_keys=True) for value in coded]
     return texts[0] == texts[1]
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value, as a tensor of the same kind where the optimizer has one, in tuples and lists too. A tuple is named
-    as the one that is there.
+    """The value, as a tensor of the same kind where the optimizer has one, in tuples, lists and dicts too. A tuple is
+    named as the one that is there, and what was an Enum or a namedtuple is that of the class that is there.
 
     Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
     """
-    if isinstance(held, tuple | list) and isinstance(value, tuple | list):
-        if len(held) != len(value):
-            return value
-        fitted = map(partial(fit_option, what), held, value)
-        is_named = isinstance(value, tuple) and isinstance(held, tuple) and hasattr(held, "_make")
-        return rebuild(held if is_named else value, fitted)
-    if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
-        return _fit_tensor(what, held, value)
+    match value:
+        case Kinded():
+            return _fit_kinded(what, held, value)
+        case tuple() | list():
+            return _fit_items(what, held, value)
+        case dict():
+            places = held if isinstance(held, dict) else {}
+            return {key: fit_option(what, places.get(key), one) for key, one in value.items()}
+        case int() | float() | Tensor() | np.generic() if isinstance(held, Tensor):
+            number = value.item() if isinstance(value, np.generic) else value
+            return _fit_tensor(what, held, number)
     return value
+
+
+def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]) -> object:
+    """The tuple or list, of the class of the one that is here if that is a namedtuple of as many."""
+    has_place = isinstance(held, tuple | list) and len(held) == len(value)
+    places = held if has_place else [None] * len(value)
+    fitted = map(partial(fit_option, what), cast(Sequence[object], places), value)
+    is_named = has_place and isinstance(value, tuple) and hasattr(held, "_make")
+    return rebuild(held if is_named else value, fitted)
+
+
+def _fit_kinded(what: str, held: object, value: Kinded) -> object:
+    """The Enum or namedtuple of the class of the one that is here. Raises CheckpointError if that has another name."""
+    if isinstance(held, Kinded):  # in a group that is only in other ranks' optimizers
+        return value
+    here = type(held).__qualname__
+    plain = plain_of(held)
+    if plain is held or here != value.kind:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        fix = f"make the optimizer with a {value.kind}"
+        raise CheckpointError(f"{said}, and {shown(held)} here, which is not one; {fix}")
+    fitted = fit_option(what, plain, value.plain)
+    try:
+        return rebuild(held, fitted)
+    except (TypeError, ValueError) as error:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        raise CheckpointError(f"{said}, which {here} here does not take: {error}") from error
 
 
 def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:

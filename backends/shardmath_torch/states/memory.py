@@ -21,10 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.text import plural
 from shardmath_torch.dtensors.dtensor import local_of
+from shardmath_torch.dtensors.modules import SHAPELESS
 from shardmath_torch.exchange.memory import missing_memory, plain, reach
 from shardmath_torch.exchange.overlaps import overlaps_itself
 from shardmath_torch.exchange.overlaps import shares_memory as share_cells
@@ -34,6 +36,7 @@ __all__ = [
     "Spot",
     "can_fill",
     "check_shaped",
+    "fill",
     "find_crowded",
     "find_meetings",
     "has_same_bits",
@@ -55,7 +58,10 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raises CheckpointError for a type that layouts do not have, and for a nested tensor, whose parts have shapes."""
+    """Raises CheckpointError for a type that layouts do not have, for a nested tensor, whose parts have shapes, and for
+    a tensor of a lazy module that has not run yet, which has none."""
+    if is_lazy(tensor):
+        raise CheckpointError(f"{name!r} {SHAPELESS}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         what = f"{name!r} is {dtype}, a type that layouts do not have"
@@ -70,8 +76,6 @@ def say_unwritable(local: Tensor) -> str:
     """Why values cannot be put into the memory: "" where they can; words that follow its name otherwise."""
     if local.layout != torch.strided:
         return f"is stored as {local.layout}"
-    if local.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made in inference mode, outside of which nothing is written to it"
     if plain(local).__class__ is Tensor:
         missing = missing_memory(local)
         if missing:
@@ -82,9 +86,15 @@ def say_unwritable(local: Tensor) -> str:
     return ""
 
 
+def fill(local: Tensor, value: Tensor) -> None:
+    """Put values where the tensor lies, in the mode in which it was made: no other writes to it for good."""
+    with torch.inference_mode(local.is_inference()), torch.no_grad():
+        local.copy_(value)
+
+
 def can_fill(held: Tensor) -> bool:
-    """Whether values can be put where the tensor lies."""
-    if held.is_nested or held.is_meta:
+    """Whether an optimizer's values can be put where the tensor lies, and steps write there."""
+    if held.is_nested or held.is_meta or held.is_inference():
         return False
     local = local_of(held).detach() if isinstance(held, DTensor) else held
     return not local.is_meta and not say_unwritable(local)

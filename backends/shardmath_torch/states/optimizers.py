@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardmath.layouts.edits import cast
@@ -37,9 +38,11 @@ from shardmath_torch.states.index import (
     Like,
     Own,
     Value,
+    check_key,
 )
 from shardmath_torch.states.memory import check_shaped, local_part
 from shardmath_torch.states.modules import Model, Slot
+from shardmath_torch.states.values import list_tensors
 from shardmath_torch.states.wrappers import check_keeps_own
 
 __all__ = [
@@ -179,7 +182,7 @@ def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
 
 def _name_of(model: Model, parameter: Tensor) -> str:
     if id(parameter) not in model.parameters:
-        shape = tuple(parameter.shape)
+        shape = "none yet" if is_lazy(parameter) else tuple(parameter.shape)
         what = f"the optimizer has a parameter of shape {shape} that is not the module's"
         raise CheckpointError(
             f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
@@ -292,9 +295,7 @@ def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> di
     """An entry for each value that an optimizer holds for a parameter."""
     entries = {}
     for key, value in held.items():
-        if not isinstance(key, str):
-            what = f"the optimizer's state of {name!r} has the key {key!r}"
-            raise CheckpointError(f"{what}; keys are text")
+        check_key(key, f"the optimizer's state of {name!r}")
         entries[key] = _entry_of(value, parameter, name, key)
     return entries
 
@@ -321,7 +322,7 @@ def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
         case Own(shape=shape):
             is_known = not shape
         case Value(value=value):
-            is_known = not _has_elements(value)
+            is_known = not any(tensor.ndim for tensor in list_tensors(value))
         case Like():
             return
     if isinstance(parameter, DTensor) and not is_known:
@@ -336,20 +337,6 @@ def _word_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) ->
         return f"{what}; keep each under a key of its own, as a DTensor like the parameter: {known}"
     shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
     return f"{key!r} of {name!r} has {shapes}, or other placements; {known}"
-
-
-def _has_elements(value: object) -> bool:
-    """Whether it has tensors that are not scalars, in lists, tuples and dicts however deep."""
-    seen: dict[int, object] = {}
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor) and one.ndim:
-            return True
-        if id(one) not in seen and isinstance(one, list | tuple | dict):
-            seen[id(one)] = one
-            left += one.values() if isinstance(one, dict) else one
-    return False
 
 
 def _lies_like(value: Tensor, parameter: Tensor) -> bool:

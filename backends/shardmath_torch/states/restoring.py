@@ -31,6 +31,7 @@ from shardmath_torch.states.matching import Goal
 from shardmath_torch.states.memory import (
     Spot,
     can_fill,
+    fill,
     find_crowded,
     has_same_bits,
     local_part,
@@ -152,7 +153,7 @@ def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> I
         there = f"model.{kept}"
         if name in model.slots:
             slot = model.slots[name]
-            yield Job(here, there, slot.layout, slot.local.copy_)
+            yield Job(here, there, slot.layout, partial(fill, slot.local))
         else:
             put = partial(_set_extra, model.extra[name], saved.extra[kept])
             yield Job(here, there, None, put)
@@ -192,7 +193,7 @@ def _put_state(
         held = _make_state(parameter, entry, device)
         state[key] = held
     local = local_part(f"{name}.{key}", held)
-    local.copy_(data)
+    fill(local, data)
 
 
 def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own) -> torch.device:
@@ -352,7 +353,7 @@ def restore(
             if job.layout is not None:
                 job.put(found[job.here])
         for held, value in options.copies:
-            held.copy_(value)
+            fill(held, value)
         for of, key, placed in options.values:
             of[key] = placed
         for goal in goals:

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardmath.algebra.mesh import Mesh
@@ -243,7 +244,8 @@ def load_state(
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     optimizer = hold(optimizer)
-    with shared(group):
+    # In inference mode an optimizer's state would be made of tensors to which no step writes.
+    with shared(group), torch.inference_mode(False), torch.no_grad():
         open_it = partial(_open_state, path)
         checkpoint = on_all("find what save_state wrote", open_it, group)
         index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]

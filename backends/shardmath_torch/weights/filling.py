@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardmath.algebra.mesh import Mesh
@@ -28,6 +27,7 @@ from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.states.memory import fill
 from shardmath_torch.states.modules import Model, agree_on_model, check_one_value, check_slots
 from shardmath_torch.weights.dequantising import dequantise
 from shardmath_torch.weights.quantised import (
@@ -164,7 +164,5 @@ def _dequantise(quantised: Mapping[str, Quantised], found: dict[str, Tensor]) ->
 
 
 def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in found.items():  # without a DTensor of other ranks' mesh
-            slot = model.slots[name]
-            slot.local.copy_(value)
+    for name, value in found.items():  # without a DTensor of other ranks' mesh
+        fill(model.slots[name].local, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,107 @@ def test_options_that_are_dicts_in_another_order(tmp_path: Path) -> None:
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     training.load_state(tmp_path, module, optimizer)
     assert optimizer.param_groups[0]["odd"] == groups[0]["odd"]
+
+
+class Shared(optim.SGD):
+    """Keeps some state under the first parameter that has a gradient, or under each."""
+
+    def __init__(self, parameters: Any, make: Callable[[list[Tensor]], object], each: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.make, self.each = make, each
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        parameters = self.param_groups[0]["params"]
+        for i, parameter in enumerate(parameters):
+            if self.each or i == 0:
+                self.state[parameter]["odd"] = self.make(parameters[i:])
+
+
+OF_GROUP: dict[str, tuple[Callable[[list[Tensor]], object], str]] = {
+    "flat": (lambda p: torch.cat([one.flatten() for one in p]), r"'odd' has shape \(32,\)"),
+    "flat, in a list": (lambda p: [(torch.cat([one.flatten() for one in p]),)], r"shape \(32,\)"),
+    "one of each": (lambda p: torch.stack([one.norm() for one in p] * 2), r"shape \(6,\)"),
+    "number": (lambda p: 3, "'odd' is a number, and no other parameter there has any"),
+    "scalar": (lambda p: torch.tensor(3), "'odd' is a number"),
+}
+OWN: dict[str, Callable[[list[Tensor]], object]] = {
+    "rows": lambda p: p[0].flatten(1).sum(1) if p[0].ndim > 1 else p[0].clone(),
+    "preconditioners": lambda p: [torch.eye(size) for size in p[0].shape],
+    "flat": lambda p: p[0].detach().flatten(),
+    "number": lambda p: 3,
+}
+
+
+def grouped(order: str, make: Any, each: bool) -> tuple[nn.Module, optim.Optimizer]:
+    torch.manual_seed(0)
+    module = nn.ParameterDict({"a": torch.ones(3, 5), "b": torch.ones(5), "c": torch.ones(3, 4)})
+    return module, Shared([module[name] for name in order], make, each)
+
+
+def stepped_group(order: str, make: Any, each: bool) -> tuple[nn.Module, optim.Optimizer]:
+    module, optimizer = grouped(order, make, each)
+    sum(parameter.square().sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("case", OF_GROUP)
+def test_state_of_a_group_is_for_a_group_in_the_same_order(tmp_path: Path, case: str) -> None:
+    """As LBFGS has one history of all parameters under the first: read by others, it is another history."""
+    make, said = OF_GROUP[case]
+    module, optimizer = stepped_group("abc", make, False)
+    training.save_state(tmp_path, module, optimizer)
+    same_order = grouped("abc", make, False)
+    training.load_state(tmp_path, *same_order)
+    same(values(*same_order), values(module, optimizer))
+    for order in ("cba", "acb", "ab"):
+        other, second = grouped(order, make, False)
+        with pytest.raises(CheckpointError, match=said) as error:
+            training.load_state(tmp_path, other, second, strict=False)
+        assert f"a, b, c in the checkpoint, and {', '.join(order)} here" in str(error.value)
+        assert not second.state and other["a"].eq(1).all()
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_state_of_a_parameter_is_for_any_group(tmp_path: Path, case: str) -> None:
+    """Vectors and matrices of its own sizes, as Adafactor and Shampoo have, are the parameter's."""
+    module, optimizer = stepped_group("abc", OWN[case], True)
+    training.save_state(tmp_path, module, optimizer)
+    other, second = grouped("cab", OWN[case], True)
+    training.load_state(tmp_path, other, second)
+    for name in "abc":
+        assert str(second.state[other[name]]) == str(optimizer.state[module[name]])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3)])
+def test_lbfgs(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Goes on as without a break, or is an error."""
+
+    def made(order: tuple[int, ...]) -> tuple[nn.Module, optim.Optimizer]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        parameters = list(module.parameters())
+        return module, optim.LBFGS([parameters[i] for i in order], lr=0.2, max_iter=2)
+
+    def go_on(module: nn.Module, optimizer: optim.Optimizer) -> list[float]:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = (module(inputs) - torch.sin(3 * inputs)).square().mean()
+            loss.backward()
+            return loss.item()
+
+        return [optimizer.step(closure) for _ in range(4)]  # type: ignore[arg-type, misc]
+
+    inputs = torch.arange(12.0).view(3, 4) / 7
+    module, optimizer = made((0, 1, 2, 3))
+    go_on(module, optimizer)
+    training.save_state(tmp_path, module, optimizer)
+    other = made(order)
+    if order == (0, 1, 2, 3):
+        training.load_state(tmp_path, *other)
+        assert go_on(*other) == go_on(module, optimizer)
+    else:
+        with pytest.raises(CheckpointError, match=r"the group has 0.weight, 0.bias, 2.weight, 2.b"):
+            training.load_state(tmp_path, *other)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from shardmath.base.errors import LayoutError
 from shardmath_torch.checkpoints.checkpoint import save
 from shardmath_torch.dtensors.modules import layout_of
 from shardmath_torch.exports.export import export
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
 from shardmath_torch.weights.filling import load_weights
-from tests.distributed.tasks.states import Odd, freed, in_inference, small
+from tests.distributed.tasks.states import Odd, freed, small
 
 
 def test_names_of_wrappers(tmp_path: Path) -> None:
@@ -93,7 +94,6 @@ def test_nested_tensors(tmp_path: Path) -> None:
 
 MEMORY = {
     "expanded": (lambda: torch.zeros(1).expand(4), r"'odd' has shape \(4,\) and strides \(0,\)"),
-    "inference": (in_inference, "'odd' was made in inference mode"),
     "freed": (freed, "'odd' reaches 16 bytes into a storage of 0"),
 }
 
@@ -112,10 +112,44 @@ def test_memory_that_cannot_be_written_to(tmp_path: Path, case: str, step: str) 
     assert module.first.tolist() == [1.0] * 4
 
 
-def test_memory_of_inference_mode_in_inference_mode(tmp_path: Path) -> None:
-    """An engine's weights are made and loaded there."""
-    export(tmp_path, Odd(torch.ones(4), 5.0))
-    with torch.inference_mode():
+@pytest.mark.parametrize("made_in", [False, True])
+@pytest.mark.parametrize("loaded_in", [False, True])
+@pytest.mark.parametrize("step", ["state", "weights"])
+def test_memory_of_inference_mode(
+    tmp_path: Path, made_in: bool, loaded_in: bool, step: str
+) -> None:
+    """An engine's weights are made there; each is written in the mode in which it was made."""
+    training.save_state(tmp_path / "state", Odd(torch.ones(4), 5.0))
+    export(tmp_path / "weights", Odd(torch.ones(4), 5.0))
+    with torch.inference_mode(made_in):
         module = Odd(torch.zeros(4))
-        load_weights(tmp_path, module)
-    assert module.first.tolist() == [5.0] * 4
+    load = training.load_state if step == "state" else load_weights
+    with torch.inference_mode(loaded_in):
+        load(tmp_path / step, module)
+    assert module.first.tolist() == [5.0] * 4 and module.odd.tolist() == [1.0] * 4
+
+
+class Lazy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "buffer":
+            self.register_buffer("odd", nn.parameter.UninitializedBuffer())
+        else:
+            self.odd = nn.parameter.UninitializedParameter()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_lazy_modules_that_have_not_run(tmp_path: Path, kind: str) -> None:
+    """The tensor without a shape is named, and what to do."""
+    module, said = Lazy(kind), "'odd' has no shape yet; run its lazy module once"
+    with pytest.raises(CheckpointError, match=said):
+        training.state_of(module)
+    for act in (training.save_state, training.load_state, load_weights, export):
+        training.save_state(tmp_path, nn.Linear(1, 1))
+        with pytest.raises(CheckpointError, match=said):
+            act(tmp_path, module)
+    with pytest.raises(CheckpointError, match=said):
+        export(tmp_path, {"odd": module.odd})
+    if kind == "parameter":
+        with pytest.raises(LayoutError, match=said):
+            layout_of(module)

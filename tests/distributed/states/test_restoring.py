@@ -70,6 +70,27 @@ def test_every_optimizer_goes_on(tmp_path: Path, name: str, steps: int) -> None:
         same(values(other, second), values(module, optimizer))
 
 
+@pytest.mark.parametrize("used", [0, 2])
+def test_in_inference_mode(tmp_path: Path, used: int) -> None:
+    """State is made for steps outside of that mode; what was made inside, to which no step writes, is made again."""
+    made = OPTIMIZERS["AdamW, a tensor as rate"]
+    module = small()
+    optimizer = made(module.parameters())
+    train(module, optimizer, range(2))
+    training.save_state(tmp_path, module, optimizer)
+    train(module, optimizer, range(2, 4))
+    other = small(seed=1)
+    second = made(other.parameters())
+    train(other, second, range(used))
+    with torch.inference_mode():
+        second.param_groups[0]["lr"] = torch.tensor(0.5)
+        for held in second.state.values():
+            held["exp_avg"] = held["exp_avg"].clone()
+        training.load_state(tmp_path, other, second)
+    train(other, second, range(2, 4))
+    same(values(other, second), values(module, optimizer))
+
+
 def test_names_and_memory(tmp_path: Path) -> None:
     """By name; the very memory, which restoring keeps."""
     module = small()

@@ -426,8 +426,10 @@ def attributes(rank: int) -> Any:
     module.norm.weight.requires_grad_(False)
     module.blocks[0].up.weight.tag = "kept"  # type: ignore[assignment]
     n = len(list(module.parameters()))
-    smt.set_device_mesh(module, mesh["tp"], styles={"head": "vocabulary"})
+    with torch.inference_mode():  # which must not make parameters that take no step outside
+        smt.set_device_mesh(module, mesh["tp"], styles={"head": "vocabulary"})
     return (
+        any(parameter.is_inference() for parameter in module.parameters()),
         module.norm.weight.requires_grad,
         module.blocks[0].up.weight.tag,
         module.head.weight is module.embed.weight and len(list(module.parameters())) == n,
