@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import shown
+from shardmath.base.text import message_of, shown, word_error
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.party import is_time, word_bad_time
 
@@ -122,7 +122,7 @@ def _ask(request: Request, timeout: float) -> str:
     except HTTPError as error:
         return f"answered {error.code}: {_explain(error)}"
     except Exception as error:
-        return _word_silence(str(error))
+        return _word_silence(word_error(error))
     return ""
 
 
@@ -137,8 +137,8 @@ def _explain(error: HTTPError) -> str:
     try:
         text = error.read().decode(errors="replace")
     except (OSError, HTTPException) as broken:
-        return f"an answer that broke off ({broken})"
+        return f"an answer that broke off ({word_error(broken)})"
     try:
-        return str(json.loads(text)["error"]["message"])
+        return message_of(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
-        return text
+        return message_of(text)

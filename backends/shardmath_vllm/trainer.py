@@ -21,6 +21,8 @@ from torch import Tensor
 
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import word_error
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.turns import as_main
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
@@ -82,7 +84,7 @@ class Trainer:
             _check_ranks(own, init_info)
         except Exception as error:
             if init_info.trainers > 1:
-                meeting.decline(f"place {init_info.rank} does not come: {error}")
+                meeting.decline(f"place {init_info.rank} does not come: {word_objection(error)}")
             raise
         calls = []
         # Names of meetings begin anew in each process of a trainer.
@@ -142,7 +144,7 @@ class Trainer:
                 try:
                     say(client)
                 except Exception as error:
-                    faults.append(f"engine {engine}: {type(error).__name__}: {error}")
+                    faults.append(f"engine {engine}: {word_error(error)}")
             if faults:
                 raise ExchangeError("\n".join(faults))
 

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
@@ -120,7 +121,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         except BaseException as error:
             # Also where this rank has all of its weights: one of the others may not have.
             if begun:
-                refuse(self.model, f"an update failed ({error})")
+                refuse(self.model, f"an update failed ({word_objection(error)})")
             raise
         accept(self.model)
 
