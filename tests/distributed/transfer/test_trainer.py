@@ -124,7 +124,7 @@ def test_an_engine_that_cannot_join_may_say_anything(error: Exception) -> None:
 
     vars(engine)["init_weight_transfer_engine"] = fail
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match="ud800|cannot be printed"):
+    with pytest.raises(ExchangeError, match=r"ud800|cannot be printed"):
         sv.Trainer.trainer_init(tell(), client=engine, source=make_module())
     assert time.monotonic() - start < TIMEOUT_S / 2
 
