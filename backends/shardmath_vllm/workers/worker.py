@@ -45,6 +45,10 @@ class _Updating(infos.Updating, WeightTransferUpdateInfo):
     """As vLLM has it."""
 
 
+class NotJoinedError(ExchangeError, RuntimeError):
+    """No trainer was joined: RuntimeError too, as vLLM's own engines raise it."""
+
+
 class Engine(WeightTransferEngine[_Joining, _Updating]):
     """One worker's end of transfers."""
 
@@ -101,10 +105,13 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def receive_weights(self, update_info: _Updating) -> None:
-        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails."""
+        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails.
+
+        Raises NotJoinedError before `init_transfer_engine`.
+        """
         link = self._link
         if link is None:
-            raise ExchangeError("no trainer was joined; call init_weight_transfer_engine first")
+            raise NotJoinedError("no trainer was joined; call init_weight_transfer_engine first")
         if update_info.trainer != self._trainer:
             # Ranks of the one that was joined last have not come for this.
             raise ExchangeError(

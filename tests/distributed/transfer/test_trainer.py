@@ -53,6 +53,12 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
+def test_what_vllm_s_own_trainers_say_of_themselves(pair: Pair) -> None:
+    """Other people's code asks for it, whatever the backend."""
+    assert pair.sender.is_sender
+    assert pair.sender.client is pair.engine
+
+
 def test_an_engine_in_this_process(pair: Pair) -> None:
     """Takes what is trained, also where a parameter's memory is another by then."""
     pair.sender.send_weights()
