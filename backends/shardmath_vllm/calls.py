@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of, word_error
 
 __all__ = ["calling"]
 
@@ -42,8 +43,8 @@ class _Call:
         except BaseException as error:
             # Raised where somebody can take it.
             self.error = error
-            # Its ranks may not have come, and are waited for in vain.
-            with suppress(ExchangeError):
+            # Its ranks may not have come, and are waited for in vain. Nobody is there to take another error.
+            with suppress(Exception):
                 self._give_up(self.said)
 
     def join(self, seconds: float) -> None:
@@ -60,7 +61,7 @@ class _Call:
         """Why it failed; "" where it has not."""
         if self.error is None:
             return ""
-        return f"{self._name}: {type(self.error).__name__}: {self.error}"
+        return f"{self._name}: {word_error(self.error)}"
 
 
 @contextmanager
@@ -87,9 +88,9 @@ def calling(
     except Exception as error:
         said = _join(calls, GRACE_S)
         # Where the rank was given up for a call, it says so already.
-        if not said or said in str(error):
+        if not said or said in message_of(error):
             raise
-        raise ExchangeError(f"{error}\n{said}") from error
+        raise ExchangeError(f"{message_of(error)}\n{said}") from error
     finish()
 
 

@@ -15,6 +15,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of, shown, word_error
+from shardmath_torch.agreement import threads
+from shardmath_torch.agreement.party import is_time, word_bad_time
 
 __all__ = ["Client", "HTTPClient", "LLMClient"]
 
@@ -65,11 +68,16 @@ class LLMClient:
 class HTTPClient:
     """Speaks to a server of vLLM's, `vllm serve` with VLLM_SERVER_DEV_MODE=1, at a URL; needs no vLLM itself.
 
-    `timeout`, in seconds, is for each answer, and has to be longer than `TrainerInfo.timeout`. What the server refuses,
-    or does not answer, is an ExchangeError with what it said.
+    `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. What
+    the server refuses, or does not answer in time, is an ExchangeError with what it said. Raises ValueError for what is
+    not a URL of http or https, or not a time.
     """
 
     def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={shown(url)} is not a server's; give 'http://host:port'")
+        if not is_time(timeout):
+            raise ValueError(word_bad_time(timeout))
         self._url = url.rstrip("/")
         self._timeout = timeout
 
@@ -97,23 +105,40 @@ class HTTPClient:
         url = f"{self._url}/{path}"
         data = json.dumps(said or {}).encode()
         request = Request(url, data, {"Content-Type": "application/json"})
-        try:
-            with urlopen(request, timeout=self._timeout) as answer:
-                answer.read()
-        except HTTPError as error:
-            raise ExchangeError(f"{url} answered {error.code}: {_explain(error)}") from error
-        except (OSError, HTTPException) as error:
-            raise ExchangeError(
-                f"{url} gave no answer ({error}); is a vLLM server up there?"
-            ) from error
+        faults: list[str] = []
+        # On a thread beside: a timeout of urlopen is that of one read, of which an answer may take any number.
+        asking = threads.start(lambda: faults.append(_ask(request, self._timeout)))
+        asking.join(self._timeout)
+        fault = faults[0] if faults else _word_silence(f"timed out after {self._timeout:g} s")
+        if fault:
+            raise ExchangeError(f"{url} {fault}")
+
+
+def _ask(request: Request, timeout: float) -> str:
+    """What is wrong with the answer; "" for nothing."""
+    try:
+        with urlopen(request, timeout=timeout) as answer:
+            answer.read()
+    except HTTPError as error:
+        return f"answered {error.code}: {_explain(error)}"
+    except Exception as error:
+        return _word_silence(word_error(error))
+    return ""
+
+
+def _word_silence(why: str) -> str:
+    return f"gave no answer ({why}); is a vLLM server up there?"
 
 
 def _explain(error: HTTPError) -> str:
     """What a server says of what went wrong."""
     if error.code == HTTPStatus.NOT_FOUND:
         return "no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
-    text = error.read().decode(errors="replace")
     try:
-        return str(json.loads(text)["error"]["message"])
+        text = error.read().decode(errors="replace")
+    except (OSError, HTTPException) as broken:
+        return f"an answer that broke off ({word_error(broken)})"
+    try:
+        return message_of(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
-        return text
+        return message_of(text)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
+from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.dtypes import canonical
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import shown
 from shardmath_torch.agreement.party import is_time, word_bad_time
+from shardmath_torch.joint.meeting import read_where
+from shardmath_torch.joint_group import BACKENDS
 
 __all__ = ["BACKEND", "Joining", "TrainerInfo", "Updating"]
 
@@ -23,7 +29,7 @@ class TrainerInfo:
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
     for a rank; `max_inflight_bytes` bounds what is under way of a layer, as in `smt.compile`. Engines get parameters as
     numbers of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer has
-    not, beside those that are vLLM's. Raises ValueError for what is none of these, LayoutError for an unknown `dtype`.
+    not, beside those that are vLLM's. Raises ValueError for any other value, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -39,25 +45,27 @@ class TrainerInfo:
     rank: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("rank", "trainers"):
-            given: object = getattr(self, name)
-            if not isinstance(given, int):
-                raise ValueError(f"{name}={given!r} is no int; give int({given!r})")
-        _check_address(self.address)
-        if not is_time(self.timeout):
-            raise ValueError(word_bad_time(self.timeout))
-        if self.dtype is not None:
-            # By the one name that all ranks give it, and that vLLM has.
-            object.__setattr__(self, "dtype", canonical(self.dtype))
+        keep = partial(object.__setattr__, self)
+        keep("address", _read_address(self.address))
+        for name in ("trainers", "rank"):
+            keep(name, as_integer(getattr(self, name), name, ValueError))
         if not 0 <= self.rank < self.trainers:
             raise ValueError(f"rank {self.rank} of {self.trainers} trainers; give one of them")
-        own: object = self.own
-        if isinstance(own, str):
-            # Its letters would be globs, and "*" one of everything.
-            raise ValueError(f"own={own!r} is a text; give a tuple of globs, ({own!r},)")
-        workers: object = self.workers
-        if isinstance(workers, str) or not self.engines or min(self.engines) < 1:
-            raise ValueError(f"workers={self.workers}; give how many each engine has, 1 or more")
+        keep("workers", _read_workers(self.workers))
+        if self.dtype is not None:
+            # By the one name that all ranks give it, and that vLLM has.
+            keep("dtype", canonical(self.dtype))
+        # A text would be its letters, and "*" a glob of everything.
+        globs = listed(self.own, "globs in own", ValueError)
+        keep("own", tuple(text(glob, "a glob in own", ValueError) for glob in globs))
+        if not is_time(self.timeout):
+            raise ValueError(word_bad_time(self.timeout))
+        keep("max_inflight_bytes", _read_limit(self.max_inflight_bytes))
+        transport = known(self.transport, tuple(BACKENDS))
+        if transport is None:
+            ways = " or ".join(map(repr, BACKENDS))
+            raise ValueError(f"transport is {shown(self.transport)}; give {ways}")
+        keep("transport", transport)
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -93,13 +101,39 @@ class TrainerInfo:
         return dict(vars(told))
 
 
-def _check_address(address: object) -> None:
-    """Raise ValueError for what is not "host:port"."""
-    host, _, port = str(address).rpartition(":")
-    if not isinstance(address, str) or "//" in address or not host or not port.isdigit():
+def _read_address(given: object) -> str:
+    """The address itself. Raises ValueError for what is not "host:port"."""
+    try:
+        address = text(given, "address", ValueError)
+        read_where(address)
+    except (ValueError, ExchangeError):
+        address = ""
+    if not address or "//" in address:
         raise ValueError(
-            f"address={address!r} is not 'host:port'; give one, such as '10.0.0.1:29600'"
+            f"address={shown(given)} is not 'host:port'; give one, such as '10.0.0.1:29600'"
         )
+    return address
+
+
+def _read_workers(given: object) -> int | tuple[int, ...]:
+    """How many each engine has. Raises ValueError for anything else."""
+    is_one = not isinstance(given, Iterable)
+    counts = []
+    for each in [given] if is_one else listed(given, "workers", ValueError):
+        counts.append(as_integer(each, "the number of an engine's workers", ValueError))
+    if not counts or min(counts) < 1:
+        raise ValueError(f"workers={shown(given)}; give how many each engine has, 1 or more")
+    return counts[0] if is_one else tuple(counts)
+
+
+def _read_limit(given: object) -> int | None:
+    """A number of bytes, or None for no limit. Raises ValueError for anything else."""
+    if given is None:
+        return None
+    limit = as_integer(given, "max_inflight_bytes", ValueError)
+    if not 0 < limit < 1 << 63:
+        raise ValueError(f"max_inflight_bytes={limit}; give an integer from 1 on, or leave it out")
+    return limit
 
 
 @dataclass

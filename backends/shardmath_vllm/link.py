@@ -22,16 +22,15 @@ from torch._C._distributed_c10d import Store
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.text import plural
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of, plural, word_error
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
+from shardmath_torch.agreement.naming import word_objection
 
 __all__ = ["Link", "together"]
 
 _T = TypeVar("_T")
-
-FINE = "fine"
 
 STEPS = ("start", "begin", "end", "finish")
 """What place 0 says of an update."""
@@ -61,8 +60,7 @@ def _try(act: Callable[[], None]) -> str:
     try:
         act()
     except Exception as error:
-        kind = "" if isinstance(error, ShardError) else f"{type(error).__name__}: "
-        return f"{kind}{error}"
+        return word_objection(error)
     return ""
 
 
@@ -101,7 +99,7 @@ class Link:
         except BaseException as error:
             why = self._break_off(number, error)
             if why:
-                raise ExchangeError(f"{error}\n{why}") from error
+                raise ExchangeError(f"{message_of(error)}\n{why}") from error
             raise
 
     def _break_off(self, number: int, error: BaseException) -> str:
@@ -116,7 +114,7 @@ class Link:
         with suppress(RuntimeError, ExchangeError):
             own = not isinstance(error, ExchangeError)
             if own:
-                store.set(what, f"place {self.place}: {type(error).__name__}: {error}")
+                store.set(what, f"place {self.place}: {word_error(error)}")
             # Also of what this rank has set: it is there by the answer, and only then do others find this rank gone.
             if store.check([what]) and not own:
                 why = store.get(what).decode()
@@ -131,7 +129,7 @@ class Link:
         """Raise ExchangeError, on all ranks, where one does not come or finds a fault."""
         what = f"begin update {number}"
         fault = _try(check)
-        self._store.set(f"{what}/{self.place}", fault or FINE)
+        self._store.set(f"{what}/{self.place}", fault)
         said = self._hear(what) if self.place else self._await_all(number, what)
         if said:
             raise ExchangeError(said)
@@ -168,7 +166,7 @@ class Link:
         faults = []
         for place in range(self.group.size()):
             said = self._store.get(f"{what}/{place}").decode()
-            if said != FINE:
+            if said:
                 faults.append(f"place {place} could not {what}: {said}")
         return "\n".join(faults)
 
@@ -206,7 +204,7 @@ class Link:
     def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
         """Say what place 0 finds wrong, "" for nothing. If it then raises, its process may end: wait for who hears."""
         store = self._store
-        store.set(what, fault or FINE)
+        store.set(what, fault)
         if fault:
             self._confirm(what)
             self._await_heard(store, what, hearers, HEARD_S)
@@ -223,9 +221,8 @@ class Link:
             ) from error
         except RuntimeError as error:
             raise ExchangeError(f"place 0 did not {what} in {self.timeout:g} s: {error}") from error
-        if said == FINE:
-            return ""
-        self._confirm(what)
+        if said:
+            self._confirm(what)
         return said
 
     def _confirm(self, what: str) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import word_error
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.turns import as_main
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
@@ -44,17 +46,21 @@ _meetings = itertools.count(1)
 
 
 class Trainer:
-    """One rank of a trainer that has met its engines; made by `trainer_init`."""
+    """One rank of a trainer that has met its engines; made by `trainer_init`.
+
+    As vLLM's own have it, `client` is what that was given, and `is_sender` says whether this rank calls the engines.
+    """
 
     init_info_cls = TrainerInfo
 
     def __init__(
-        self, clients: Sequence[Client], source: Source, link: Link, name: str = ""
+        self, client: Client | Sequence[Client], source: Source, link: Link, name: str = ""
     ) -> None:
-        self._clients = clients
+        self.client = client
         self._name = name
         self.source = source
         self.link = link
+        self._clients = _list_clients(client) if self.is_sender else []
         self._number = 0
         self._watched = watch_modules(source)
 
@@ -82,7 +88,7 @@ class Trainer:
             _check_ranks(own, init_info)
         except Exception as error:
             if init_info.trainers > 1:
-                meeting.decline(f"place {init_info.rank} does not come: {error}")
+                meeting.decline(f"place {init_info.rank} does not come: {word_objection(error)}")
             raise
         calls = []
         # Names of meetings begin anew in each process of a trainer.
@@ -93,7 +99,12 @@ class Trainer:
                 calls.append(partial(one.init_weight_transfer_engine, told))
         with calling(calls, meeting.call_off, init_info.timeout):
             link = meeting.join(Given(own.tell()))
-        return cls(clients, own, link, own_name)
+        return cls(client, own, link, own_name)
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank speaks to the engines."""
+        return self.link.place == 0
 
     @as_main()
     def send_weights(self) -> None:
@@ -142,7 +153,7 @@ class Trainer:
                 try:
                     say(client)
                 except Exception as error:
-                    faults.append(f"engine {engine}: {type(error).__name__}: {error}")
+                    faults.append(f"engine {engine}: {word_error(error)}")
             if faults:
                 raise ExchangeError("\n".join(faults))
 
@@ -174,7 +185,7 @@ def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
         raise ValueError(f"client is a text; give HTTPClient({given!r})")
     if not info.is_sender:
         return []
-    clients = list(given) if isinstance(given, Sequence) else [given]
+    clients = _list_clients(given)
     if len(clients) != len(info.engines):
         raise ValueError(
             f"{len(clients)} clients, and workers of {len(info.engines)} engines; give one of each"
@@ -186,6 +197,11 @@ def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
                 f"client is {kind}, which does not speak to an engine; give HTTPClient(url) or LLMClient(llm)"
             )
     return clients
+
+
+def _list_clients(given: Client | Sequence[Client]) -> list[Client]:
+    """One of each engine."""
+    return list(given) if isinstance(given, Sequence) else [given]
 
 
 def _check_ranks(source: Source, info: TrainerInfo) -> None:

@@ -21,10 +21,14 @@ __all__ = [
     "show_seconds",
     "show_share",
     "shown",
+    "word_error",
 ]
 
 MOST_SHOWN = 200
 """Characters of a value that a message shows."""
+
+LONGEST_MESSAGE = 1 << 16
+"""Characters of what another program says that go on to others: torch's store ends a connection over 16 MiB."""
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """As the SI has them; KiB to TiB are read, and never shown."""
@@ -45,16 +49,30 @@ def shown(value: object) -> str:
     return out if len(out) <= MOST_SHOWN else f"{out[:MOST_SHOWN]}..."
 
 
-def message_of(error: BaseException) -> str:
-    """What an error says; that it cannot be printed where its own `__str__` raises.
+def message_of(error: BaseException | str) -> str:
+    """The message of an error, or another program's text, safe to print, to send and to store: UTF-8 has all of it.
 
-    >>> message_of(ValueError("too long"))
-    'too long'
+    An error whose `__str__` raises cannot be printed, which the message then says.
+
+    >>> message_of(ValueError("too long")), message_of("half a surrogate pair: " + chr(0xD800))[-6:]
+    ('too long', '\\\\ud800')
     """
     try:
-        return str(error)
+        text = str(error)
     except Exception:
         return "what it says cannot be printed"
+    return text[:LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
+
+
+def word_error(error: BaseException) -> str:
+    """The kind and the message of an error, or its kind alone; never "".
+
+    >>> word_error(ValueError("too long")), word_error(KeyboardInterrupt())
+    ('ValueError: too long', 'KeyboardInterrupt')
+    """
+    kind = type(error).__name__
+    message = message_of(error)
+    return f"{kind}: {message}" if message else kind
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:

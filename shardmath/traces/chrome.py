@@ -31,7 +31,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from shardmath.base.errors import ShardError
-from shardmath.base.text import message_of
+from shardmath.base.text import message_of, word_error
 from shardmath.traces.spans import Clock, Place, Span, Trace, Vote
 
 __all__ = ["read", "spell", "write", "write_text"]
@@ -189,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         what = f"{name} is no trace that shardmath has written"
-        why = f"{type(error).__name__}: {message_of(error)}"
+        why = word_error(error)
         raise ShardError(f"{what} ({why}); give what smt.trace wrote") from error
 
 

@@ -160,6 +160,15 @@ def test_an_engine_that_rebalances_experts_is_refused(
         engine.init_transfer_engine(told)
 
 
+def test_an_engine_that_has_joined_no_trainer() -> None:
+    """Raises what vLLM's own engines raise, and ours."""
+    engine: Any = object.__new__(Engine)
+    engine._link = None
+    for kind in (RuntimeError, ExchangeError):
+        with pytest.raises(kind, match="no trainer was joined"):
+            engine.receive_weights(SimpleNamespace(number=1, trainer=""))
+
+
 def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:
     """And not in the middle of an update."""
     model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)

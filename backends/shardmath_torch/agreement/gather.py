@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.text import message_of, word_error
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Describe, Party
@@ -81,9 +82,9 @@ def _gather(party: Party, mine: _T, what: str) -> list[_T]:
         check_thread(party.turns, None)
         said = pickle.dumps(mine)
     except ExchangeError as error:
-        objection = str(error)
+        objection = message_of(error)
     except Exception as error:
-        objection = f"what it says cannot be pickled: {type(error).__name__}: {error}"
+        objection = f"what it says cannot be pickled: {word_error(error)}"
     told = LENGTH.pack(len(said)) + said
     # With a time of its own a wait hears Ctrl-C: here a rank may wait for one that is late.
     ballots = party.vote(
@@ -117,7 +118,7 @@ def _decode(text: bytes) -> Any:
     try:
         return pickle.loads(text)
     except Exception as error:
-        what = f"what a rank says cannot be read here: {type(error).__name__}: {error}"
+        what = f"what a rank says cannot be read here: {word_error(error)}"
         raise ExchangeError(f"{what}; run one version of everything") from error
 
 
@@ -195,6 +196,6 @@ def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError
     """What to raise where a collective of torch's own broke, and the group with it; asks who failed first."""
     party = party_of(compat.group_of(group))
     if party is None:
-        lost = f"a rank is gone, or did not {what}: {error}"
+        lost = f"a rank is gone, or did not {what}: {message_of(error)}"
         return ExchangeError(f"{lost}; see which ended first, and start the ranks again")
-    return party.break_by(PeerFailure(None, str(error)), _describe(what))
+    return party.break_by(PeerFailure(None, message_of(error)), _describe(what))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from shardmath.base.errors import ShardError
-from shardmath.base.text import message_of
+from shardmath.base.text import message_of, word_error
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
@@ -22,11 +22,10 @@ DIGEST_SHOWN = 24
 """Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
 
 
-def word_objection(error: Exception) -> str:
-    """What a rank says of its error to the others: that of ours as it is, another by its kind."""
-    if isinstance(error, ShardError):
-        return message_of(error)
-    return f"{type(error).__name__}: {message_of(error)}"
+def word_objection(error: BaseException) -> str:
+    """What a rank says of its error to the others: that of ours as it is, another by its kind; never ""."""
+    own = message_of(error) if isinstance(error, ShardError) else ""
+    return own or word_error(error)
 
 
 def name_given(given: Plan | Transposed | Program) -> str:

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeGuard, TypeVar
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import message_of
+from shardmath.base.text import word_error
 from shardmath.protocol import Event, State
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
@@ -176,12 +176,11 @@ class Party:
         except PeerFailure:
             raise
         except Exception as error:
-            cause = f"{type(error).__name__}: {message_of(error)}"
-            raise PeerFailure(self.rank, cause) from error
+            raise PeerFailure(self.rank, word_error(error)) from error
 
     def leave(self, error: BaseException) -> None:
         """Break the group, which this exception has left in the middle."""
-        self.give_up(f"it was left in the middle by {_word_error(error)}")
+        self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:
         """Break the group: tell the others that this rank gives up, and why; do not ask them."""
@@ -248,9 +247,3 @@ def _word_fix(cause: str) -> str:
     # Who is late may have made another call, and often has none to make.
     calls = "; see that it makes the calls that the others make" if cause == LATE else ""
     return f"{cause}{calls}; {FIX}"
-
-
-def _word_error(error: BaseException) -> str:
-    """The error's kind and text, if it has one."""
-    text = message_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

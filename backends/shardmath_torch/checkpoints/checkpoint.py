@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from shardmath.base.arguments import mapping, text
-from shardmath.base.text import shown
+from shardmath.base.text import shown, word_error
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import in_step, mark_told, shared, word_lost
@@ -328,7 +328,7 @@ def _check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except Exception as error:  # torch raises errors of all kinds here
-        what = f"device={device!r} has no room for tensors: {type(error).__name__}: {error}"
+        what = f"device={device!r} has no room for tensors: {word_error(error)}"
         raise CheckpointError(f"{what}; give one that torch has here, such as 'cpu'") from error
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardmath.base.errors import ShardError
+from shardmath.base.text import word_error
 from shardmath_torch.checkpoints.commits import FILE, INDEX, METADATA, OURS
 from shardmath_torch.checkpoints.index import (
     as_blobs,
@@ -64,7 +65,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except ShardError:
         raise
     except _DAMAGE as error:
-        fault = f"{type(error).__name__}: {str(error)[:200]}"
+        fault = word_error(error)[:200]
         what = f"{path} is not a checkpoint, or a damaged one ({fault})"
         raise CheckpointError(f"{what}; fetch it again") from error
 

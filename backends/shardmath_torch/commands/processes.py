@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from shardmath import ExchangeError, ShardError
+from shardmath.base.text import word_error
 
 __all__ = ["Progress", "Report", "Task", "run"]
 
@@ -363,5 +364,5 @@ def _make_readable(error: Exception, rank: int) -> ShardError:
         first_line = str(error).splitlines()[0]
         return PeerLost(f"rank {rank} lost a peer: {first_line}")
     shown = "".join(traceback.format_exception(error)).rstrip()
-    what = f"rank {rank} failed: {type(error).__name__}: {error}"
+    what = f"rank {rank} failed: {word_error(error)}"
     return ExchangeError(f"{what}; its traceback:\n{shown}")

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import message_of, plural, shown
+from shardmath.base.text import message_of, plural, shown, word_error
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
 from shardmath_torch.agreement.party import Party, is_time, word_bad_time
@@ -211,7 +211,7 @@ def _leave(party: Party, block: Block, error: BaseException) -> None:
         party.leave(error)
         return
     if not block.objection:
-        block.objection = f"left smt.commit by {type(error).__name__}: {message_of(error)}"
+        block.objection = f"left smt.commit by {word_error(error)}"
     try:
         _end(party, block)
     except ExchangeError as told:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardmath.base.errors import ShardError
 from shardmath.base.public import public
-from shardmath.base.text import shown
+from shardmath.base.text import shown, word_error
 
 __all__ = [
     "CheckpointError",
@@ -171,7 +171,7 @@ class Remote:
         except OSError:
             raise
         except Exception as error:
-            raise OSError(0, f"{type(error).__name__}: {error}", str(self)) from error
+            raise OSError(0, word_error(error), str(self)) from error
 
 
 Place: TypeAlias = Path | Remote
@@ -241,7 +241,7 @@ def _reach(url: str, scheme: str) -> Place:
         fix = "give a folder, or a URL of a scheme that fsspec serves"
         raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
     except Exception as error:  # each service raises errors of its own
-        why = f"{type(error).__name__}: {error}"
+        why = word_error(error)
         raise CheckpointError(f"{url} cannot be reached: {why}") from error
     if LOCAL.match(url):
         return Path(path)

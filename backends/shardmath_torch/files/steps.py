@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from shardmath.base.digest import digest
-from shardmath.base.errors import ExchangeError, ShardError
-from shardmath.base.text import message_of, plural
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import plural
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather, in_step, mark_told
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.compat import Group
 from shardmath_torch.files.places import CheckpointError
 
@@ -162,11 +163,9 @@ def gather_all(step: str, mine: object, count: int, group: Group | None) -> list
 
 def show_error(error: BaseException) -> str:
     """An error's text; of those that are not ours, which may say little, the kind too."""
-    if isinstance(error, ShardError):
-        return message_of(error)
     if not isinstance(error, Exception):
         return f"interrupted by {type(error).__name__}"
-    return f"{type(error).__name__}: {message_of(error)}"
+    return word_objection(error)
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:

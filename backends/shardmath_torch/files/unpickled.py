@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from shardmath.base.text import message_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 
@@ -213,7 +214,7 @@ def read_metadata(text: bytes, where: object) -> Metadata:
         if isinstance(found, Metadata):
             _check_metadata(found)
     except Exception as error:
-        why = str(error)[:_MOST_SHOWN]
+        why = message_of(error)[:_MOST_SHOWN]
         what = f"{where} is not metadata of torch.distributed.checkpoint: {why}"
         fix = "nothing else is unpickled: save again, or convert it where you trust it"
         raise CheckpointError(f"{what}; {fix}") from error

@@ -44,6 +44,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardmath import ShardError
 from shardmath.base import dtypes
+from shardmath.base.text import word_error
 from shardmath.buffers import Param
 from shardmath_torch.models.configs import MODELS
 from shardmath_torch.models.flat_buffers import embeddings
@@ -196,7 +197,7 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"), _bound_modules():
             return _make_network(config)
     except Exception as error:  # the settings are the user's, and what takes them transformers'
-        what = f"{type(config).__name__} builds no model: {type(error).__name__}: {error}"
+        what = f"{type(config).__name__} builds no model: {word_error(error)}"
         fix = "give a transformers config, with what its architecture needs"
         raise ShardError(f"{what}; {fix}") from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from shardmath.base.text import message_of, show_bytes
+from shardmath.base.text import show_bytes, word_error
 from shardmath_torch.observing.moved import Moved
 
 __all__ = ["log_move"]
@@ -29,7 +29,7 @@ def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None
     moved = tell()
     if failure is not None:
         # What several ranks say is on several lines.
-        said = " ".join(f"{type(failure).__name__}: {message_of(failure)}".split())
+        said = " ".join(word_error(failure).split())
         line = "rank %d: %s failed: %s; %s"
         LOGGER.info(line, rank, moved.title, said[:MOST_SAID], moved.phases)
         return

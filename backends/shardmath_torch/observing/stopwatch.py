@@ -18,7 +18,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import TypeAlias
 
-from shardmath.base.text import message_of
+from shardmath.base.text import word_error
 from shardmath.programs.messages import Message, Round
 from shardmath_torch.observing.bars import Meter, Progress
 from shardmath_torch.observing.laps import FAILED, LAPS, NAMES
@@ -168,7 +168,7 @@ class Stopwatch:
             "received messages": received.messages,
         }
         if error is not None:
-            timed.about["failed"] = f"{type(error).__name__}: {message_of(error)}"
+            timed.about["failed"] = word_error(error)
         tracer = find_tracer()
         if tracer is not None:
             tracer.end(timed)

@@ -34,6 +34,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import word_error
 from shardmath.refits.coverage import show_native
 from shardmath_torch import fsdp
 from shardmath_torch.refits.views import Given, Natives, describe, list_chunks
@@ -168,7 +169,7 @@ def _is_replaced(one: Watched, place: _Place) -> bool:
         now = place.look(place.key)
     # Mappings of others raise what they like.
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        what = word_error(error)
         raise ExchangeError(
             f"the mapping that has {one.name} raises {what}; prepare again on all ranks"
         ) from error

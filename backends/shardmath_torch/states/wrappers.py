@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from torch.optim import Optimizer
 
+from shardmath.base.text import word_error
 from shardmath_torch.files.places import CheckpointError
 
 __all__ = ["Inner", "check_keeps_own", "list_inner"]
@@ -284,7 +285,7 @@ def _find_more(optimizer: Optimizer, spelled: str) -> list[str]:
         found: object = optimizer.state_dict()
     except Exception as error:
         kind = type(optimizer).__name__
-        what = f"{kind}.state_dict() raises {type(error).__name__}: {error}"
+        what = f"{kind}.state_dict() raises {word_error(error)}"
         fix = _word_plain(spelled)
         raise CheckpointError(f"{what}, and what it keeps is not known; {fix}") from error
     if not isinstance(found, Mapping):

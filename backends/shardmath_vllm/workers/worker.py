@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.agreement.naming import word_objection
 from shardmath_torch.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
@@ -42,6 +43,10 @@ class _Joining(infos.Joining, WeightTransferInitInfo):
 
 class _Updating(infos.Updating, WeightTransferUpdateInfo):
     """As vLLM has it."""
+
+
+class NotJoinedError(ExchangeError, RuntimeError):
+    """No trainer was joined: RuntimeError too, as vLLM's own engines raise it."""
 
 
 class Engine(WeightTransferEngine[_Joining, _Updating]):
@@ -100,10 +105,13 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def receive_weights(self, update_info: _Updating) -> None:
-        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails."""
+        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails.
+
+        Raises NotJoinedError before `init_transfer_engine`.
+        """
         link = self._link
         if link is None:
-            raise ExchangeError("no trainer was joined; call init_weight_transfer_engine first")
+            raise NotJoinedError("no trainer was joined; call init_weight_transfer_engine first")
         if update_info.trainer != self._trainer:
             # Ranks of the one that was joined last have not come for this.
             raise ExchangeError(
@@ -120,7 +128,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         except BaseException as error:
             # Also where this rank has all of its weights: one of the others may not have.
             if begun:
-                refuse(self.model, f"an update failed ({error})")
+                refuse(self.model, f"an update failed ({word_objection(error)})")
             raise
         accept(self.model)
 

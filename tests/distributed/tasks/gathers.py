@@ -31,12 +31,25 @@ def objects(rank: int) -> list[bool]:
     return right
 
 
+class Unprintable:
+    """What cannot be pickled, for a reason that cannot be printed."""
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise self
+
+    def __reduce__(self) -> str:
+        raise self.Silent
+
+
 def odd_objects(rank: int) -> list[Said]:
-    """What cannot be pickled, what is for something else, and then what all can say."""
+    """What cannot be pickled, for two reasons, what is for something else, and then what all can say."""
     odd: Any = (lambda: None) if rank == 3 else "x"
+    silent: Any = Unprintable() if rank == 5 else "x"
     what = "load" if rank < 4 else "save"
     acts = (
         lambda: gather(odd, None),
+        lambda: gather(silent, None),
         lambda: gather("x", None, what),
         lambda: gather("x", None),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -52,6 +53,12 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
+def test_what_vllm_s_own_trainers_say_of_themselves(pair: Pair) -> None:
+    """Other people's code asks for it, whatever the backend."""
+    assert pair.sender.is_sender
+    assert pair.sender.client is pair.engine
+
+
 def test_an_engine_in_this_process(pair: Pair) -> None:
     """Takes what is trained, also where a parameter's memory is another by then."""
     pair.sender.send_weights()
@@ -89,6 +96,54 @@ def test_engines_that_have_new_weights_end_the_update_all_the_same(
         pair.sender.send_weights()
     assert pair.is_equal()
     assert ended == ["lost", "other"]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError("\ud800"), Unprintable()])
+@pytest.mark.parametrize("where", ["start_weight_update", "update_weights", "_receive"])
+def test_what_an_engine_says_does_not_stop_who_tells_the_others(
+    pair: Pair, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that torch's store does not take, or that cannot be printed."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pair.engine, where, fail)
+    start = time.monotonic()
+    said = r"ValueError: \\ud800|Unprintable: what it says cannot be printed"
+    with pytest.raises(ExchangeError, match=said):
+        pair.sender.send_weights()
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("error", [ValueError("\ud800"), Unprintable()])
+def test_an_engine_that_cannot_join_may_say_anything(error: Exception) -> None:
+    engine = PlainEngine(make_module())
+
+    def fail(*given: object) -> None:
+        raise error
+
+    vars(engine)["init_weight_transfer_engine"] = fail
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"ud800|cannot be printed"):
+        sv.Trainer.trainer_init(tell(), client=engine, source=make_module())
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def test_an_error_without_a_message_is_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the update would go on, as where nothing is wrong."""
+
+    def check() -> None:
+        raise sm.StoreError("")
+
+    monkeypatch.setattr(pair.sender, "_check", check)
+    with pytest.raises(ExchangeError, match="place 0 could not begin update 1: StoreError"):
+        pair.sender.send_weights()
 
 
 def test_any_thread_may_send() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from shardmath_vllm.workers.refusing import accept, refuse
 
 def test_globs_that_are_a_text() -> None:
     """Would be its letters, of which "*" is everything."""
-    with pytest.raises(ValueError, match=r"own='\*\.k_scale' is a text"):
+    with pytest.raises(ValueError, match=r"globs in own are '\*\.k_scale'; give a tuple"):
         sv.TrainerInfo("a:1", 1, workers=1, rank=0, own="*.k_scale")  # type: ignore[arg-type]
 
 
@@ -71,11 +73,27 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
     [
         ({"address": "tcp://a:1"}, ValueError, "is not 'host:port'; give one"),
         ({"address": "a"}, ValueError, "is not 'host:port'; give one"),
-        ({"rank": "0"}, ValueError, r"rank='0' is no int; give int\('0'\)"),
+        ({"address": "h:99999999"}, ValueError, "is not 'host:port'; give one"),
+        ({"address": "h:²"}, ValueError, "is not 'host:port'; give one"),
+        ({"address": b"h:1"}, ValueError, "is not 'host:port'; give one"),
+        ({"rank": "0"}, ValueError, "rank is '0'; give an integer"),
+        ({"trainers": 2.0}, ValueError, "trainers is 2.0; give an integer"),
         ({"rank": 2}, ValueError, "rank 2 of 2 trainers; give one of them"),
-        ({"workers": "2"}, ValueError, "give how many each engine has"),
+        ({"workers": "2"}, ValueError, "workers are '2'; give a tuple"),
+        ({"workers": None}, ValueError, "workers is None; give an integer"),
+        ({"workers": 1.5}, ValueError, "workers is 1.5; give an integer"),
+        ({"workers": True}, ValueError, "workers is True; give an integer"),
+        ({"workers": (1, "2")}, ValueError, "workers is '2'; give an integer"),
+        ({"workers": ()}, ValueError, "give how many each engine has"),
         ({"workers": (2, 0)}, ValueError, "give how many each engine has"),
         ({"timeout": 0}, ValueError, "is not a time to wait"),
+        ({"own": 5}, ValueError, "globs in own are 5; give a tuple"),
+        ({"own": (5,)}, ValueError, "a glob in own is 5"),
+        ({"max_inflight_bytes": "x"}, ValueError, "max_inflight_bytes is 'x'; give an integer"),
+        ({"max_inflight_bytes": 0}, ValueError, "max_inflight_bytes=0; give an integer from 1 on"),
+        ({"transport": "mpi"}, ValueError, "transport is 'mpi'; give 'gloo' or 'nccl'"),
+        ({"transport": ["gloo"]}, ValueError, r"transport is \['gloo'\]; give 'gloo' or 'nccl'"),
+        ({"dtype": 5}, sm.LayoutError, "unknown dtype '5'"),
         ({"dtype": "bf16"}, sm.LayoutError, "did you mean 'bfloat16'"),
     ],
 )
@@ -88,3 +106,13 @@ def test_infos_that_are_none(given: dict[str, Any], error: type[Exception], said
 def test_infos_name_types_as_vllm_does() -> None:
     info = sv.TrainerInfo("a:1", 1, workers=1, rank=0, dtype=torch.bfloat16)  # type: ignore[arg-type]
     assert info.dtype == "bfloat16"
+
+
+def test_infos_are_plain_and_cannot_be_changed() -> None:
+    """What workers are told is JSON."""
+    sizes: Any = [np.int64(2), 1]
+    globs: Any = ["*.k_scale"]
+    info = sv.TrainerInfo("a:1", 1, workers=sizes, rank=0, own=globs)
+    assert info.workers == (2, 1) and info.own == ("*.k_scale",)
+    assert hash(info) == hash(info)
+    assert json.loads(json.dumps(info.tell(1, "meeting")))["workers"] == 1

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath.base.text import (
+    LONGEST_MESSAGE,
     message_of,
     plural,
     read_bytes,
     show_bytes,
     show_ranks,
     show_share,
+    word_error,
 )
 
 
@@ -66,3 +68,16 @@ class Silent(Exception):
 def test_an_error_that_cannot_be_printed() -> None:
     """Nobody who words an error for others is stopped by it."""
     assert message_of(Silent()) == "what it says cannot be printed"
+    assert word_error(Silent()) == "Silent: what it says cannot be printed"
+
+
+def test_what_others_say_can_be_stored() -> None:
+    """Servers send half a surrogate pair, which UTF-8 has not, and torch's store takes no other text."""
+    assert message_of("\ud800 é") == "\\ud800 é"
+    assert message_of(ValueError("\ud800")) == "\\ud800"
+    assert len(message_of(ValueError("a" * 10**7))) == LONGEST_MESSAGE
+
+
+def test_an_error_is_never_nothing() -> None:
+    """Where texts travel, "" is no error."""
+    assert word_error(ValueError()) == "ValueError"

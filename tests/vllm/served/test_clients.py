@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,3 +97,37 @@ def test_a_server_that_is_not_there_or_late_is_an_error() -> None:
         pytest.raises(ExchangeError, match=r"gave no answer .*timed out"),
     ):
         HTTPClient(url, timeout=0.1).start_weight_update()
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"])
+def test_the_time_limit_is_that_of_the_whole_answer(begun: bytes) -> None:
+    """A server may send a byte now and then, of its head or of its body, and each read is done in time."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            with suppress(OSError):
+                self.wfile.write(begun)
+                for _ in range(50):
+                    self.wfile.write(b"H")
+                    time.sleep(0.1)
+
+        def log_message(self, *args: Any) -> None:
+            """Nothing."""
+
+    start = time.monotonic()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(ExchangeError, match=r"gave no answer \(timed out after 0.5 s\)"):
+            HTTPClient(f"http://127.0.0.1:{server.server_port}", timeout=0.5).start_weight_update()
+        server.shutdown()
+    assert time.monotonic() - start < 3.0
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "ftp://a", None])
+def test_what_is_not_a_url(url: Any) -> None:
+    with pytest.raises(ValueError, match="is not a server's; give 'http://host:port'"):
+        HTTPClient(url)
+    with pytest.raises(ValueError, match="is not a time to wait"):
+        HTTPClient("http://127.0.0.1:8000", timeout=0)
