@@ -75,7 +75,8 @@ def save(
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
     None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
     `paths` is for torch's own tools, which make nested state dicts: `{"model.w": ("model", "w")}` is found by the key
-    "model", as `{"model": {"w": ...}}`; a name that is not in it is one key. `progress` is called with the bytes that
+    "model", as `{"model": {"w": ...}}`; an integer is the number of an item of a list, as in torch's own paths; a name
+    that is not in it is one key. `progress` is called with the bytes that
     this rank has just written.
 
     Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every

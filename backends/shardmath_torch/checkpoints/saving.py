@@ -58,8 +58,8 @@ Bytes: TypeAlias = Tensor | bytes | bytearray | io.BytesIO
 """What a rank saves as its own: bytes, or a tensor of uint8."""
 Layouts: TypeAlias = Mapping[str, LayoutOrWindows | None]
 """What everybody holds of each tensor; None for bytes that each rank has of its own."""
-Paths: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Where torch's own tools put tensors in a nested state dict: the keys that lead to each, by name."""
+Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
+"""The keys that lead to each tensor in the nested state dict of torch's own tools, by name; integers are for lists."""
 
 _StoredNames: TypeAlias = dict[str, dict[int, str]]
 """The stored name of every rank's bytes, by name and rank."""
@@ -345,6 +345,19 @@ def check_paths(paths: Paths, names: Container[str]) -> None:
             if path[:n] in ends:
                 what = f"the path {path!r} leads through {path[:n]!r}, which is a tensor"
                 raise CheckpointError(f"{what}; cut one of the two names at other dots")
+    _check_containers(ends)
+
+
+def _check_containers(paths: Iterable[tuple[str | int, ...]]) -> None:
+    """Raises CheckpointError if one path has a list where another has a dict."""
+    first: dict[tuple[str | int, ...], tuple[str | int, ...]] = {}
+    for path in paths:
+        for n in range(len(path)):
+            other = first.setdefault(path[:n], path)
+            if type(other[n]) is not type(path[n]):
+                what = f"the paths {other!r} and {path!r} have a list and a dict at {path[:n]!r}"
+                fix = "integers are for items of lists, and str for keys of dicts"
+                raise CheckpointError(f"{what}; {fix}")
 
 
 def _check_path(name: str, path: object, names: Container[str]) -> None:
@@ -353,10 +366,16 @@ def _check_path(name: str, path: object, names: Container[str]) -> None:
         what = f"paths has {name!r}, which is not saved"
         raise CheckpointError(f"{what}; give paths of names that have a layout")
     keys = path if isinstance(path, tuple) else ()
-    if not keys or not all(isinstance(key, str) for key in keys):
+    if not keys or type(keys[0]) is not str or not all(map(_is_key, keys)):
         what = f"the path of {name!r} is {path!r}"
-        raise CheckpointError(f"{what}; give a tuple of keys, such as {(name,)!r}")
-    joined = ".".join(keys)
+        fix = f"give a tuple of keys, the first a str, such as {(name,)!r}"
+        raise CheckpointError(f"{what}; {fix}")
+    joined = ".".join(map(str, keys))
     if joined != name:
         what = f"the path of {name!r} is {path!r}, which joined with dots is {joined!r}"
         raise CheckpointError(f"{what}; give the name, cut at some of its dots")
+
+
+def _is_key(key: object) -> bool:
+    """Whether it is a key of a dict, or the number of an item of a list."""
+    return type(key) is str or (type(key) is int and key >= 0)

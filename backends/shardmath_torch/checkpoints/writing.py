@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,6 +58,7 @@ from shardmath_torch.files.places import (
     sync,
 )
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
+from shardmath_torch.files.unpickled import write_metadata
 from shardmath_torch.safetensors import archive
 from shardmath_torch.safetensors.archive import find_unused
 from shardmath_torch.safetensors.slices import Progress
@@ -362,7 +362,7 @@ _ByOffsets: TypeAlias = dict[tuple[int, ...], _WrittenBox]
 def _pickle(metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> bytes:
     """torch's metadata, with where torch's readers find each archive."""
     infos = {result.index: result.storage_data.info for result in wrote}
-    return pickle.dumps(replace(metadata, storage_data=infos))
+    return write_metadata(replace(metadata, storage_data=infos))
 
 
 def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:

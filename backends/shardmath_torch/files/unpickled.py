@@ -1,7 +1,8 @@
-"""What torch.distributed.checkpoint pickled into `.metadata`, read without running anything that is not listed here.
+"""What torch.distributed.checkpoint pickles into `.metadata`, read without running anything that is not listed here.
 
-1. A pickle may name the classes of that file and nothing else: a name outside `ALLOWED` ends the reading before it is
-   looked up.
+1. A name outside `ALLOWED` is never looked up. It stands for an `_Unknown`, which holds nothing, as does all that the
+   pickle makes of it. Unknown values may be in attributes that Metadata does not declare, where Megatron-Core keeps its
+   save plans, and nowhere else. These attributes are dropped.
 2. What it gets for a name is made for this reading, a subclass or a function that calls the real one: a pickle may set
    attributes of what it names, and torch's own classes are to stay as they are.
 3. None of it opens files, starts processes or imports by name.
@@ -11,6 +12,8 @@
    what a pickle has once it may use any number of times.
 5. Attributes are set of the parts of metadata alone. That can make a key another than was looked at, so what is hashed
    or shown of metadata later, names and types among it, is looked at when all is read.
+6. torch takes as many fields of TensorProperties as it has itself: 6 from torch 2.15 on, and 5 before. Read and written
+   are the first 5, which every torch takes.
 """
 
 from __future__ import annotations
@@ -22,13 +25,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from shardmath.base.text import message_of
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 
-__all__ = ["ALLOWED", "read_metadata"]
+__all__ = ["ALLOWED", "read_metadata", "write_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -68,6 +76,8 @@ _ROOM, _TIMES = 4096, 16
 """Characters of arguments in all: so many, and so many times the file's bytes."""
 _MOST = 64
 """Of a tuple that is a key or an argument: dimensions, or parts of a path."""
+_FIELDS = 5
+"""Of TensorProperties, in every version of torch."""
 _MOST_SHOWN = 300
 """Characters of an error of torch's or Python's, which may repeat what stood in the file."""
 
@@ -81,6 +91,23 @@ def _list_allowed() -> dict[int, Callable[..., None]]:
     return {code: _Python.dispatch[code] for code in codes}
 
 
+class _Unknown:
+    """Stands for something with a name that is not listed, and for all that a pickle makes of it. It holds nothing."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def extend(self, items: object) -> None:
+        """Takes what a list would take, and drops it."""
+
+    append = extend
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Takes what a dict would take, and drops it."""
+
+
 class _Unpickler(_Python):  # type: ignore[misc]
     """Python's reader, of these instructions alone, that looks before it hashes or calls."""
 
@@ -89,26 +116,35 @@ class _Unpickler(_Python):  # type: ignore[misc]
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._left = _ROOM + _TIMES * len(text)
+        self.knows_all = True
 
     def find_class(self, module: str, name: str) -> Any:
+        self._spend(len(module) + len(name))
         if (module, name) in ALLOWED:
             return _copy(super().find_class(module, name))
         if module == "torch" and "." not in name:
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype):
                 return found
-        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}")
+        self.knows_all = False
+        return _Unknown(module, name)
 
     def load_reduce(self) -> None:
+        if self._drops_top():
+            return
         _check_all("calls something with", self.stack[-1], _is_argument)
         self._spend(_measure(self.stack[-1]))
         super().load_reduce()
 
     def load_newobj(self) -> None:
+        if self._drops_top():
+            return
         _check_all("makes something of", self.stack[-1:], _is_argument)
         super().load_newobj()
 
     def load_build(self) -> None:
+        if self._drops_top():
+            return
         _check_all("sets attributes of", self.stack[-2:-1], _is_part)
         _check_all("sets attributes to", self.stack[-1:], _is_state)
         super().load_build()
@@ -124,6 +160,13 @@ class _Unpickler(_Python):  # type: ignore[misc]
     def load_dict(self) -> None:
         _check_all("has a key", self.stack[::2], _is_key)
         super().load_dict()
+
+    def _drops_top(self) -> bool:
+        """Whether the value below the top is unknown: what it is called with, or gets as state, is then dropped."""
+        unknown = isinstance(self.stack[-2], _Unknown)
+        if unknown:
+            self.stack.pop()
+        return unknown
 
     def _spend(self, length: int) -> None:
         """Raises UnpicklingError where calls have looked at more than the file's length allows."""
@@ -196,12 +239,48 @@ def _check_metadata(found: Metadata) -> None:
     _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
 
 
+def _check_known(found: object) -> None:
+    """Raises UnpicklingError if anything in it is unknown, with the name."""
+    left = [found]
+    # By identity: a pickle may refer to one value any number of times.
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, _Unknown):
+            raise pickle.UnpicklingError(f"it names {shown(f'{value.module}.{value.name}')}")
+        if id(value) not in seen:
+            seen.add(id(value))
+            left += _list_parts(value)
+
+
+def _list_parts(value: object) -> Iterable[object]:
+    """What a value made by a pickle consists of."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return value
+    return vars(value).values() if _is_part(value) else ()
+
+
+def _drop_undeclared(found: Metadata) -> None:
+    """Removes the attributes that Metadata does not declare."""
+    declared = {field.name for field in dataclasses.fields(Metadata)}
+    for name in vars(found).keys() - declared:
+        delattr(found, name)
+
+
 def _copy(found: Any) -> Any:
     """Something that does the same."""
     if isinstance(found, type) and dataclasses.is_dataclass(found):
-        return type(found.__name__, (found,), {})
+        own = {"__setstate__": _set_fields} if "__setstate__" in vars(found) else {}
+        return type(found.__name__, (found,), own)
     # Not the function or class itself, whose attributes a pickle could set for everybody.
     return lambda *args: found(*args)
+
+
+def _set_fields(self: Any, state: tuple[object, ...]) -> None:
+    """Sets those fields of TensorProperties that every torch has."""
+    super(type(self), self).__setstate__(state[:_FIELDS])
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
@@ -210,9 +289,13 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     Raises CheckpointError for anything else, naming the file `where`.
     """
     try:
-        found = _Unpickler(text).load()
+        reader = _Unpickler(text)
+        found = reader.load()
         if isinstance(found, Metadata):
+            _drop_undeclared(found)
             _check_metadata(found)
+        if not reader.knows_all:
+            _check_known(found)
     except Exception as error:
         why = message_of(error)[:_MOST_SHOWN]
         what = f"{where} is not metadata of torch.distributed.checkpoint: {why}"
@@ -223,3 +306,21 @@ def read_metadata(text: bytes, where: object) -> Metadata:
         what = f"{holds}, not the Metadata of torch.distributed.checkpoint"
         raise CheckpointError(f"{what}; give the folder of a checkpoint")
     return found
+
+
+class _Pickler(pickle.Pickler):
+    """Writes those fields of TensorProperties that every torch reads."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, TensorProperties):
+            return NotImplemented
+        reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        make, arguments, state = reduced[:3]
+        return make, arguments, state[:_FIELDS]
+
+
+def write_metadata(metadata: Metadata) -> bytes:
+    """The pickle of it that every version of torch reads."""
+    out = io.BytesIO()
+    _Pickler(out).dump(metadata)
+    return out.getvalue()

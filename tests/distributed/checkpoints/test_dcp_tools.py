@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -102,6 +103,25 @@ def test_a_tensor_called_like_our_key_of_bytes(tmp_path: Path) -> None:
     assert set(converted(tmp_path)) == {name, "own"}
 
 
+def test_the_paths_that_torch_makes_of_an_optimizer(tmp_path: Path) -> None:
+    """With a number for each item of a list of tensors, as in `param_groups`."""
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.5))
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    state = {"optim": optimizer.state_dict(), "list": [torch.ones(2), [torch.zeros(1)]]}
+    flat, paths = flatten_state_dict(state)
+    tensors = {name: each for name, each in flat.items() if isinstance(each, torch.Tensor)}
+    layouts = {name: sm.Layout(tuple(t.shape), sm.Mesh(), {}) for name, t in tensors.items()}
+    own = {name: paths[name] for name in tensors}
+    assert ("optim", "param_groups", 0, "lr") in own.values()
+    smt.save(tmp_path, tensors, layouts, paths=own)
+    found = converted(tmp_path)
+    assert found["optim"]["param_groups"] == [{"lr": torch.tensor(0.5)}]
+    assert equal(found["optim"]["state"]["0"], optimizer.state_dict()["state"][0])
+    assert found["list"][1][0].equal(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("paths", "what"),
     [
@@ -109,12 +129,18 @@ def test_a_tensor_called_like_our_key_of_bytes(tmp_path: Path) -> None:
         ({"other": ("other",)}, "is not saved"),
         ({"model.b": "model.b"}, "give a tuple of keys"),
         ({"model.b": ()}, "give a tuple of keys"),
+        ({"0.b": (0, "b")}, "the first a str"),
+        ({"model.-1": ("model", -1)}, "give a tuple of keys"),
+        ({"model.True": ("model", True)}, "give a tuple of keys"),
+        ({"model.b": ("model", "b"), "model.0": ("model", 0)}, "have a list and a dict at"),
     ],
 )
 def test_paths_that_cannot_be(tmp_path: Path, paths: Any, what: str) -> None:
     """Said before anything is written."""
+    names = {*TENSORS, *paths} - {"other"}
+    layouts = {name: sm.Layout((2,), sm.Mesh(), {}) for name in names}
     with pytest.raises(CheckpointError, match=what):
-        smt.save(tmp_path / "none", TENSORS, LAYOUTS, paths=paths)
+        smt.save(tmp_path / "none", {}, layouts, paths=paths)
     assert not (tmp_path / "none").exists()
 
 

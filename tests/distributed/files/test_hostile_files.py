@@ -12,6 +12,7 @@ import pickle
 import struct
 import time
 import zipfile
+from collections import Counter, deque
 from hashlib import sha256
 from pathlib import Path
 
@@ -312,6 +313,10 @@ LONG = {
     "what it is made of": shared_by(
         METADATA + b"MetadataIndex\nh\x00\x810", b"(" + b"N" * 100_000 + b"t"
     ),
+    "a name that is not listed": shared_by(
+        b"h\x00h\x00\x930",
+        b"X" + (200_000).to_bytes(4, "little") + b"a" * 200_000,
+    ),
     "a path": shared_by(
         b"cpathlib\nPosixPath\nh\x00\x85R0",
         b"X" + (200_000).to_bytes(4, "little") + b"a/" * 100_000,
@@ -428,6 +433,38 @@ def test_metadata_of_torch_are_still_read(tmp_path: Path) -> None:
         }
         assert read.planner_data == found.planner_data
     assert all(isinstance(index, MetadataIndex) for index in read.storage_data)
+
+
+class Runs:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize("where", ["state_dict_metadata", "planner_data", "storage_data", "chunk"])
+def test_names_that_are_not_listed_in_what_metadata_declares(tmp_path: Path, where: str) -> None:
+    """Refused, however deep they are."""
+    by_torch({"w": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    if where == "chunk":
+        found.state_dict_metadata["w"].chunks[0].note = [{"a": (Runs(),)}]
+    else:
+        setattr(found, where, {"w": Runs()})
+    with pytest.raises(smt.CheckpointError, match=r"it names '(posix|nt)\.mkdir'"):
+        read_metadata(pickle.dumps(found), "here")
+
+
+def test_names_that_are_not_listed_in_what_metadata_does_not_declare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither run nor kept: lists, dicts and objects of what nobody knows, as Megatron-Core's plans are."""
+    monkeypatch.chdir(tmp_path)
+    by_torch({"w": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    found.plans = [Runs(), Counter("aab"), deque([1]), {"size": slice(3)}]
+    for protocol in (2, 3, 4, 5):
+        read = read_metadata(pickle.dumps(found, protocol), "here")
+        assert not hasattr(read, "plans") and set(read.state_dict_metadata) == {"w"}
+    assert not (tmp_path / "ran").exists()
 
 
 def archive(text: bytes, compress: int = zipfile.ZIP_STORED) -> bytes:
