@@ -24,8 +24,6 @@ from shardmath_torch.joint_group import JointGroup, list_joint
 from shardmath_torch.ports import find_listened_ports
 
 __all__ = [
-    "Components",
-    "EqualComponents",
     "Group",
     "PrefixStore",
     "Spec",
@@ -322,14 +320,6 @@ def packs_saved_tensors() -> bool:
 def has_own_connections(group: Group) -> bool:
     """Whether it is not the default group, on which a job's other collectives go."""
     return group is not dist.group.WORLD
-
-
-class EqualComponents(_StridedShard):
-    """The label of a fused weight: right on the mesh it was made for, and not beside what FSDP2 adds to it."""
-
-
-class Components(EqualComponents):
-    """The same where components differ in size, which no placement says: it has the right local shapes alone."""
 
 
 class Spec(NamedTuple):

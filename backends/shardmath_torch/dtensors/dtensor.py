@@ -4,7 +4,8 @@
    `distribute_tensor` stores, and as an order of splits, which is what FSDP2 stores and
    `full_tensor` reads. Where sizes make them differ, the local shapes of all ranks say which one a
    DTensor has: `from_dtensor` asks the ranks of its mesh.
-2. Where even all shapes fit both, or none, that is an error; `reading=` says it outright.
+2. Where even all shapes fit both, or none, that is an error; `reading=` says it outright. So it is
+   where a fused weight has such placements (`placed`), unless this is that weight.
 3. `to_dtensor` takes placements of which one reading is the layout, if there are any. Reading them
    back gives the layout again.
 4. Local tensors are not looked into and not copied.
@@ -25,15 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardmath.algebra.mesh import strides
-from shardmath.base.errors import LayoutError, PlacementError, ShardError
+from shardmath.base.errors import LayoutError, ShardError
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.compat import local_of
 from shardmath_torch.dtensors.devicemesh import device_mesh_of, group_for, mesh_of
+from shardmath_torch.dtensors.placed import check_said, recorded
 from shardmath_torch.dtensors.placements import (
-    Placements,
     Reading,
     Shape,
     layout_in_order,
@@ -63,7 +64,8 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     Collective over the ranks of its mesh where its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError where the local
     shape, here or on another rank, is not the layout's, or fits both readings; PlacementError for
-    placements that have no counterpart in shardmath.
+    placements that have no counterpart in shardmath, and for a copy of a fused weight, whose
+    placements do not say how it lies.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
@@ -143,7 +145,7 @@ def layout_among(
     the two readings.
     """
     if reading is not None:
-        return _check_held(tensor, _choose(readings(tensor), reading))
+        return _check_held(tensor, _choose(readings(tensor, chosen=True), reading))
     candidates = _list_candidates(tensor)
     first = candidates[0]
     if len(candidates) == 1:
@@ -174,11 +176,19 @@ def _find_groups(
     return compat.groups_of_axes(tensor.device_mesh)
 
 
-def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
-    """The layouts that the DTensor's placements may stand for, and why one of them stands for none."""
+def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
+    """The layouts that the DTensor's placements may stand for, and why one of them stands for none.
+
+    Of a fused weight both are what was recorded of it. Raises PlacementError for one with the
+    placements of such a weight, of which nothing is recorded, unless the caller has `chosen` one.
+    """
+    layout = recorded(tensor)
+    if layout is not None:
+        return dict.fromkeys(get_args(Reading), layout)
     spec = compat.spec_of(tensor)
     mesh = mesh_of(tensor.device_mesh)
-    _check_complete(spec.placements)
+    if not chosen:
+        check_said(mesh, spec.placements)
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if spec.order is not None:
@@ -187,17 +197,6 @@ def readings(tensor: DTensor) -> dict[Reading, Layout | ShardError]:
         reading: layout_of_placements(shape, mesh, spec.placements, dtype, reading)
         for reading in spec.readings
     }
-
-
-def _check_complete(placements: Placements) -> None:
-    """Raise PlacementError for those of fused weights that `set_device_mesh` has divided: they do not say all."""
-    alone = len(placements) == 1
-    for p in placements:
-        unsaid = isinstance(p, compat.Components)
-        if unsaid or (isinstance(p, compat.EqualComponents) and not alone):
-            what = f"{placements} are those of a fused weight, whose components no placements say"
-            fix = "take layout_of(module), and move the local tensor with layout= and device_mesh="
-            raise PlacementError(f"{what}; {fix}")
 
 
 def _choose(found: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:

@@ -6,13 +6,13 @@
 2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one
    that only FSDP2 divides lies on this rank's data-parallel group, is replicated along the axes
    that the part leaves out.
-3. Parameters that `set_device_mesh` has placed are as it has recorded, their parts chunked by what
-   FSDP2 has divided since. Their DTensor placements may say something else, and nobody is asked.
+3. Fused weights that `set_device_mesh` has placed are as it has recorded, their parts chunked by what
+   FSDP2 has divided since. Their DTensor placements may say something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +24,6 @@ from shardmath.base.errors import LayoutError
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors
-from shardmath_torch.dtensors.placed import check_held, layout_where, placed_in
 
 __all__ = ["SHAPELESS", "lay_out", "layout_of", "lift"]
 
@@ -51,11 +50,7 @@ def lay_out(
 ) -> dict[str, Layout]:
     """The same; where `ask` knows how DTensors lie, nobody else is asked."""
     parameters = _list_parameters(module)
-    placed = _find_placed(module, parameters)
-    others = {n: p for n, p in parameters.items() if isinstance(p, DTensor) and n not in placed}
-    divided = from_dtensors(others, ask) | placed
-    for name, layout in placed.items():
-        check_held(name, parameters[name], layout)
+    divided = from_dtensors({n: p for n, p in parameters.items() if isinstance(p, DTensor)}, ask)
     if mesh is None:
         mesh = _find_largest(divided.values()) or _mesh_of_world()
     layouts = {}
@@ -77,16 +72,6 @@ def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if is_lazy(parameter):
             raise LayoutError(f"parameter {name!r} {SHAPELESS}")
     return parameters
-
-
-def _find_placed(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
-    """The layouts of those that set_device_mesh has placed and that are still what it has made of them."""
-    found = {}
-    for name, placed in placed_in(module).items():
-        layout = layout_where(parameters.get(name), placed)
-        if layout is not None:
-            found[name] = layout
-    return found
 
 
 def _find_largest(layouts: Iterable[Layout]) -> Mesh | None:

@@ -2,14 +2,17 @@
 
 1. Each module keeps a record of its own parameters, by name, beside them: `fully_shard`, `to_empty`
    and `deepcopy` leave it alone. What is stored is the rank's tensor-parallel part, and under FSDP2
-   this rank's chunk of that part; FSDP2's own placements do not say so of components, and are not
-   asked.
-2. While a module's call runs, its attributes and those of all placed modules are local tensors, by
+   this rank's chunk of that part.
+2. Placements do not say what components a fused weight has, or not beside FSDP2's. So its layout is
+   read from the record of the module that has it (`recorded`); a gradient's, too, and that of a
+   tensor of the module's state dict, wherever it is loaded. Every other DTensor with the placements
+   of such a weight may be a copy of it, and has no known layout (`check_said`).
+3. While a module's call runs, its attributes and those of all placed modules are local tensors, by
    way of a differentiable `to_local()`: views of the very memory that FSDP2 gathers into.
    Everywhere else they are the parameters themselves, DTensors with global shapes, for
    initialisation, optimizers and state dicts.
-3. What FSDP2 has divided and not yet gathered stays a DTensor everywhere.
-4. A module's class becomes a subclass of the same name, so that isinstance, repr, deepcopy and
+4. What FSDP2 has divided and not yet gathered stays a DTensor everywhere.
+5. A module's class becomes a subclass of the same name, so that isinstance, repr, deepcopy and
    pickle go on as before; `type(module) is nn.Linear` does not.
 """
 
@@ -19,25 +22,41 @@ import copyreg
 import functools
 import math
 import types
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as theirs
 
-from shardmath.base.errors import LayoutError
+from shardmath.algebra.mesh import Mesh
+from shardmath.base.errors import PlacementError
 from shardmath.layouts import placement as ours
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import mesh_of
-from shardmath_torch.dtensors.styles import Division
+from shardmath_torch.dtensors.styles import Division, Fused
 
-__all__ = ["Placed", "check_held", "is_placed", "label", "layout_where", "place", "placed_in"]
+__all__ = [
+    "Placed",
+    "check_said",
+    "components_of",
+    "is_placed",
+    "label",
+    "layout_where",
+    "place",
+    "placed_in",
+    "recorded",
+]
 
 RECORD = "_shardmath_placed"
+COMPONENTS = "_shardmath_components"
+"""The attribute of a fused weight: the axis that divides it, and the sizes of its components. A tuple of text and
+numbers, which `torch.load` reads without being told that it may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +78,11 @@ def label(placement: Division) -> theirs.Placement:
         case ours.Replicate():
             return theirs.Replicate()
         case ours.StridedShard():
-            return compat.EqualComponents(placement.dim, split_factor=placement.split_factor)
+            return theirs._StridedShard(placement.dim, split_factor=placement.split_factor)
         case ours.Packed():
             # The largest unit of which every component is a multiple, so that local shapes come out right.
             units = sum(placement.sizes) // math.gcd(*placement.sizes)
-            return compat.Components(placement.dim, split_factor=units)
+            return theirs._StridedShard(placement.dim, split_factor=units)
     return theirs.Shard(placement.dim)
 
 
@@ -74,6 +93,7 @@ def place(module: nn.Module, record: dict[str, Placed]) -> None:
     """Keep the record of the module's own parameters, and show them as local tensors while a forward runs."""
     setattr(module, RECORD, record)
     module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
+    _remember(module)
 
 
 def is_placed(module: nn.Module) -> bool:
@@ -81,17 +101,22 @@ def is_placed(module: nn.Module) -> bool:
     return RECORD in vars(module)
 
 
+def _record_of(module: nn.Module) -> dict[str, Placed]:
+    """What the module itself remembers of its own parameters, by name."""
+    found: dict[str, Placed] = vars(module).get(RECORD, {})
+    return found
+
+
 def placed_in(module: nn.Module) -> dict[str, Placed]:
     """The records of the module and all below it, by the names of `named_parameters`."""
     found: dict[str, Placed] = {}
     for path, part in module.named_modules(remove_duplicate=False):
-        own: dict[str, Placed] = vars(part).get(RECORD, {})
-        for name, placed in own.items():
+        for name, placed in _record_of(part).items():
             found[f"{path}.{name}".lstrip(".")] = placed
     return found
 
 
-def layout_where(parameter: object, placed: Placed) -> Layout | None:
+def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
     """The layout of a placed parameter: tensor parallelism first, then in mesh order what has divided its parts since.
 
     None for what is not the placed parameter any more: a plain tensor, or a DTensor of other
@@ -101,24 +126,109 @@ def layout_where(parameter: object, placed: Placed) -> Layout | None:
         return None
     mesh = mesh_of(parameter.device_mesh)
     on = dict(zip(mesh.shape, parameter.placements, strict=True))
-    if on.pop(placed.axis, None) != label(placed.placement):
+    if on.pop(axis, None) != label(division):
         return None
-    spec: dict[str, ours.Spec] = {placed.axis: placed.placement}
-    for axis, placement in on.items():
-        if isinstance(placement, theirs.Shard | theirs._StridedShard):
-            spec[axis] = ours.Shard(placement.dim)
+    spec: dict[str, ours.Spec] = {axis: division}
+    for other, placement in on.items():
+        match placement:
+            case theirs.Shard() | theirs._StridedShard():
+                spec[other] = ours.Shard(placement.dim)
+            case theirs.Partial():  # a gradient before it is summed
+                return None
     dtype = str(parameter.dtype).removeprefix("torch.")
     return Layout(tuple(parameter.shape), mesh, spec, dtype=dtype)
 
 
-def check_held(name: str, parameter: Tensor, layout: Layout) -> None:
-    """Raise LayoutError unless this rank's local tensor has the layout's shape."""
-    assert isinstance(parameter, DTensor)
-    rank = compat.my_rank()
-    held, expected = tuple(compat.local_of(parameter).shape), layout.local_shape(rank)
-    if held != expected:
-        what = f"tensor {name!r}: rank {rank} holds {held}, {layout} has {expected} there"
-        raise LayoutError(f"{what}; the parameter was changed after set_device_mesh")
+def components_of(division: Division, n: int) -> tuple[int, ...]:
+    """Sizes of what is divided for itself of a dimension of length n."""
+    match division:
+        case ours.Packed():
+            return division.sizes
+        case ours.StridedShard():
+            return (n // division.split_factor,) * division.split_factor
+    return (n,)
+
+
+# Fused weights
+
+_placed_modules: WeakSet[nn.Module] = WeakSet()
+"""Modules with a record. Not parameters: `to_empty` swaps them, and torch swaps nothing that has weak references."""
+
+_labels: dict[tuple[str, int], bool] = {}
+"""Labels of fused weights so far, by axis and split factor: whether they say all where nothing else divides it. They
+stay when the modules have gone, since copies of weights may be left."""
+
+
+def recorded(tensor: DTensor) -> Layout | None:
+    """The layout of a fused weight that a module has, of its gradient, and of what its state dict has; else None."""
+    if COMPONENTS not in vars(tensor) and _misleads(mesh_of(tensor.device_mesh), tensor.placements):
+        for module in list(_placed_modules):
+            _mark_parameters(module)
+    axis, sizes = vars(tensor).get(COMPONENTS, ("", ()))
+    if not sizes or tensor.shape[0] != sum(sizes):
+        return None
+    return layout_where(tensor, axis, Fused(sizes).placement(sum(sizes)))
+
+
+def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
+    """Raise PlacementError for placements by which fused weights are labelled, of which they do not say all."""
+    given = tuple(placements)
+    if _misleads(mesh, given):
+        what = f"{given} are those of a fused weight, whose components no placements say"
+        fix = "take layout_of(module), and move the local tensor with layout= and device_mesh="
+        raise PlacementError(f"{what}; {fix}; or pass reading= if it is no part of such a weight")
+
+
+def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
+    """Whether they are those of a fused weight, and something else is meant by them."""
+    on = dict(zip(mesh.shape, placements, strict=False))
+    dims = [p.dim for p in on.values() if isinstance(p, theirs.Shard | theirs._StridedShard)]
+    for axis, p in on.items():
+        if isinstance(p, theirs._StridedShard) and (axis, int(p.split_factor)) in _labels:
+            says_all = _labels[axis, int(p.split_factor)] and dims.count(p.dim) == 1
+            if not says_all:
+                return True
+    return False
+
+
+def _remember(module: nn.Module) -> None:
+    """Finds the module again by its parameters, and their copies by their labels."""
+    for placed in _record_of(module).values():
+        mark = label(placed.placement)
+        if isinstance(mark, theirs._StridedShard):
+            key = placed.axis, int(mark.split_factor)
+            equal = isinstance(placed.placement, ours.StridedShard)
+            _labels[key] = _labels.get(key, True) and equal
+    _placed_modules.add(module)
+    _mark_parameters(module)
+
+
+def _mark_parameters(module: nn.Module) -> None:
+    """Give the components to what the module has now, which `fully_shard`, `to_empty` and others have made since."""
+    for name, placed in _record_of(module).items():
+        parameter = module._parameters.get(name)
+        _mark(parameter, placed)
+        if parameter is not None and parameter.is_leaf:
+            _mark(parameter.grad, placed)
+
+
+def _mark(tensor: object, placed: Placed) -> None:
+    """Give it the components that the record has, if there are any."""
+    fused = isinstance(placed.placement, ours.StridedShard | ours.Packed)
+    if fused and isinstance(tensor, DTensor) and tensor.ndim:
+        sizes = components_of(placed.placement, tensor.shape[0])
+        vars(tensor)[COMPONENTS] = placed.axis, sizes
+
+
+def _check_same_components(name: str, given: object, placed: Placed) -> None:
+    """Raise PlacementError where what is to be loaded says that it has other components than the record."""
+    if not isinstance(given, DTensor) or COMPONENTS not in vars(given):
+        return
+    _, sizes = vars(given)[COMPONENTS]
+    own = components_of(placed.placement, sum(sizes))
+    if sizes != own:
+        fix = "load into a module of the same styles, or move it by layout_of of both modules"
+        raise PlacementError(f"{name!r} has components {sizes}, the module's are {own}; {fix}")
 
 
 # The class
@@ -151,6 +261,21 @@ class _Showing(nn.Module):
             return super().__call__(*args, **kwargs)
         finally:
             _calls.reset(before)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, placed in _record_of(self).items():
+            _mark(destination.get(prefix + name), placed)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        for name, placed in _record_of(self).items():
+            # torch would copy one into the other, as their placements may be the same.
+            _check_same_components(prefix + name, state_dict.get(prefix + name), placed)
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _remember(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(max(protocol, 2))

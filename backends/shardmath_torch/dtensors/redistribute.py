@@ -40,6 +40,7 @@ from shardmath_torch.agreement.gather import gather
 from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
 from shardmath_torch.dtensors.dtensor import layout_among, local_of, to_dtensor
 from shardmath_torch.dtensors.moves import SILENT, Said, move_between
+from shardmath_torch.dtensors.placed import check_said
 from shardmath_torch.dtensors.placements import Reading, layout_like, placements_of
 from shardmath_torch.dtypes import dtype_of
 
@@ -77,7 +78,8 @@ def redistribute(
     Collective over the ranks of both meshes. The first time among ranks that are neither all nor
     those of one of the DeviceMeshes, it is over the default group, since a process group or a
     DeviceMesh is made: give `device_mesh` to avoid that. Raises LayoutError where shapes, dtypes or
-    readings do not fit, and what `plan` and `compile` raise.
+    readings do not fit, PlacementError where tensor or target have the placements of a fused weight
+    (`set_device_mesh`) and are not known to be one, and what `plan` and `compile` raise.
     """
     _check_given(tensor, target, device_mesh, grad)
     own = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -167,23 +169,29 @@ def _read_placements(
     src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
 ) -> Layout:
     """The layout that the target's placements stand for."""
-    layouts = []
-    errors = []
-    for name, found in layout_like(src.shape, mesh, target, src.dtype).items():
-        if reading is not None and name != reading:
-            continue
-        if isinstance(found, Layout):
-            layouts.append(found)
-        else:
-            errors.append(found)
+    found = _list_readings(src, mesh, target, reading)
+    layouts = [one for one in found if isinstance(one, Layout)]
     if not layouts:
-        raise errors[0] if errors else LayoutError(f"reading={reading!r}")
+        raise next(one for one in found if isinstance(one, ShardError))
     first = layouts[0]
     if not all(equivalent(first, other) for other in layouts[1:]):
         texts = " and ".join(layout.text for layout in layouts)
         what = f"{tuple(target)} has two readings at {src.shape}, {texts}"
         raise LayoutError(f"{what}; pass reading=, or a Layout")
     return first
+
+
+def _list_readings(
+    src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
+) -> list[Layout | ShardError]:
+    """What the target's placements may stand for, by the reading given or by both."""
+    found = layout_like(src.shape, mesh, target, src.dtype)
+    if reading is None:
+        check_said(mesh_of(mesh), target)
+        return list(found.values())
+    if reading not in found:
+        raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+    return [found[reading]]
 
 
 def _try_placements(layout: Layout) -> tuple[Placement, ...] | None:
@@ -306,6 +314,9 @@ def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:
     if compat.my_rank() not in route.dst.mesh:
         return None
     if isinstance(gradient, DTensor):
+        # What placements like the target's mean was found out then, or was said.
+        if _form_of(gradient) == route.target:
+            return _of_dtype(route.dst, _name_dtype(gradient.dtype))
         return layout_among(gradient, mesh_of(gradient.device_mesh).ranks)
     reduced = repartialed(route.dst, ())
     return _of_dtype(reduced, _name_dtype(gradient.dtype))

@@ -49,7 +49,7 @@ def amax(module: nn.Module) -> dict[str, Tensor]:
 
 def _take_local(name: str, parameter: object, placed: Placed) -> Tensor:
     """This rank's part, if weight_mesh has all ranks that hold the others."""
-    layout = layout_where(parameter, placed)
+    layout = layout_where(parameter, placed.axis, placed.placement)
     if layout is None or not isinstance(parameter, DTensor):
         what = f"parameter {name!r} was replaced after set_device_mesh"
         raise LayoutError(f"{what}; keep the one that it made")

@@ -20,8 +20,8 @@
 4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component.
    DTensor's placements can say that only where components are equal, and not beside FSDP2; what
    they show otherwise has the right local shapes alone. What is really there is in
-   `layout_of(module)`: plan, move and save by that. torch's own checkpoints refuse strided shards,
-   and `full_tensor()` may have their rows in another order.
+   `layout_of(module)`, and `from_dtensor` of a parameter: plan, move and save by that. torch's own
+   checkpoints refuse strided shards, and `full_tensor()` may have their rows in another order.
 5. Sizes that do not divide evenly are errors: no local shape says how they were meant.
 """
 
@@ -38,11 +38,11 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh, strides
 from shardmath.base.errors import LayoutError, MeshError, PlacementError
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.placement import Packed, Replicate, StridedShard
+from shardmath.layouts.placement import Replicate
 from shardmath_torch import compat
 from shardmath_torch.dtensors.devicemesh import mesh_of
 from shardmath_torch.dtensors.modules import SHAPELESS
-from shardmath_torch.dtensors.placed import Placed, is_placed, label, place
+from shardmath_torch.dtensors.placed import Placed, components_of, is_placed, label, place
 from shardmath_torch.dtensors.styles import (
     AnyStyle,
     Asked,
@@ -197,23 +197,13 @@ def _divide(
 
 def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
     """Raise PlacementError unless every component of a dimension of length n has equal parts."""
-    for size in _list_components(placement, n):
+    for size in components_of(placement, n):
         left = size % parts
         if left:
             padded = size + parts - left
             what = f"a component of {size} of {n}" if size != n else f"{n}"
             fix = f"pad to {padded}, or replicate it"
             raise PlacementError(f"{what} does not divide by {tp}; {fix}")
-
-
-def _list_components(placement: Division, n: int) -> tuple[int, ...]:
-    """Sizes that are each divided."""
-    match placement:
-        case Packed():
-            return placement.sizes
-        case StridedShard():
-            return (n // placement.split_factor,) * placement.split_factor
-    return (n,)
 
 
 # What is made

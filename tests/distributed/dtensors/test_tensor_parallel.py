@@ -85,17 +85,30 @@ def test_another_degree_scrambles_no_components(
         assert not wrong and redistributed
 
 
-@pytest.mark.parametrize("stage", ["tp", "fsdp"])
-def test_placements_that_do_not_say_all_are_refused(pool: Pool, stage: str) -> None:
-    """Of equal components FSDP2 writes something else than it stores; of unequal ones no placement is right."""
-    wrong = {"tp": {"qkv.weight"}, "fsdp": {"qkv.weight", "pair.weight"}}[stage]
-    for found in pool.run(work.placements_of_fused, (4, 2), stage):
-        for name, (same, moved) in found.items():
-            if name in wrong:
-                for kind, said in (same, moved):
-                    assert kind == "PlacementError" and "take layout_of(module)" in said
-            else:
-                assert same is True and isinstance(moved, torch.Size), (name, same, moved)
+@pytest.mark.parametrize("fsdp", [False, True], ids=["tp alone", "fsdp"])
+def test_fused_weights_of_one_shape_have_their_own_rows(pool: Pool, fsdp: bool) -> None:
+    """Their placements are equal, and torch makes them anew by value: each is told by the module that has it."""
+    for found in pool.run(work.rows_of_fused, fsdp):
+        assert len(found) == (12 if fsdp else 22)
+        assert {how: rows for how, rows in found.items() if rows != [*range(32)]} == {}
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["tp alone", "fsdp"])
+def test_copies_of_fused_weights_are_not_read_by_their_placements(pool: Pool, fsdp: bool) -> None:
+    """No module has them, and what their placements say is another order of rows."""
+    for found in pool.run(work.copies_of_fused, fsdp):
+        loaded = found.pop("loaded into others")
+        assert (
+            loaded[0] == "PlacementError"
+            and "has components (8, 8, 8, 8), the module's are" in loaded[1]
+        )
+        for how, said in found.items():
+            assert said[0] == "PlacementError" and "take layout_of(module)" in said[1], (how, said)
+
+
+def test_placements_of_a_fused_weight_are_read_as_said(pool: Pool) -> None:
+    """Somebody may have other tensors with them; their gradients lie as was said of them."""
+    assert pool.run(work.moved_to_a_label) == [("(4 tp n) h", True)] * 8
 
 
 PLAIN: dict[str, Any] = {k: v for k, v in work.PART_STYLES.items() if k != "pair"}

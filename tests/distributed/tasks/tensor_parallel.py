@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.dtensors.devicemesh import mesh_of
 from shardmath_torch.dtensors.dtensor import local_of
 from tests.distributed.tasks.dtensors import caught, device_mesh, part, whole
 from tests.distributed.tasks.megatron import STYLES, Model, Scale, loss, model, parallel, words_of
@@ -243,29 +244,121 @@ def changed_degree(
     return wrong, one.equal(by_hand(name, wholes[name], components, meshes[1], True))
 
 
-def placements_of_fused(rank: int, shape: tuple[int, ...], stage: str) -> Any:
-    """What from_dtensor and redistribute make of fused weights, by their placements alone."""
-    mesh, module = mesh_like(shape), numbered(16, 8, (16, 8, 8))
-    smt.set_device_mesh(module, mesh["tp"], styles={**PART_STYLES, "qkv": smt.Fused((16, 8, 8))})
-    if stage == "fsdp":
+def loaded(value: Any) -> Any:
+    """Written by torch.save and read as torch.load reads by default."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def rows_of(tensor: DTensor) -> Any:
+    """The whole of a DTensor's rows by their numbers, by what it says of itself; or why it does not say."""
+
+    def act() -> list[int]:
+        layout = smt.from_dtensor(tensor)
+        moved = smt.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
+        assert local_of(tensor).equal(part(layout, dist.get_rank(), moved))
+        return (moved.flatten(1)[:, 0] // moved[0].numel()).long().tolist()  # type: ignore[no-any-return]
+
+    return caught(act)
+
+
+def fused_alike(mesh: DeviceMesh, device: str = "cpu") -> Parts:
+    """Two fused weights of one shape and one label: `pair` of four components, `qkv` of three."""
+    module = numbered(16, 8, (16, 8, 8), device)
+    smt.set_device_mesh(
+        module, mesh["tp"], styles={"pair": smt.Fused(4), "qkv": smt.Fused((16, 8, 8))}
+    )
+    return module
+
+
+def with_gradients(module: nn.Module) -> dict[str, DTensor]:
+    """Its parameters, each of which is its own gradient."""
+    parameters = dict(module.named_parameters())
+    for p in parameters.values():
+        (p.to_local() * local_of(p).detach()).sum().backward()
+    return parameters
+
+
+def rows_of_fused(rank: int, fsdp: bool) -> dict[str, Any]:
+    """The rows of both fused weights, by way of all that has them."""
+    mesh = mesh_like((4, 2))
+    module = fused_alike(mesh)
+    if fsdp:
         sharded(module, mesh)
-    layouts = smt.layout_of(module)
-    out = {}
-    for name in ("column.weight", "pair.weight", "qkv.weight"):
-        tensor = dict(module.named_parameters())[name]
-        out[name] = (
-            caught(
-                lambda tensor=tensor, name=name: sm.equivalent(
-                    smt.from_dtensor(tensor), layouts[name]
-                )
-            ),
-            caught(
-                lambda tensor=tensor: (
-                    smt.redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).shape
-                )
-            ),
-        )
-    return out
+    parameters = with_gradients(module)
+    state = module.state_dict()
+    holders: dict[str, Any] = {
+        "parameter": parameters,
+        "gradient": {name: p.grad for name, p in parameters.items()},
+        "state dict": state,
+        "saved state dict": loaded(state),
+    }
+    other = fused_alike(mesh, "meta")
+    if fsdp:
+        sharded(other, mesh)
+    other.to_empty(device="cpu")
+    other.load_state_dict(loaded(state))
+    holders["from the meta device"] = dict(other.named_parameters())
+    if not fsdp:  # FSDP2 refuses all of these
+        into = fused_alike(mesh, "meta")
+        into.load_state_dict(loaded(state), assign=True)
+        holders["assigned"] = dict(into.named_parameters())
+        holders["copied module"] = dict(copy.deepcopy(module).named_parameters())
+        holders["copied parameter"] = copy.deepcopy(parameters)
+        holders["saved parameter"] = loaded(parameters)
+        holders["pickled module"] = dict(pickle.loads(pickle.dumps(module)).named_parameters())
+    holders["cast"] = dict(module.double().named_parameters())
+    return {
+        f"{how}: {name}": rows_of(by_name[f"{name}.weight"])
+        for how, by_name in holders.items()
+        for name in ("pair", "qkv")
+    }
+
+
+def copies_of_fused(rank: int, fsdp: bool) -> dict[str, Any]:
+    """What is said of copies that nothing is recorded of; and of each where reading= says how it lies."""
+    mesh = mesh_like((4, 2))
+    module = fused_alike(mesh)
+    if fsdp:
+        sharded(module, mesh)
+    parameters = with_gradients(module)
+    optimizer = torch.optim.Adam(parameters.values())
+    optimizer.step()
+    qkv = parameters["qkv.weight"]
+    given = torch.zeros(32, 8)
+    on = {
+        "layout": sm.Layout((32, 8), mesh_of(qkv.device_mesh), {}),
+        "device_mesh": qkv.device_mesh,
+    }
+    copies = {
+        "detached": qkv.detach(),
+        "a clone": qkv.clone(),
+        "computed": qkv * 2,
+        "transposed": qkv.detach().t(),
+        "optimizer state": optimizer.state[qkv]["exp_avg"],
+        "of equal components": parameters["pair.weight"].detach(),
+    }
+    said = {name: caught(lambda one=one: smt.from_dtensor(one)) for name, one in copies.items()}
+    said["a target"] = caught(lambda: smt.redistribute(given, qkv.placements, **on))
+    other = numbered(16, 8, (16, 8, 8))
+    smt.set_device_mesh(other, mesh["tp"], styles={"pair": "column", "qkv": smt.Fused(4)})
+    if fsdp:
+        sharded(other, mesh)
+    said["loaded into others"] = caught(lambda: other.load_state_dict(module.state_dict()))
+    return said
+
+
+def moved_to_a_label(rank: int) -> Any:
+    """Of a fused weight's copy, what it is by the reading asked for; and the gradient of a move to its placements."""
+    mesh = mesh_like((4, 2))
+    qkv = dict(fused_alike(mesh).named_parameters())["qkv.weight"]
+    read = smt.from_dtensor(qkv.detach(), reading="placement").text
+    weight = distribute_tensor(whole((32, 8)), mesh["tp"], [Replicate()]).requires_grad_()
+    moved = smt.redistribute(weight, qkv.placements, reading="placement")
+    (moved * moved.detach()).sum().backward()
+    return read, local_of(weight.grad).equal(whole((32, 8)))
 
 
 def saved_by_torch(rank: int, path: str, rows: int, styles: dict[str, Any]) -> Any:
