@@ -70,6 +70,12 @@ class Format(ABC):
         """The arrays that stand for a tensor, as `quantise` returns them: data, scales, and what else there is."""
 
     @property
+    def per_element(self) -> int:
+        """How many numbers an element of the data holds, along the last dimension."""
+        sizes = self.parts[0].blocks.sizes
+        return 1 if not sizes or sizes[-1] is None else sizes[-1]
+
+    @property
     def padding(self) -> tuple[int, int]:
         """The last two dimensions of the scales are stored as multiples of these by kernels that want padding."""
         return 1, 1
@@ -140,18 +146,28 @@ class Format(ABC):
         """The index of a tensor of that shape that belongs to an index of its scales. Raises FormatError."""
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
+    def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
+        """Raise FormatError where an element of the data would hold a number of the tensor and one of none."""
+        count = self.per_element
+        if shape[-1:] and shape[-1] % count:
+            what = f"{label(name)}a tensor of shape {tuple(shape)}"
+            fix = f"its last dimension has to be a multiple of {count}"
+            raise FormatError(f"{what} parts {count} numbers of one byte of {self.name}; {fix}")
+
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
         """The packed layout of each part of a tensor that lies so, `kinds` with its own type instead of uint8.
 
-        Raises FormatError, with the tensor's `name`, where a rank's part cuts a block, and for a Partial layout: what
-        is made of addends does not add up to what is made of their sum. If `duplicated`, ranks may cut blocks: the
-        scale of a block is on every rank that holds some of it, as is enough to move and to read what is quantised.
+        Raises FormatError, with the tensor's `name`, where a rank's part cuts a block, as `check_shape` does, and for a
+        Partial layout: what is made of addends does not add up to what is made of their sum. If `duplicated`, ranks may
+        cut blocks: the scale of a block is on every rank that holds some of it, as is enough to move and to read what
+        is quantised.
         """
         if layout.partial:
             fix = "reduce it before it is quantised"
             raise FormatError(f"{label(name)}{layout} is Partial; {fix}")
+        self.check_shape(layout.shape, name)
         found = []
         for i, part in enumerate(self.parts):
             what = f"{part.name} of {self.name}"

@@ -61,12 +61,6 @@ def _check_format(given: object) -> None:
         raise PlanError(f"{shown(given)} is no format; give one such as formats.MXFP8()")
 
 
-def _count_numbers(format: Format) -> int:
-    """How many numbers an element of the data holds."""
-    sizes = format.parts[0].blocks.sizes
-    return 1 if not sizes or sizes[-1] is None else sizes[-1]
-
-
 def _divide(blocks: Blocks, count: int) -> Blocks:
     """Blocks of numbers as blocks of data, each of which holds so many."""
     *before, last = blocks.sizes or (None,)
@@ -78,7 +72,7 @@ def _divide(blocks: Blocks, count: int) -> Blocks:
 @memo()
 def _list_beside(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
     """The scales as they are held beside data."""
-    count = _count_numbers(format)
+    count = format.per_element
     beside = []
     for part, suffix in zip(format.parts[1:], suffixes, strict=True):
         blocks = _divide(part.blocks, count)
@@ -88,7 +82,7 @@ def _list_beside(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
 
 def _list_parts(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
     """Data and scales as they travel; `ends` are those where data are held, and not numbers."""
-    count = _count_numbers(format)
+    count = format.per_element
     components = []
     for number, part in enumerate(format.parts):
         is_data = number == 0
@@ -102,7 +96,7 @@ def _list_parts(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Co
 
 def _make_numbers(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
     """The numbers as they travel."""
-    count = _count_numbers(format)
+    count = format.per_element
     here, there = (count if holds_data else 1 for holds_data in ends)
     return (Component("data", dtype, spread=(here, there)),)
 
@@ -117,7 +111,7 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
         raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantised")
     if shape is None:
         return
-    count = _count_numbers(format)
+    count = format.per_element
     if shape[-1:] and shape[-1] % count:
         fix = f"its last dimension has to be a multiple of {count}"
         raise PlanError(f"{what}: a tensor of {list(shape)} parts the numbers of one byte; {fix}")
@@ -309,7 +303,7 @@ class Requantise:
         what = f"{self.old.name} to {self.new.name}"
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)
-        if _count_numbers(self.old) != _count_numbers(self.new):
+        if self.old.per_element != self.new.per_element:
             fix = "send numbers, by Dequantise at the source or Quantise at the destination"
             raise PlanError(f"{what}: bytes of the two have another count of numbers; {fix}")
         if self.at == "source":

@@ -26,7 +26,6 @@ from torch import Tensor
 from shardmath.base.errors import FormatError
 from shardmath.base.text import plural, shown
 from shardmath.formats import FP8, NVFP4, Format, Part
-from shardmath.formats.floats import E2M1
 from shardmath_torch.dtypes import dtype_of
 from shardmath_torch.formats.casting import cast_into
 from shardmath_torch.formats.rounding import make_table, read_into, round_into
@@ -74,7 +73,7 @@ def quantise(
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")
     shape = tuple(values.shape)
-    _check_pairs(format, shape)
+    format.check_shape(shape)
     parts = _make_parts(format, values) if out is None else tuple(out)
     stored = _read_parts(format, parts, shape, values.device, "out")
     amaxes = _find_amax(format, values, amax)
@@ -113,7 +112,7 @@ class _Kernel:
                 torch.abs(numbers, out=magnitudes)
                 shared.copy_(self.rule.make_scales(slab.amax(magnitudes)))
             scaled = self.rule.scale_down(numbers, shared)
-            round_into(self.format.element, scaled, slab.take(self.data, _per(self.format)))
+            round_into(self.format.element, scaled, slab.take(self.data, self.format.per_element))
 
 
 class _Work:
@@ -132,11 +131,6 @@ class _Work:
         for slab in self._slabs:
             size = math.prod(slab.sizes)
             yield slab, [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
-
-
-def _per(format: Format) -> int:
-    """Positions per byte of data."""
-    return 2 if format.element is E2M1 else 1
 
 
 def dequantise(
@@ -162,7 +156,7 @@ def dequantise(
     rule = find_rule(format, g)
     table = make_table(format.element, data.device)
     for slab, (numbers,) in _Work(format, shape, data.device, 1):
-        read_into(table, slab.take(data, _per(format)), numbers)
+        read_into(table, slab.take(data, format.per_element), numbers)
         rule.scale_up(numbers, slab.take_shared(scales))
         cast_into(numbers, "float32", DTYPES[dtype], slab.take(written))
     return out
@@ -265,14 +259,7 @@ def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
     if not given or not isinstance(given[0], Tensor) or not given[0].ndim:
         raise FormatError(f"{format.name}: no data with dimensions; give the tensors of its parts")
     *outer, last = given[0].shape
-    return (*outer, last * _per(format))
-
-
-def _check_pairs(format: Format, shape: tuple[int, ...]) -> None:
-    """Raise FormatError where a byte would have a number of the tensor and one of none."""
-    if shape[-1] % _per(format):
-        what = f"a tensor of shape {shape} parts two numbers of one byte"
-        raise FormatError(f"{what} of {format.name}; its last dimension has to be even")
+    return (*outer, last * format.per_element)
 
 
 def _find_amax(format: Format, values: Tensor, given: Tensor | None) -> Tensor | None:

@@ -238,7 +238,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a number": (lambda x: smt.quantise(MXFP8(), x[0, 0]), "no dimension"),
     "meta": (lambda x: smt.quantise(MXFP8(), x.to("meta")), "meta device"),
     "one dimension": (lambda x: smt.quantise(FP8Blocks(), x[0]), "have 2 dimensions"),
-    "odd": (lambda x: smt.quantise(NVFP4(), x[:, :33]), "has to be even"),
+    "odd": (lambda x: smt.quantise(NVFP4(), x[:, :33]), "has to be a multiple of 2"),
     "one out": (lambda x: smt.quantise(MXFP8(), x, out=[x]), "is data, scales; give these"),
     "dtype of out": (lambda x: smt.quantise(MXFP8(), x, out=[x, x]), "uint8 or float8_e4m3fn"),
     "amax": (lambda x: smt.quantise(MXFP8(), x, amax=x), r"give float32 \(64, 2\) on cpu"),

@@ -92,6 +92,15 @@ def test_a_partial_tensor_has_no_scales() -> None:
         MXFP8().scale_layout(layout)
 
 
+def test_an_element_of_two_numbers_has_two() -> None:
+    """A byte with one number more than the tensor would be refused by whoever quantises, in the middle of a call."""
+    layout = sm.Layout((8, 3), sm.Mesh(), "n k")
+    with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) parts 2"):
+        NVFP4().layouts(layout, "w")
+    with pytest.raises(sm.FormatError, match="has to be a multiple of 2"):
+        sm.plan_amaxes(NVFP4(), layout)
+
+
 def test_one_scale_is_on_every_rank() -> None:
     layout = sm.Layout((7, 5), MESH, "(tp n) (dp k)")
     assert str(FP8().scale_layout(layout)) == "float32[1, 1] n h on dp=2 tp=3"
