@@ -3,7 +3,7 @@
 In reading order:
 
 - `infos`: what trainers say of themselves, and what workers are told;
-- `converting`: a module's tensors as checkpoints have them;
+- `converting`: a trainer's tensors as checkpoints have them;
 - `source`: what a trainer's rank holds, and how all of its ranks do;
 - `megatron`: the same of Megatron-Core's models;
 - `link`: what ranks have of each other once they have met;

@@ -1,7 +1,7 @@
 """Converting: a trainer's tensors by the names, and in the shapes, that checkpoints of it have.
 
 1. transformers keeps some models otherwise than it saves them, such as experts in a stack; vLLM's loaders know what it
-   saves. How the one is made of the other its own code says: it is run once on tensors without data, and recorded.
+   saves. How the one is made of the other is recorded (`shardmath_torch.conversions.saved`).
 2. Whose tensors are those that rows speak of, as Megatron-Core's, has rows for what is saved of them, too.
 3. Either is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
    way: workers run it to record their loaders.
@@ -20,46 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardmath as sm
-import shardmath_torch as smt
 from shardmath.engines.hf_core import hf_checkpoint
 from shardmath.recordings.declared import record_declared
 from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native
 from shardmath.storage import bind
 from shardmath.storage.stored import Shapes
-from shardmath_torch.dtypes import dtype_of
 
-__all__ = ["convert", "declare_conversion", "record_conversion"]
-
-
-def record_conversion(module: nn.Module, shapes: Shapes) -> sm.Recorded | None:
-    """What checkpoints of the module have of tensors of these shapes; None where that is the tensors themselves.
-
-    Raises StoreError where transformers computes with them.
-    """
-    revert = _find_reversion(module)
-    if revert is None:
-        return None
-    blank = {}
-    for name, (shape, dtype) in shapes.items():
-        blank[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
-    saved = revert(blank)
-    # A tensor of the same name may be another, as one that is saved transposed.
-    if saved.keys() == blank.keys() and all(saved[name] is blank[name] for name in blank):
-        return None
-    into = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
-
-    def load(tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in revert(dict(tensors)).items():
-            into[name].copy_(tensor)
-
-    return smt.record(load, shapes, into)
+__all__ = ["convert", "declare_conversion"]
 
 
 def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
@@ -72,19 +45,6 @@ def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
     saved = {native.name: native.shape for native in recorded.natives}
     whole = {name: shape for name, (shape, _) in shapes.items()}
     return None if saved == whole else recorded
-
-
-def _find_reversion(module: nn.Module) -> Any:
-    """What transformers makes a module's tensors into as it saves them; None where it is no model of its."""
-    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
-        return None
-    from transformers.core_model_loading import revert_weight_conversion
-
-    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        saved: dict[str, Tensor] = revert_weight_conversion(module, tensors)
-        return saved
-
-    return revert
 
 
 def convert(

@@ -23,6 +23,7 @@ from shardmath.storage import Stored
 from shardmath.storage.stored import Shapes, Side
 from shardmath.transforms import Cast
 from shardmath_torch import compat
+from shardmath_torch.conversions.saved import record_conversion
 from shardmath_torch.refits.gathered import check_not_gathered
 from shardmath_torch.refits.holders import (
     Watched,
@@ -32,7 +33,6 @@ from shardmath_torch.refits.holders import (
     watch,
 )
 from shardmath_torch.refits.views import name_natives
-from shardmath_vllm.converting import record_conversion
 
 __all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.digest import digest
 from shardmath.families.hf import Entry
-from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest
+from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
@@ -92,7 +92,8 @@ def export(
 ) -> None:
     """Writes whole tensors to `path` as safetensors with an index, which transformers and engines load.
 
-    `source` is a module (its parameters and persistent buffers, under its own names); or this rank's local tensors with
+    `source` is a module (its parameters and persistent buffers, under its own names, and of transformers' models as
+    `save_pretrained` names and cuts them); or this rank's local tensors with
     everybody's `layouts`, as `save` takes them; or DTensors and plain tensors by name, the plain ones the same on all
     ranks of `mesh`, by default the largest of the DTensors'. `tied` says, as {name: name of a tensor}, which names are
     another's; of a module that is known. They are in the index and the header's metadata, not stored twice.
@@ -133,7 +134,7 @@ def _prepare(
     rank = compat.rank_or_0()
     source, _ = wanted(to_disk(given.layouts), rank)
     fits(source, by_key(source, given.tensors))
-    entries = {name: _entry_of(windows) for name, windows in given.layouts.items()}
+    entries = {name: given.entry_of(name) for name in given.layouts}
     check_entries(entries)
     _check_tied(given.tied, entries)
     files = split(entries, size_of(limit))
@@ -142,11 +143,6 @@ def _prepare(
     names = file_names(len(files))
     ranks = list_ranks(group)
     return _Task(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
-
-
-def _entry_of(windows: Windows) -> Entry:
-    first = windows[0]
-    return first.shape, first.dtype
 
 
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
@@ -299,8 +295,8 @@ def _list_goals(given: Source, by_rank: Mapping[int, tuple[str, ...]]) -> dict[s
     for writer, names in by_rank.items():
         mesh = Mesh(ranks=[writer])
         for name in names:
-            shape, dtype = _entry_of(given.layouts[name])
-            goal[name] = Layout(shape, mesh, (), dtype=dtype)
+            held = given.layouts[name][0]
+            goal[name] = Layout(held.shape, mesh, (), dtype=held.dtype)
     return goal
 
 

@@ -1,14 +1,14 @@
 """What is exported: a module, tensors under layouts, or DTensors; and who holds what of it.
 
-1. Of a module it is parameters and persistent buffers, under its own names. Of a parameter with several names, the
-   first is the tensor's, and the others are tied to it.
+1. Of a module it is parameters and persistent buffers, under its own names, or as transformers saves its models. Of a
+   parameter with several names, the first is the tensor's, and the others are tied to it.
 2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors'.
 3. Ranks ask each other where DTensors lie only when all are known to ask about the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,11 +19,14 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
 from shardmath.base.text import shown
+from shardmath.families.hf import Entry
+from shardmath.layouts.edits import sliced
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.checkpoints.checkpoint import check_layouts
 from shardmath_torch.compat import Group
+from shardmath_torch.conversions.saved import Part, find_parts, record_conversion
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors, local_of
 from shardmath_torch.dtensors.modules import lift
 from shardmath_torch.files.places import CheckpointError
@@ -37,11 +40,18 @@ TIED = "names to names of tensors"
 
 
 class Source(NamedTuple):
-    """What is exported: this rank's tensors by local key, everybody's layouts, and other names of some tensors."""
+    """What is exported: this rank's tensors by local key, everybody's layouts, other names of some tensors, and the
+    shapes in files of those that have another one there."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
     tied: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def entry_of(self, name: str) -> Entry:
+        """Shape and dtype of a tensor, as files have it."""
+        first = self.layouts[name][0]
+        return self.shapes.get(name, first.shape), first.dtype
 
 
 # What is given
@@ -128,16 +138,16 @@ def lay_out(
         act = partial(_lay_out_dtensors, source, mesh, group, ask)
         return on_all("lay out its tensors", act, group)
     held = {name: one for name, one in layouts.items() if one is not None}
-    return Source(source, read_windows(held, CheckpointError), {})
+    return Source(source, read_windows(held, CheckpointError), {}, {})
 
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
     """Of a module, about which ranks talk only when all have described the same."""
     model = agree_on_model(module, mesh, group)
-    return on_all("export its module", partial(_take_model, model), group)
+    return on_all("export its module", partial(_take_model, module, model), group)
 
 
-def _take_model(model: Model) -> Source:
+def _take_model(module: nn.Module, model: Model) -> Source:
     """A module's parameters and buffers. Raises CheckpointError for extra states."""
     if model.extra:
         name = next(iter(model.extra))
@@ -151,7 +161,28 @@ def _take_model(model: Model) -> Source:
     # Of a DTensor of other ranks' mesh a rank has an empty tensor, which is not a part of it.
     tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
-    return Source(tensors, read_windows(layouts, CheckpointError), tied)
+    shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
+    recorded = record_conversion(module, shapes)
+    parts = [] if recorded is None else find_parts(recorded)
+    return _cut(tensors, layouts, tied, parts)
+
+
+def _cut(
+    tensors: dict[str, Tensor],
+    layouts: dict[str, Layout],
+    tied: dict[str, str],
+    parts: Sequence[Part],
+) -> Source:
+    """The source in these parts; all of it as it is if there are none."""
+    if not parts:
+        return Source(tensors, read_windows(layouts, CheckpointError), tied, {})
+    # A part lies in the local tensor of the whole, with holes around it.
+    local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
+    held = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
+    names = {part.tensor: part.name for part in parts}
+    tied = {name: names.get(kept, kept) for name, kept in tied.items()}
+    shapes = {part.name: part.shape for part in parts}
+    return Source(local, read_windows(held, CheckpointError), tied, shapes)
 
 
 def _lay_out_dtensors(
@@ -177,7 +208,7 @@ def _lay_out_dtensors(
         local[name] = tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
         layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)
-    return Source(local, read_windows(layouts, CheckpointError), {})
+    return Source(local, read_windows(layouts, CheckpointError), {}, {})
 
 
 def _find_mesh(layouts: Mapping[str, Layout], group: Group | None) -> Mesh:

@@ -4,5 +4,6 @@ In reading order:
 
 - `quantised`: which stored tensors have scales, and what of both a rank reads;
 - `dequantising`: a rank's numbers from data and scales;
+- `converted`: tensors that transformers stacks;
 - `filling`: `load_weights`.
 """

@@ -1,6 +1,7 @@
 """Filling: a module's weights from any checkpoint.
 
-1. Names meet under one of a parameter's names, or as `names` say. Values are cast to the module's types.
+1. Names meet under one of a parameter's names, or as `names` say, or as transformers would convert the checkpoint
+   (`converted`). Values are cast to the module's types.
 2. What is stored as data and scales is dequantised by each rank as it arrives (`quantised`), whatever the layout.
 3. All that can be wrong is known before data are read, but for checksums; a module is filled last, and then whole.
 """
@@ -29,6 +30,7 @@ from shardmath_torch.files.steps import on_all
 from shardmath_torch.safetensors.slices import Progress
 from shardmath_torch.states.memory import fill
 from shardmath_torch.states.modules import Model, agree_on_model, check_one_value, check_slots
+from shardmath_torch.weights.converted import add_converted
 from shardmath_torch.weights.dequantising import dequantise
 from shardmath_torch.weights.quantised import (
     Quantised,
@@ -71,7 +73,8 @@ def load_weights(
     """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
 
     `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
-    names is found under any of them. Values are cast to the module's types; uint8 and types of 8 or 4 bits are taken
+    names is found under any of them. What transformers saves of a model of its own under other names, or of a stack one
+    by one, is found as it is saved. Values are cast to the module's types; uint8 and types of 8 or 4 bits are taken
     for each other as bytes.
 
     `format` says what stands in a checkpoint of quantised weights: where `NAME` is of the format's type and there is
@@ -85,7 +88,7 @@ def load_weights(
     """
     with shared(group):
         model = agree_on_model(module, mesh, group)
-        match = partial(_match, path, model, names, format)
+        match = partial(_match, path, module, model, names, format)
         weights = on_all("match its weights", match, group, claim=_describe)
         checkpoint, layouts, stored, quantised = weights
         found = load(
@@ -98,6 +101,7 @@ def load_weights(
 
 def _match(
     path: str | os.PathLike[str],
+    module: nn.Module,
     model: Model,
     names: Mapping[str, str] | None,
     format: Format | None,
@@ -106,7 +110,8 @@ def _match(
     check_slots(model)
     check_names(names)
     check_format(format)
-    weights = _Weights(open_checkpoint(path), {}, {}, {})
+    checkpoint = _complete(open_checkpoint(path), module, model, names or {}, format)
+    weights = _Weights(checkpoint, {}, {}, {})
     for name, slot in model.slots.items():
         stored = _find_weight(weights.checkpoint, model.names[name], names or {})
         weights.stored[name] = stored
@@ -115,6 +120,20 @@ def _match(
         if one is not None:
             weights.add(one)
     return weights
+
+
+def _complete(
+    found: Checkpoint,
+    module: nn.Module,
+    model: Model,
+    names: Mapping[str, str],
+    format: Format | None,
+) -> Checkpoint:
+    """The checkpoint with what transformers would make of it, if it lacks something that the module has."""
+    if all(_find_weight(found, model.names[name], names) in found for name in model.slots):
+        return found
+    shapes = {name: (slot.layout.shape, slot.layout.dtype) for name, slot in model.slots.items()}
+    return add_converted(found, module, shapes, format)
 
 
 def _choose_type(layout: Layout, stored: str) -> Layout:

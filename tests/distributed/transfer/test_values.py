@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
+from shardmath_torch.conversions import saved as recording
 from shardmath_vllm import converting
 from shardmath_vllm.workers.refusing import accept, refuse
 
@@ -29,8 +30,8 @@ def test_equal_names_of_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.t().contiguous() for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(converting, "_find_reversion", lambda module: revert)
-    recorded = converting.record_conversion(nn.Identity(), {"w": ((3, 3), "float32")})
+    monkeypatch.setattr(recording, "_find_reversion", lambda module: revert)
+    recorded = recording.record_conversion(nn.Identity(), {"w": ((3, 3), "float32")})
     assert recorded is not None
     weight = torch.arange(9.0).reshape(3, 3)
     ((name, made),) = converting.convert(recorded, {"w": weight}.items())

@@ -1,0 +1,115 @@
+"""Models of transformers that keep experts in a stack: filled from what it saves, and exported as it saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardmath_torch as smt
+from shardmath import formats
+from shardmath_torch.files.places import CheckpointError
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import experts as work
+
+HOW = ["FSDP2", "tensor parallel"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """Two workers: transformers takes each of them seconds to import."""
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("family", work.FAMILIES)
+def test_as_transformers_saves_them(pair: Pool, tmp_path: Path, family: str) -> None:
+    """Bit for bit both ways, and under the same names."""
+    model = work.make_model(family)
+    model.save_pretrained(tmp_path / "saved")
+    folders = {how: str(tmp_path / how) for how in HOW}
+    args = (family, str(tmp_path / "saved"), folders)
+    # The first test imports transformers.
+    assert pair.run(work.filled_and_exported, *args, timeout=200) == [{how: [] for how in HOW}] * 2
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    for folder in folders.values():
+        assert set(smt.open_checkpoint(folder)) == set(stored)
+        model.config.save_pretrained(folder)
+        back = type(model).from_pretrained(folder).state_dict()
+        assert all(full.equal(back[name]) for name, full in model.state_dict().items())
+
+
+def test_experts_with_scales(tmp_path: Path) -> None:
+    """Data and scales of each expert are those of the stack, if blocks end where experts do."""
+    tiles = formats.FP8Blocks((2, 4))
+    model = work.make_model("Qwen3Moe")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    wanted = {}
+    for name, full in list(stored.items()):
+        if "experts" in name:
+            data, scales = map(torch.from_numpy, tiles.quantise(full.numpy()))
+            stored[name] = data.view(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+            wanted[name] = torch.from_numpy(tiles.dequantise(data.numpy(), scales.numpy()))
+    save_file(stored, file)
+    smt.load_weights(tmp_path, model, format=tiles)
+    experts = model.model.layers[1].mlp.experts
+    for e in range(3):
+        name = f"model.layers.1.mlp.experts.{e}"
+        assert experts.gate_up_proj[e, :6].equal(wanted[f"{name}.gate_proj.weight"])
+        assert experts.gate_up_proj[e, 6:].equal(wanted[f"{name}.up_proj.weight"])
+        assert experts.down_proj[e].equal(wanted[f"{name}.down_proj.weight"])
+    with pytest.raises(CheckpointError, match="give format="):
+        smt.load_weights(tmp_path, model)
+
+
+def change(file: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Puts another tensor under a name, or none."""
+    stored = load_file(file)
+    stored.pop(name)
+    save_file(stored if tensor is None else stored | {name: tensor}, file)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (None, "has no 'model.layers.1.mlp.experts.1.up_proj.weight'"),
+        (torch.ones(5, 8), r"is stored as float32\[5, 8\], and .* takes float32\[6, 8\] of it"),
+        (torch.ones(6, 8).half(), r"is stored as float16\[6, 8\], and .* takes float32"),
+        (torch.ones(6, 8).to(torch.float8_e4m3fn), "is stored as float8_e4m3fn"),
+    ],
+    ids=["missing", "another shape", "another type", "bytes"],
+)
+def test_experts_that_are_not_as_the_others(
+    tmp_path: Path, tensor: torch.Tensor | None, what: str
+) -> None:
+    """Nothing is filled."""
+    model = work.make_model("Qwen3Moe")
+    model.save_pretrained(tmp_path)
+    change(tmp_path / "model.safetensors", "model.layers.1.mlp.experts.1.up_proj.weight", tensor)
+    with pytest.raises(CheckpointError, match=what):
+        smt.load_weights(tmp_path, model)
+
+
+def test_scales_of_blocks_that_two_experts_share(tmp_path: Path) -> None:
+    """A block of the stack would reach from gate into up, though the stack has as many blocks as both together."""
+    tiles = formats.FP8Blocks((4, 4))
+    model = work.make_model("Qwen3Moe", moe_intermediate_size=7)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for name, full in list(stored.items()):
+        if "experts" in name:
+            data, scales = map(torch.from_numpy, tiles.quantise(full.numpy()))
+            stored |= {name: data.view(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    save_file(stored, file)
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj.*slice 0:7 of dimension 1 .* cuts a block of 4"
+    ):
+        smt.load_weights(tmp_path, model, format=tiles)
