@@ -101,6 +101,8 @@ class Goodbyes:
         """
         left = {}
         for one in list(self._heard.values()):
+            if one.rank == self._rank:
+                continue
             is_of_this = one.key in (key, WHOLE_GROUP)
             is_gone = one.rank == blamed and one.after == number - 1
             if one.after < number and (is_of_this or is_gone):

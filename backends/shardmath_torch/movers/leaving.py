@@ -101,7 +101,7 @@ class Leaving(Leaves):
         """Why nothing may be done to it where what has moved waits for the end of a `smt.commit`; else ""."""
         return self._landing.word_waiting(None)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """Raise ExchangeError for a mover that was closed."""
         if self._closed:
             raise ExchangeError(self._word_closed())

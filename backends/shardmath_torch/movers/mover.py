@@ -137,7 +137,8 @@ class Mover(Leaving):
 
     @property
     def member(self) -> Member:
-        """The mover as `commit` sees it."""
+        """The mover as `commit` sees it. Raises ExchangeError for one that was closed."""
+        self.check_open()
         group, key = self._party.group, self._party.key
         return Member(group, key, self._name, self._landing.is_beside, self._ready.agree == ONCE)
 
@@ -217,6 +218,7 @@ class Mover(Leaving):
 
     def _take_turn(self, call: Call, watch: Stopwatch) -> None:
         """The move, as a turn of the group."""
+        self.check_open()
         if not compat.is_there(self._party.group):
             what = f"the process group of this mover was {compat.word_gone(self._party.group)}"
             raise ExchangeError(f"{what}; compile again on a group that is there")
@@ -237,7 +239,7 @@ class Mover(Leaving):
     def _move(self, call: Call, block: Block | None, watch: Stopwatch) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
         watch.lap(laps.QUEUED)
-        self._check_open()
+        self.check_open()
         ready = self._check(call, block, watch)
         kind = call.kind(self._carrier.word(call.how), block is not None)
         mine = self._make_ballot(call, kind, ready)
@@ -374,7 +376,7 @@ def replan_by(
     elsewhere = found is not party.group
     if not elsewhere:
         # There others object in their turn; here they know of it.
-        mover._check_open()
+        mover.check_open()
 
     def take(ready: Ready) -> None:
         mover._take(ready)

@@ -240,6 +240,7 @@ class Refit(Leaves):
         `modules` and their submodules alone. With changes the next call moves all. Raises ExchangeError on all ranks,
         with all that does not fit on one.
         """
+        self._mover.check_open()
 
         def bind() -> None:
             if src is None and dst is None and self._kept is not None:
@@ -396,5 +397,4 @@ class Refit(Leaves):
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are no longer where they were; "" for nothing."""
-        found, objection = attempt(lambda: find_fault(self._at or []))
-        return found or objection
+        return "".join(filter(None, attempt(lambda: find_fault(self._at or []))))
