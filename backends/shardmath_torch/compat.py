@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.base.errors import ExchangeError
 from shardmath_torch.joint_group import JointGroup, list_joint
-from shardmath_torch.ports import find_listened_ports
 
 __all__ = [
     "Group",
@@ -31,7 +30,6 @@ __all__ = [
     "Store",
     "TCPStore",
     "allow_seconds",
-    "apart_from",
     "backend_of",
     "channel_of",
     "check_not_forked",
@@ -52,7 +50,6 @@ __all__ = [
     "rank_in",
     "rank_or_0",
     "ranks_of",
-    "serves_store",
     "shape_of_scalar",
     "spec_of",
     "identity_of",
@@ -284,32 +281,6 @@ def store_of(group: Group) -> Store | None:
         return c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
         return None
-
-
-_apart: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
-"""Our own connections to stores, by torch's."""
-
-
-def apart_from(store: Store) -> Store:
-    """The same store by a connection of our own: torch's is locked while one of its calls waits for other ranks.
-
-    Makes it where there is none, which takes as long as the store takes to answer.
-    """
-    if store not in _apart:
-        clone = getattr(store, "clone", None)
-        _apart[store] = store if clone is None else clone()
-    return _apart[store]
-
-
-def serves_store(group: Group) -> bool:
-    """Whether this process serves the group's store to others: whether it listens on its port."""
-    if isinstance(group, JointGroup) and group.serves_store is not None:
-        return group.serves_store
-    store = store_of(group)
-    # torch tells only in the store's repr, which looks names up and may take seconds.
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore) and store.port in find_listened_ports()
 
 
 def packs_saved_tensors() -> bool:

@@ -5,6 +5,7 @@ In reading order:
 - `wire`: what a transport gives: bytes and votes;
 - `threads`: threads in torch that nobody waits for without an end;
 - `failure`: who failed first;
+- `goodbyes`: ranks that are done say so;
 - `turns`: what ranks do together, one thing after another;
 - `agree`: every rank says what it is about to do;
 - `party`: this rank in a group;

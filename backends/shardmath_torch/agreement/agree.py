@@ -25,19 +25,19 @@ RECORD = 1024
 """Bytes per rank; longer texts are cut."""
 
 HEADER = struct.Struct("<II???HHHH")
-"""Nonce, peers, the three flags, and the bytes of claim, label, objection and what is said, which follow."""
+"""Nonce, peers, the three flags, and the bytes of claim, purpose, objection and what is said, which follow."""
 
-CLAIM, LABEL = 300, 200
-"""Bytes of a claim and of a label; an objection has the rest of the record."""
+CLAIM, PURPOSE = 300, 200
+"""Bytes of a claim and of a purpose; an objection has the rest of the record."""
 
 SHOWN = 8
 """Objections that a message shows in full."""
 
 
 class Ballot(NamedTuple):
-    """What a rank says: `claim`, `label` and `records_gradient` all ranks must say alike.
+    """What a rank says: `claim`, `purpose` and `records_gradient` all ranks must say alike.
 
-    `claim` is what it is about to do, `label` what for. `records_gradient`: its move is one of a
+    `claim` is what it is about to do, `purpose` what for. `records_gradient`: its move is one of a
     gradient, which autograd records. `objection` is what speaks against it. `peers` is the most
     ranks that it sends to or receives from, by which the pace is set, and `is_unordered` says that
     at this pace its addends come out of order. `serves_store`: its process serves the group's
@@ -46,7 +46,7 @@ class Ballot(NamedTuple):
     """
 
     claim: str
-    label: str = ""
+    purpose: str = ""
     records_gradient: bool = False
     objection: str = ""
     peers: int = 0
@@ -60,11 +60,11 @@ class Ballot(NamedTuple):
         """What all ranks must say alike, in words.
 
         >>> Ballot("move 1", "step 3", records_gradient=True).intent
-        "move 1, label='step 3', a gradient to be differentiated"
+        "move 1, for 'step 3', a gradient to be differentiated"
         """
-        label = f", label={self.label!r}" if self.label else ""
+        purpose = f", for {self.purpose!r}" if self.purpose else ""
         recorded = ", a gradient to be differentiated" if self.records_gradient else ""
-        return f"{self.claim}{label}{recorded}"
+        return f"{self.claim}{purpose}{recorded}"
 
 
 def encode(ballot: Ballot) -> bytes:
@@ -75,8 +75,8 @@ def encode(ballot: Ballot) -> bytes:
     True
     """
     claim = _cut(_to_bytes(ballot.claim), CLAIM)
-    label = _cut(_to_bytes(ballot.label), LABEL)
-    room = RECORD - HEADER.size - len(claim) - len(label)
+    purpose = _cut(_to_bytes(ballot.purpose), PURPOSE)
+    room = RECORD - HEADER.size - len(claim) - len(purpose)
     objection = _to_bytes(ballot.objection)[:room]
     said = ballot.said[: room - len(objection)]
     header = HEADER.pack(
@@ -86,11 +86,11 @@ def encode(ballot: Ballot) -> bytes:
         ballot.is_unordered,
         ballot.serves_store,
         len(claim),
-        len(label),
+        len(purpose),
         len(objection),
         len(said),
     )
-    record = header + claim + label + objection + said
+    record = header + claim + purpose + objection + said
     return record.ljust(RECORD, b"\0")
 
 
@@ -121,10 +121,10 @@ def decode(record: bytes) -> Ballot:
         # A letter of several bytes may have been cut in the middle.
         texts.append(text.decode(errors="ignore"))
         start += length
-    claim, label, objection = texts
+    claim, purpose, objection = texts
     said = record[start : start + length_said]
     return Ballot(
-        claim, label, records_gradient, objection, peers, is_unordered, serves_store, nonce, said
+        claim, purpose, records_gradient, objection, peers, is_unordered, serves_store, nonce, said
     )
 
 

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.wire import says_ended
-from shardmath_torch.compat import Store, apart_from
+from shardmath_torch.compat import Store
+from shardmath_torch.stores import apart_from
 
 __all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed"]
 

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias, TypeVar
 
 from shardmath.base.errors import ShardError
 from shardmath.base.text import message_of, word_error
@@ -16,16 +16,26 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
 
-__all__ = ["describe_crossing", "name_given", "word_objection"]
+__all__ = ["attempt", "describe_crossing", "name_given", "word_objection"]
 
 DIGEST_SHOWN = 24
 """Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
+
+_T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
     """What a rank says of its error to the others: that of ours as it is, another by its kind; never ""."""
     own = message_of(error) if isinstance(error, ShardError) else ""
     return own or word_error(error)
+
+
+def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
+    """What is made, or why not, to be said in a vote: the others wait for this rank's, whatever went wrong here."""
+    try:
+        return make(), ""
+    except Exception as error:
+        return None, word_objection(error)
 
 
 def name_given(given: Plan | Transposed | Program) -> str:

@@ -4,12 +4,16 @@
    its end or a refusal breaks the group, on this rank at once and on the others as they are told.
 2. Others are told why (`failure`) before this rank lets go of its connections.
 3. In a group's first vote ranks tell each other who serves its store, so that they know whom to ask.
+4. A rank that has left a mover (`goodbyes`) has not failed. Before a call votes, that is an error here, and the group
+   is whole. Whoever hears it in the middle of a call breaks the group, and says why.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard, TypeVar
 
@@ -21,14 +25,19 @@ from shardmath.protocol import Event, State
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
 from shardmath_torch.agreement.failure import UNTOLD, FailureDetector, Report
+from shardmath_torch.agreement.goodbyes import Goodbyes
 from shardmath_torch.agreement.turns import Refused, Turns, Unasked
 from shardmath_torch.agreement.wire import LATE, PeerFailure, Wire
+from shardmath_torch.stores import serves_store
 
 __all__ = ["Party", "is_time", "word_bad_time"]
 
 FIX = (
     "this process group is broken: make a new one, in which movers go on by replan(plan, group=...)"
 )
+
+GO_ON = "the others go on in another process group, by replan(plan, group=...)"
+"""What to do once a rank has left."""
 
 LONGEST_S = 1e9
 """Longest wait: what torch makes of seconds, nanoseconds in 64 bits, ends soon after."""
@@ -84,9 +93,8 @@ class Party:
         """
         is_first = self.turns.host == UNTOLD
         if is_first:
-            serves_store = compat.serves_store(self.group)
             nonce = secrets.randbits(NONCE_BITS)
-            mine = mine._replace(serves_store=serves_store, nonce=nonce)
+            mine = mine._replace(serves_store=serves_store(self.group), nonce=nonce)
         self._begin(event)
         ballots = vote(self.wire, self.ranks, mine, patience)
         self.turns.agreed()
@@ -144,9 +152,57 @@ class Party:
         compat.check_not_forked(self.group)
         try:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
-                return self._guard(act, describe)
+                left = self._find_left(self.turns.votes + 1)
+                if left:
+                    raise ExchangeError(left)
+                with self._hearing():
+                    return self._guard(act, describe)
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What this rank does by itself to what calls on the group use: none goes on here meanwhile.
+
+        Raises ExchangeError inside of a call, as from a progress callback, and where other threads keep the turn.
+        """
+        compat.check_not_forked(self.group)
+        with self.turns.alone(self.patience):
+            yield
+
+    def listen(self) -> None:
+        """Hear from now on which ranks leave. After the group's first vote."""
+        turns = self.turns
+        store = compat.store_of(self.group)
+        if turns.goodbyes is not None or store is None or len(self.ranks) == 1:
+            return
+        serves = turns.host == self.rank
+        turns.goodbyes = Goodbyes(store, turns.nonce, self.rank, len(self.ranks), serves)
+        # Not by this party, which keeps the group.
+        known = weakref.ref(turns)
+        turns.goodbyes.listen(lambda: _give_up_if_left(known()))
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Give up, from the thread that listens, where a rank has left before the turn."""
+
+        def give_up() -> None:
+            left = self._find_left(self.turns.votes)
+            if left and not self.turns.broken:
+                self.turns.broken = left
+                self.wire.abandon()
+
+        self.turns.give_up = give_up
+        try:
+            yield
+        finally:
+            self.turns.give_up = None
+
+    def _find_left(self, number: int, blamed: int | None = None) -> str:
+        """As `Goodbyes.find` has it for a turn of this party whose latest vote has that number, with what to do."""
+        goodbyes = self.turns.goodbyes
+        left = "" if goodbyes is None else goodbyes.find(self.key, number, blamed)
+        return f"{left}; {GO_ON}" if left else ""
 
     def _guard(self, act: Callable[[], _T], describe: Describe) -> _T:
         """What `act` gives; the group is broken, and others are told, where it is left otherwise."""
@@ -155,7 +211,10 @@ class Party:
         except PeerFailure as failure:
             # Another thread has given up for all of them, and told the others why.
             if self.turns.broken:
-                raise ExchangeError(self.turns.broken) from failure
+                raise ExchangeError(self.turns.broken) from None
+            left = self._hear_left(failure)
+            if left:
+                raise ExchangeError(left) from None
             raise self.break_by(failure, describe) from failure
         except Refused:
             raise
@@ -168,6 +227,21 @@ class Party:
                 what = f"the process group was {gone} while a call on it was under way"
                 raise ExchangeError(f"{what}; wait for moves beside before") from error
             raise
+
+    def _hear_left(self, failure: PeerFailure) -> str:
+        """Where a rank has left before this turn, that, and the group is broken; "" where none has."""
+        goodbyes = self.turns.goodbyes
+        if goodbyes is None or failure.rank == self.rank:
+            return ""
+        number = self.turns.votes
+        if not self._find_left(number, failure.rank):
+            # What the grace leaves for telling the caller.
+            goodbyes.look(self.grace / 5)
+        left = self._find_left(number, failure.rank)
+        if left:
+            self.turns.broken = left
+            self.wire.abandon()
+        return left
 
     def answer_for(self, act: Callable[[], None]) -> None:
         """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
@@ -240,6 +314,16 @@ class Party:
         store = compat.store_of(self.group)
         turns = self.turns
         return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
+
+
+def _give_up_if_left(turns: Turns | None) -> bool:
+    """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
+    if turns is None or turns.broken:
+        return False
+    give_up = turns.give_up
+    if give_up is not None:
+        give_up()
+    return True
 
 
 def _word_fix(cause: str) -> str:

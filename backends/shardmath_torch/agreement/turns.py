@@ -32,6 +32,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.protocol import Event, Protocol, State
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.failure import UNTOLD
+from shardmath_torch.agreement.goodbyes import WHOLE_GROUP, Goodbyes
 from shardmath_torch.compat import Group, in_backward
 
 __all__ = ["Refused", "Turns", "Unasked", "as_main", "check_thread", "in_thread", "turns_of"]
@@ -136,7 +137,8 @@ class Turns:
     `broken` says why there are no more, "" while there are. `host` is the rank that serves the
     group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
     drawn by the first rank and told in the first vote, so that what an earlier group has left in
-    the store is not taken for this one's.
+    the store is not taken for this one's. `goodbyes` are heard from the first mover on;
+    `give_up` ends the turn that goes on if a rank has left before it.
     """
 
     def __init__(self) -> None:
@@ -149,6 +151,8 @@ class Turns:
         self.unasked: Unasked | None = None
         self.host: int | None = UNTOLD
         self.nonce = ""
+        self.goodbyes: Goodbyes | None = None
+        self.give_up: Callable[[], None] | None = None
         self._turn = _Seat("had the turn")
         self._call = _Seat("been in a call of several steps")
         self._step = _Seat("been in a step")
@@ -189,29 +193,40 @@ class Turns:
             raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
 
     @contextmanager
-    def taken(
-        self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """The turn is this thread's. Waits for other threads of this rank at most `patience` seconds.
+    def alone(self, patience: float) -> Iterator[None]:
+        """No call on the group goes on in this process meanwhile; ranks are not asked, and it may be broken.
 
-        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
-        it. `let_go` is called if the turn before was left in the middle and nobody could.
+        Waits for moves beside, and at most `patience` seconds for other threads. Raises ExchangeError inside of a call,
+        and where the turn cannot be had.
         """
         turn = _Turn(threading.current_thread())
         self.refuse_nested()
         self.wait_for_beside()
         try:
             self._turn.take(turn, patience)
-            self._check_not_broken(what, let_go)
-            self.unasked = None
             yield
-            self.protocol.note(Event.FINISH)
-        except Refused:
-            self.protocol.note(Event.REFUSE)
-            self.heard.refusals += 1
-            raise
         finally:
             self._turn.give_back(turn)
+
+    @contextmanager
+    def taken(
+        self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """The turn is this thread's, as `alone` has it, for what ranks do together.
+
+        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
+        it. `let_go` is called if the turn before was left in the middle and nobody could.
+        """
+        with self.alone(patience):
+            self._check_not_broken(what, let_go)
+            self.unasked = None
+            try:
+                yield
+                self.protocol.note(Event.FINISH)
+            except Refused:
+                self.protocol.note(Event.REFUSE)
+                self.heard.refusals += 1
+                raise
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
@@ -251,20 +266,19 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """The last turn, of a group that is broken too: there are no more, by this cause.
-
-        Waits for what goes on beside, and at most `patience` seconds for other threads. Raises ExchangeError where
-        the turn cannot be had.
-        """
-        turn = _Turn(threading.current_thread())
-        self.refuse_nested()
-        self.wait_for_beside()
-        try:
-            self._turn.take(turn, patience)
+        """The last turn, as `alone` has it: there are no more, by this cause, and the others hear of it."""
+        with self.alone(patience):
+            self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
+            if self.goodbyes is not None:
+                self.goodbyes.is_over = True
             yield
-        finally:
-            self._turn.give_back(turn)
+
+    def part(self, key: str, why: str) -> None:
+        """Say goodbye to the mover of this key; of a broken group the others know. Only in a turn, `alone`."""
+        is_broken = self.under_way or self.broken
+        if self.goodbyes is not None and not is_broken:
+            self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
         """The latest is this one from now on; gives the one after which it comes."""

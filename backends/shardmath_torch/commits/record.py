@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from shardmath.protocol import Event
 from shardmath_torch.agreement import threads
-from shardmath_torch.compat import Store, apart_from
+from shardmath_torch.compat import Store
+from shardmath_torch.stores import apart_from
 
 __all__ = ["Record"]
 

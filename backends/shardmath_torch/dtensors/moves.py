@@ -48,7 +48,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 class Said(NamedTuple):
     """What the move of a gradient says of itself: of which move it is, and whether autograd records it."""
 
-    label: str = ""
+    purpose: str = ""
     records_gradient: bool = False
 
 
@@ -69,8 +69,8 @@ class _Compiled(NamedTuple):
     mover: Mover
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
-        label, records_gradient = said
-        move_by(self.mover, Call(src, out, label=label, records_gradient=records_gradient))
+        purpose, records_gradient = said
+        move_by(self.mover, Call(src, out, purpose=purpose, records_gradient=records_gradient))
 
 
 class _Key(NamedTuple):

@@ -14,7 +14,7 @@ from shardmath_torch.digests.checking import check_checkable
 from shardmath_torch.exchange.local import Local, Tensors
 from shardmath_torch.observing.bars import Progress, check_progress
 
-__all__ = ["EVERY", "ONCE", "Call", "Checked", "Held", "Kind", "check_call", "keep", "read_label"]
+__all__ = ["EVERY", "ONCE", "Call", "Checked", "Kind", "check_call", "keep"]
 
 EVERY, ONCE = "every", "once"
 """How often ranks agree: before every move, or before the first of its kind."""
@@ -33,7 +33,7 @@ def keep(given: _T) -> _T | dict[Any, Any]:
 
 
 class Kind(NamedTuple):
-    """What all ranks must do alike in a move, but for its number and label."""
+    """What all ranks must do alike in a move, but for its number and purpose."""
 
     word: str
     acknowledge: bool
@@ -56,7 +56,8 @@ class Call(NamedTuple):
     """What a mover is called with.
 
     `held` tensors stay where they are from move to move. `objection` is what speaks against the move, as far as the
-    caller knows. `how` is the carrier's own. `thread` is what claims say of the thread that called, where another
+    caller knows. `label` is this rank's own word for the move; `purpose` is what all ranks must say that it is for.
+    `how` is the carrier's own. `thread` is what claims say of the thread that called, where another
     moves for it.
     """
 
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     label: str = ""
     check: str | None = None
     progress: Progress | None = None
+    purpose: str = ""
     records_gradient: bool = False
     objection: str = ""
     held: bool = False
@@ -91,18 +93,6 @@ class Call(NamedTuple):
         return Kind(word, acknowledge, check, in_block)
 
 
-class Held(NamedTuple):
-    """Mappings that a caller holds on to, and what was bound of them."""
-
-    src: Local
-    out: Local
-    tensors: tuple[Tensors, Tensors]
-
-    def is_of(self, src: Local, out: Local) -> bool:
-        """Whether these are the same mappings."""
-        return src is self.src and out is self.out
-
-
 class Checked(NamedTuple):
     """A call that was looked at: its tensors, by local buffer key, and what speaks against it.
 
@@ -111,7 +101,6 @@ class Checked(NamedTuple):
 
     src: Tensors
     dst: Tensors
-    label: str
     objection: str
     out: Local = None
 
@@ -122,15 +111,10 @@ def check_call(call: Call, plan: Movable, in_block: bool) -> None:
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):
         raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
+    if not isinstance(call.label, str):
+        raise ExchangeError(f"label={shown(call.label)} is not a text; pass one, or leave it out")
     check_checkable(call.check, plan)
     check_progress(call.progress)
     if in_block and call.check is not None:
         what = "in smt.commit nothing is in place before the block ends"
         raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after it")
-
-
-def read_label(label: object) -> str:
-    """The label as a plain str: a subclass may say anything of itself. Raises ExchangeError for what is no text."""
-    if not isinstance(label, str):
-        raise ExchangeError(f"label={shown(label)} is not a text; pass one, or leave it out")
-    return str.__str__(label)

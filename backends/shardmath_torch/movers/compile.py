@@ -23,7 +23,7 @@ import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from shardmath.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part
 from shardmath.programs.program import Program
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
-from shardmath_torch.agreement.naming import describe_crossing, name_given, word_objection
+from shardmath_torch.agreement.naming import attempt, describe_crossing, name_given
 from shardmath_torch.agreement.party import Party, is_time
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.agreement.turns import in_thread
@@ -66,8 +66,6 @@ SAID = struct.Struct("<QB")
 
 NOT_AT_ALL, AT_ONCE, BY_ADDEND = range(3)
 """How a part follows the former one: not; all addends at once; or one after the other."""
-
-_T = TypeVar("_T")
 
 AgreeFirst: TypeAlias = Callable[[object, compat.Group | None, "Settings"], None]
 """What else ranks agree on before they agree on a plan. Collective."""
@@ -254,7 +252,7 @@ def _agree(party: Party, asked: _Asked) -> Ready:
 def _tell(party: Party, asked: _Asked) -> tuple[_Mine, _Told]:
     """The first vote: what this rank will do, and what is to be known of all."""
     # What fails here is an objection: the others wait for this rank's vote.
-    mine, objection = _attempt(lambda: _check_and_outline(party, asked))
+    mine, objection = attempt(lambda: _check_and_outline(party, asked))
     claim = "compile"
     peers = 0
     if mine is not None:
@@ -287,7 +285,7 @@ def _make_all(party: Party, asked: _Asked, mine: _Mine, told: _Told) -> _Made | 
     # One addend after the other takes more rounds, so all ranks do it only where one has to.
     for by_addend in (False, True):
         make = functools.partial(_make, party, asked, mine, told.peers, by_addend)
-        made, objection = _attempt(make)
+        made, objection = attempt(make)
         is_unordered = made is not None and not made.part.keeps_order
         ballots = party.vote(Ballot(told.claim, objection=objection, is_unordered=is_unordered))
         if not any(ballot.is_unordered for ballot in ballots):
@@ -338,14 +336,6 @@ def _make_carrier(party: Party, asked: _Asked, part: Part) -> Carrier:
     if asked.settings.commit == ALL:
         shadows = make_shadows(part, list_own(asked.maker.stages))
     return asked.maker.make_carrier(task, engine, shadows)
-
-
-def _attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """What is made, or why not, to be said in a vote: others wait for this rank's."""
-    try:
-        return make(), ""
-    except Exception as error:
-        return None, word_objection(error)
 
 
 def _check_and_outline(party: Party, asked: _Asked) -> _Mine:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Literal, NoReturn
+from contextlib import nullcontext
+from typing import Literal
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
@@ -38,22 +39,24 @@ from shardmath_torch.commits.blocks import Block, Member, block_of
 from shardmath_torch.commits.landing import Arrival, Landing
 from shardmath_torch.commits.shadows import put_in_place
 from shardmath_torch.digests.checking import Check
-from shardmath_torch.exchange.local import Local, Tensors, by_key, check, signature, wanted, witness
+from shardmath_torch.exchange.local import Local, witness
 from shardmath_torch.movers import stages
-from shardmath_torch.movers.calls import ONCE, Call, Checked, Held, Kind, check_call, read_label
+from shardmath_torch.movers.bound import Bound
+from shardmath_torch.movers.calls import ONCE, Call, Checked, Kind, check_call
 from shardmath_torch.movers.carriers import Arrived
 from shardmath_torch.movers.handles import Handle, find_objection, start
+from shardmath_torch.movers.leaving import Leaving
 from shardmath_torch.movers.ready import Former, Ready
 from shardmath_torch.observing import laps
 from shardmath_torch.observing.bars import Progress
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.observing.stopwatch import Stopwatch
 
-__all__ = ["Mover", "move_by"]
+__all__ = ["Mover", "ask_again", "forget", "move_by", "replan_by"]
 
 
 @public
-class Mover:
+class Mover(Leaving):
     """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
 
     A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings,
@@ -70,36 +73,28 @@ class Mover:
         """Be a mover of that from now on."""
         self.plan, self.rounds = ready.part.plan, ready.part.rounds
         self._ready = ready
-        self._given = ready.given
         self._party = ready.party
+        self._party.listen()
         self._carrier = ready.carrier
         self._stages = ready.stages
-        self._thread = ready.thread
-        self._agrees_once = ready.agree == ONCE
         self._landing = self._landing.follow(ready.version)
         self._moves = 0
         self._ledger = ready.open_ledger()
         self._agreed: set[Kind] = set()
         if not ready.keeps_bound:
-            self._wanted = wanted(self.plan, ready.party.rank)
-            self._checked: object = None
-            self._held: Held | None = None
+            self._bound = Bound(self.plan, ready.party.rank)
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
         state = f"broken: {broken}" if broken else f"{self._moves} moves"
+        state = "closed" if self._closed else state
         rounds = plural(self.rounds, "round")
-        return f"<mover of {self._given!r} on rank {self._party.rank}, {rounds}, {state}>"
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ExchangeError: what copies would share, and not know of each other, is how tensors lie in memory."""
-        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
-        raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
+        return f"<mover of {self._ready.given!r} on rank {self._party.rank}, {rounds}, {state}>"
 
     @property
     def thread(self) -> str | None:
         """The name by which ranks pair its calls, where `compile` was given one."""
-        return self._thread
+        return self._ready.thread
 
     @property
     def staging_bytes(self) -> int:
@@ -142,11 +137,15 @@ class Mover:
 
     @property
     def member(self) -> Member:
-        """The mover as `commit` sees it."""
-        name = f"{name_given(self._given)} (mover {self._party.key})"
-        return Member(
-            self._party.group, self._party.key, name, self._landing.is_beside, self._agrees_once
-        )
+        """The mover as `commit` sees it. Raises ExchangeError for one that was closed."""
+        self.check_open()
+        group, key = self._party.group, self._party.key
+        return Member(group, key, self._name, self._landing.is_beside, self._ready.agree == ONCE)
+
+    @property
+    def _name(self) -> str:
+        """What ranks call it."""
+        return f"{name_given(self._ready.given)} (mover {self._party.key})"
 
     def __call__(
         self,
@@ -165,12 +164,12 @@ class Mover:
         `timeout`: seconds to wait for all ranks to make this call, where that may be longer than
         what `compile` was given, as when an engine waits for the next refit; each rank may pass its
         own. `acknowledge`, on all ranks alike: return only once every rank has all its bytes.
-        `label` says what the move is for: ranks that say otherwise disagree. `check="digest"`, on all
-        ranks alike, compares what the destination then holds with the source, and the source with what
-        it was before: an ExchangeError on all ranks names the tensor and the box that differs, and the
-        destination is as it came. It reads the source twice and the destination once. With `async_op=True` the call
-        returns a handle at once: the tensors are the move's until `handle.wait()` has returned, which raises what
-        the call would.
+        `label` is this rank's own word for the move, in logs, traces and `last`. `check="digest"`, on all
+        ranks alike, compares what the destination then holds with the source, and the source with what it was
+        before: an ExchangeError on all ranks names the tensor and the box that differs, and the destination is
+        as it came. It reads the source twice and the destination once. With `async_op=True` the call returns a
+        handle at once: the tensors are the move's until `handle.wait()` has returned, which raises what the
+        call would.
 
         `progress` is called with this rank's bytes that have moved and all that are to move, both ways together, as
         messages come and leave, by the thread that moves. What it raises is raised once the move has ended.
@@ -192,26 +191,24 @@ class Mover:
         back (`shardmath.without`), messages and what was bound to tensors. `timeout` is that from now on, in seconds.
         Raises ExchangeError, on every rank, as `compile` does; then this goes on as it was.
         """
-        # A move beside goes on by what is here now, also where the next one is in another group.
-        self._party.turns.wait_for_beside()
-        found = self._party.group if group is None else group
-        self._ready.again(plan, found, timeout, self._former, self._take)
+        replan_by(self, plan, group, timeout)
 
     @property
     def _former(self) -> Former:
         """What there is to go on from."""
-        ready, waits = self._ready, self._landing.word_waiting(None)
+        ready = self._ready
         device = ready.party.wire.device
-        return Former(ready.part, ready.carrier, device, ready.peers, self.version, waits)
+        objection = self._word_closed() or self._landing.word_waiting(None)
+        return Former(ready.part, ready.carrier, device, ready.peers, self.version, objection)
 
     def _find_objection_beside(self, async_op: object) -> str:
         """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
         self._party.turns.refuse_nested()
-        return find_objection(self._party, self._thread, async_op)
+        return find_objection(self._party, self.thread, async_op)
 
     def _start(self, call: Call) -> Handle:
         """Move on a thread beside, in the name of this one."""
-        mine = call.keep()._replace(thread=in_thread(self._thread))
+        mine = call.keep()._replace(thread=in_thread(self.thread))
         return start(self._party, lambda: self._run(mine))
 
     def _run(self, call: Call) -> None:
@@ -221,6 +218,7 @@ class Mover:
 
     def _take_turn(self, call: Call, watch: Stopwatch) -> None:
         """The move, as a turn of the group."""
+        self.check_open()
         if not compat.is_there(self._party.group):
             what = f"the process group of this mover was {compat.word_gone(self._party.group)}"
             raise ExchangeError(f"{what}; compile again on a group that is there")
@@ -228,7 +226,7 @@ class Mover:
         with self._landing.telling(self._party.turns):
             found = self._party.together(
                 lambda: self._move(call, block, watch),
-                lambda failure, rank: describe_crossing(self._given, failure.tensor, rank),
+                lambda failure, rank: describe_crossing(self._ready.given, failure.tensor, rank),
                 "mover",
                 call.patience or 0.0,
             )
@@ -241,6 +239,7 @@ class Mover:
     def _move(self, call: Call, block: Block | None, watch: Stopwatch) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
         watch.lap(laps.QUEUED)
+        self.check_open()
         ready = self._check(call, block, watch)
         kind = call.kind(self._carrier.word(call.how), block is not None)
         mine = self._make_ballot(call, kind, ready)
@@ -278,7 +277,7 @@ class Mover:
         """Vote, unless this was agreed on. Raises Refused where a rank objects, and PeerFailure."""
         if kind not in self._agreed:
             self._party.vote(mine, patience)
-            if self._agrees_once:
+            if self._ready.agree == ONCE:
                 self._agreed.add(kind)
             return
         mark = zlib.crc32(mine.claim.encode(errors="backslashreplace"))
@@ -328,10 +327,9 @@ class Mover:
 
     def _make_ballot(self, call: Call, kind: Kind, ready: Checked) -> Ballot:
         """What this rank is about to do. Nothing in it is known to be what it should be, but for the objection."""
-        what = f"{name_given(self._given)} (mover {self._party.key})"
-        claim = kind.claim(self._moves + 1, what)
-        claim += in_thread(self._thread) if call.thread is None else call.thread
-        return Ballot(claim, ready.label, call.records_gradient, ready.objection)
+        claim = kind.claim(self._moves + 1, self._name)
+        claim += in_thread(self.thread) if call.thread is None else call.thread
+        return Ballot(claim, call.purpose, call.records_gradient, ready.objection)
 
     def _check(self, call: Call, block: Block | None, watch: Stopwatch) -> Checked:
         """What is to be moved, or what speaks against it.
@@ -342,47 +340,51 @@ class Mover:
             if call.objection:
                 raise ExchangeError(call.objection)
             if call.thread is None:
-                check_thread(self._party.turns, self._thread)
+                check_thread(self._party.turns, self.thread)
             self._landing.check_free(block)
             if block is not None:
                 block.check(self.member)
             check_call(call, self.plan, block is not None)
-            src, dst = self._prepare(call)
+            device = self._party.wire.device
+            src, dst = self._bound.prepare(call, self._stages, self._carrier, device)
             self._carrier.load(src, dst, call.how, watch)
-            label = read_label(call.label)
         except Exception as error:
-            return Checked({}, {}, "", word_objection(error))
-        return Checked(src, dst, label, "", call.out)
+            return Checked({}, {}, word_objection(error))
+        return Checked(src, dst, "", call.out)
 
-    def forget(self) -> None:
-        """Carry all of it with the next move: called by all ranks alike, in a turn."""
-        self._carrier.forget()
 
-    def ask_again(self) -> None:
-        """Vote on the next move of any kind: called by all ranks alike."""
-        self._agreed.clear()
+def forget(mover: Mover) -> None:
+    """Carry all of it with the next move: called by all ranks alike, in a turn."""
+    mover._carrier.forget()
 
-    def let_go(self) -> None:
-        """Keep nothing of the tensors that were held: the next move looks at its own."""
-        self._checked = self._held = None
-        self._carrier.let_go()
 
-    def _prepare(self, call: Call) -> tuple[Tensors, Tensors]:
-        """The tensors by local buffer key, checked and bound, unless these were already."""
-        src, out = stages.bind(self._stages, call.src, call.out)
-        if call.held and self._held is not None and self._held.is_of(src, out):
-            return self._held.tensors
-        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        signed = signature(tensors)
-        if signed != self._checked or call.held or self._held is not None:
-            # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
-            self._checked = self._held = None
-            is_direct = not self._landing.is_beside
-            check(self._wanted, tensors, self._party.wire.device, apart=is_direct)
-            self._carrier.prepare(*tensors, call.held)
-            self._checked = signed
-            self._held = Held(src, out, tensors) if call.held else None
-        return tensors
+def ask_again(mover: Mover) -> None:
+    """Vote on the next move of any kind: called by all ranks alike."""
+    mover._agreed.clear()
+
+
+def replan_by(
+    mover: Mover,
+    plan: Plan | Transposed | Program,
+    group: compat.Group | None,
+    timeout: float | None,
+    besides: Callable[[], None] = lambda: None,
+) -> None:
+    """As `Mover.replan`; what else goes on by the new plan `besides` changes, once all have agreed."""
+    party = mover._party
+    found = party.group if group is None else group
+    elsewhere = found is not party.group
+    if not elsewhere:
+        # There others object in their turn; here they know of it.
+        mover.check_open()
+
+    def take(ready: Ready) -> None:
+        mover._take(ready)
+        besides()
+
+    # The turn of another group says nothing of moves in this one, which go on by what is here now.
+    with party.alone() if elsewhere else nullcontext():
+        mover._ready.again(plan, found, timeout, mover._former, take)
 
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from shardmath_torch.commits.shadows import Pair
 from shardmath_torch.exchange.local import Local, Tensors
 
-__all__ = ["Stage", "begin", "bind", "end", "finish", "list_own", "name_torn"]
+__all__ = ["Stage", "Stages", "begin", "bind", "end", "finish", "list_own", "name_torn"]
 
 
 class Stage:
@@ -46,6 +46,9 @@ class Stage:
 
     def end(self) -> None:
         """All is in place."""
+
+    def let_go(self) -> None:
+        """Keep nothing of the tensors that were bound, nor what a move needs, until there is another."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The given destinations that a failure leaves torn, where it does so with these of the plan's."""

@@ -91,7 +91,8 @@ class Stopwatch:
 
     def __init__(self, ledger: Ledger, label: object, progress: object) -> None:
         self._ledger = ledger
-        self._label = label if isinstance(label, str) else ""
+        # A subclass may say anything of itself.
+        self._label = str.__str__(label) if isinstance(label, str) else ""
         self._seconds = [0.0] * LAPS
         self._waited: dict[int, float] = {}
         self._began = self._at = perf_counter()

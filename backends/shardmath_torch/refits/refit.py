@@ -9,7 +9,8 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,7 +22,8 @@ from shardmath.refits.refit import Refit as Planned
 from shardmath.storage.stored import Side
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot
-from shardmath_torch.agreement.naming import word_objection
+from shardmath_torch.agreement.naming import attempt
+from shardmath_torch.agreement.party import Party
 from shardmath_torch.agreement.transport import join
 from shardmath_torch.changes.carrying import How
 from shardmath_torch.changes.changes import Changes, make_changes
@@ -32,29 +34,27 @@ from shardmath_torch.exchange.memory import mark_written
 from shardmath_torch.movers.calls import EVERY, Call
 from shardmath_torch.movers.compile import AgreeFirst, make_ready
 from shardmath_torch.movers.handles import Handle
-from shardmath_torch.movers.mover import Mover, move_by
+from shardmath_torch.movers.leaving import Leaves
+from shardmath_torch.movers.mover import Mover, ask_again, forget, move_by, replan_by
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.observing.bars import Progress
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.refits.gathered import check_not_gathered, find_groups, give_back
-from shardmath_torch.refits.holders import (
-    Watched,
-    find_fault,
-    find_owners,
-    watch,
-)
+from shardmath_torch.refits.holders import Watched, find_fault, find_owners, watch
 from shardmath_torch.refits.views import (
     Computed,
     Function,
     Given,
     Natives,
     Views,
+    are_related,
     bind_views,
     check_named,
     compute,
     drop_window,
     is_by_name,
+    list_sides,
     name_natives,
 )
 from shardmath_torch.transforms.compile import Ends, agree_again, make_ends
@@ -72,7 +72,9 @@ class _Ends(Stage):
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The views that were bound."""
+        """The views that were bound. Raises ExchangeError where there are none, also if they were released just now."""
+        if self._refit._at is None:
+            raise ExchangeError("this rank has not prepared the refit; call prepare() on all ranks")
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
@@ -90,7 +92,7 @@ class _Ends(Stage):
 
 
 @public
-class Refit:
+class Refit(Leaves):
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
     `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`; on what is prepared, ranks vote every
@@ -118,7 +120,7 @@ class Refit:
         self._made: Ends | None = None
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
-        self._party = join(compat.group_of(group), timeout, settings.grace)
+        self._party = self._join(group)
         self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
         self._kept: list[Watched] | None = None
@@ -155,15 +157,23 @@ class Refit:
         found = self._party.group if group is None else group
         # What is no refit is objected to in the vote, for which the others wait.
         plan = planned.plan if isinstance(planned, Planned) else planned
-        self._mover.replan(plan, group=found, timeout=timeout)
-        self._timeout = self._timeout if timeout is None else timeout
-        grace = Settings(self._timeout).grace
-        self._party = join(compat.group_of(found), self._timeout, grace)
-        self._kept = self._find_kept(planned)
-        only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
-        self._at = self._kept if only_left and _are_related(self.planned, planned) else None
-        self._src = self._bound.keep(planned.moved)
-        self.planned = planned
+        limit = self._timeout if timeout is None else timeout
+
+        def go_on() -> None:
+            self._timeout = limit
+            self._party = self._join(found)
+            self._kept = self._find_kept(planned)
+            only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
+            self._at = self._kept if only_left and are_related(self.planned, planned) else None
+            self._src = self._bound.keep(planned.moved)
+            self.planned = planned
+
+        replan_by(self._mover, plan, found, timeout, go_on)
+
+    def _join(self, group: compat.Group | None) -> Party:
+        """This rank in the group, in whose turns its mover is."""
+        party = join(compat.group_of(group), self._timeout, Settings(self._timeout).grace)
+        return replace(party, key=self.member.key)
 
     def _find_kept(self, planned: Planned) -> list[Watched] | None:
         """What is bound here that this refit moves, too; None where other tensors are to be bound."""
@@ -171,9 +181,9 @@ class Refit:
         if rank in planned.plan.left:
             self._bound = self._dst = Views({}, [])
             return []
-        if not _are_related(self.planned, planned) or rank in self.planned.plan.left:
+        if not are_related(self.planned, planned) or rank in self.planned.plan.left:
             return None
-        if _list_sides(self.planned, rank) != _list_sides(planned, rank):
+        if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
         return self._kept if self._at is None else self._at
 
@@ -230,44 +240,52 @@ class Refit:
         `modules` and their submodules alone. With changes the next call moves all. Raises ExchangeError on all ranks,
         with all that does not fit on one.
         """
-        # One that is under way computes from what was bound for it.
-        self._party.turns.wait_for_beside()
-        objection, self._at = "", None
-        try:
+        self._mover.check_open()
+
+        def bind() -> None:
             if src is None and dst is None and self._kept is not None:
                 self._at = self._kept
-            else:
-                watched = self._bind(src, dst, own, functions or {})
-                find_owners(watched, modules)
-                self._at = watched
-                self._kept = None
-        except Exception as error:
-            # The others wait for this rank's vote, whatever went wrong here.
-            objection = word_objection(error)
-        claim = f"prepare refit {self.planned.plan.digest[:SHOWN]}"
-        ballot = Ballot(claim, objection=objection)
+                return
+            watched = self._bind(src, dst, own, functions or {})
+            find_owners(watched, modules)
+            self._at = watched
+            self._kept = None
+
         self._party.together(
-            lambda: self._agree(ballot), lambda failure, rank: "tensors were prepared"
+            lambda: self._agree(bind), lambda failure, rank: "tensors were prepared"
         )
 
     def release(self) -> None:
-        """Let go of what was bound on this rank, and of its wire buffers; prepare() binds anew. Not collective."""
-        self._party.turns.wait_for_beside()
+        """Let go of what was bound here, and of wire buffers, as `Mover.let_go` does; prepare() binds again."""
+        self._mover.let_go(self._drop)
+
+    def _drop(self) -> None:
         self._at = self._kept = None
         self._bound = self._src = self._dst = Views({}, [])
         self._groups = []
-        self._mover.let_go()
+        # Also of a rank that has left the plan, whose mover has no ends.
         if self._made is not None:
             self._made.let_go()
 
-    def _agree(self, ballot: Ballot) -> None:
-        """Vote. Of what was prepared before, nothing holds any more, however that ends."""
-        self._mover.forget()
+    @property
+    def _name(self) -> str:
+        return f"refit {self.planned.plan.digest[:SHOWN]}"
+
+    def _part(self, why: str) -> None:
+        self._mover._part(why, self._drop)
+
+    def _agree(self, bind: Callable[[], None]) -> None:
+        """Bind, and vote. Of what was prepared before, nothing holds any more, however that ends."""
+        objection = self._mover.find_waiting()
+        if not objection:
+            self._at = None
+            _, objection = attempt(bind)
+            forget(self._mover)
         try:
-            self._party.vote(ballot)
+            self._party.vote(Ballot(f"prepare {self._name}", objection=objection))
         except BaseException:
             # Nothing is prepared: that a call finds this is an objection then, also of ranks that agree once.
-            self._mover.ask_again()
+            ask_again(self._mover)
             raise
 
     def _bind(
@@ -378,23 +396,5 @@ class Refit:
         return self._mover if isinstance(self._mover, Changes) else None
 
     def _object(self) -> str:
-        """What speaks against a move: tensors that are not bound, or no longer where they were; "" for nothing."""
-        if self._at is None:
-            return "this rank has not prepared the refit; call prepare() on all ranks"
-        try:
-            return find_fault(self._at)
-        except Exception as error:
-            # The others wait for this rank's vote, whatever went wrong here.
-            return word_objection(error)
-
-
-def _are_related(one: Planned, other: Planned) -> bool:
-    """Whether they differ in who has left, and in nothing else that is planned."""
-    return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
-
-
-def _list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
-    """The sides that the rank is of, by engine; None for the trainer."""
-    sides: dict[str | None, Side] = {None: planned.trainer}
-    sides.update(planned.engines)
-    return {name: side for name, side in sides.items() if rank in side.ranks}
+        """What speaks against a move: tensors that are no longer where they were; "" for nothing."""
+        return "".join(filter(None, attempt(lambda: find_fault(self._at or []))))

@@ -22,6 +22,7 @@ from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.refits.coverage import Native, find_faults, show_native
+from shardmath.refits.refit import Refit as Planned
 from shardmath.storage.stored import Side, Slot
 from shardmath_torch import compat
 from shardmath_torch.dtypes import dtype_of
@@ -34,6 +35,7 @@ __all__ = [
     "Given",
     "Natives",
     "Views",
+    "are_related",
     "bind_views",
     "check_named",
     "compute",
@@ -41,6 +43,7 @@ __all__ = [
     "drop_window",
     "is_by_name",
     "list_chunks",
+    "list_sides",
     "make_view",
     "name_natives",
     "to_local",
@@ -237,3 +240,15 @@ def is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
 def drop_window(local: str, bound: Side) -> str:
     """The logical tensor of a local one: a window's has its number behind."""
     return local if local in bound.layouts else local.rpartition("[")[0]
+
+
+def are_related(one: Planned, other: Planned) -> bool:
+    """Whether they differ in who has left, and in nothing else that is planned."""
+    return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
+
+
+def list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
+    """The sides that the rank is of, by engine; None for the trainer."""
+    sides: dict[str | None, Side] = {None: planned.trainer}
+    sides.update(planned.engines)
+    return {name: side for name, side in sides.items() if rank in side.ranks}

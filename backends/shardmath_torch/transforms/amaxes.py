@@ -26,6 +26,7 @@ from shardmath.layouts.holdings import holdings_digest
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch import compat
+from shardmath_torch.agreement.naming import attempt
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.shadows import Pair
 from shardmath_torch.dtypes import dtype_of
@@ -36,7 +37,7 @@ from shardmath_torch.movers.mover import Mover
 from shardmath_torch.movers.settings import DEFAULT_TIMEOUT_S, Settings
 from shardmath_torch.movers.stages import Stage
 from shardmath_torch.observing.moved import Moved
-from shardmath_torch.transforms.agreeing import agree, attempt, join_group
+from shardmath_torch.transforms.agreeing import agree, join_group
 from shardmath_torch.transforms.packing import Packing
 
 __all__ = ["Quantiser", "compile_quantise"]

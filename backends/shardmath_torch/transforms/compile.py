@@ -30,7 +30,7 @@ from shardmath.transforms.components import End
 from shardmath.transforms.local import Job
 from shardmath.transforms.transformed import Held, Transformed
 from shardmath_torch import compat
-from shardmath_torch.agreement.naming import word_objection
+from shardmath_torch.agreement.naming import attempt, word_objection
 from shardmath_torch.agreement.party import Party
 from shardmath_torch.commits.shadows import Pair, Shadows
 from shardmath_torch.exchange.local import Local, Tensors, Wanted, by_key, check, signature
@@ -41,7 +41,7 @@ from shardmath_torch.movers.mover import Mover
 from shardmath_torch.movers.ready import Ready
 from shardmath_torch.movers.settings import ALL, DEFAULT_TIMEOUT_S, DIRECT, Settings
 from shardmath_torch.movers.stages import Stage
-from shardmath_torch.transforms.agreeing import agree, attempt, join_group
+from shardmath_torch.transforms.agreeing import agree, join_group
 from shardmath_torch.transforms.workers import Worker, count_bytes, make_worker
 
 __all__ = [

@@ -13,7 +13,7 @@ import shardmath as sm
 from shardmath.algebra.runs import Runs
 from shardmath.programs.part import own_boxes
 from shardmath_torch import dtypes
-from shardmath_torch.agreement.agree import LABEL, RECORD, Ballot, decode, encode, vote
+from shardmath_torch.agreement.agree import PURPOSE, RECORD, Ballot, decode, encode, vote
 from shardmath_torch.agreement.failure import FailureDetector, Report, find_first_failed
 from shardmath_torch.agreement.wire import Wire
 from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
@@ -67,8 +67,8 @@ def test_records_have_one_size(text: str) -> None:
     record = encode(ballot)
     read = decode(record)
     assert len(record) == RECORD
-    for was, now in ((ballot.claim, read.claim), (ballot.label, read.label)):
-        fits = len(was.encode()) <= LABEL
+    for was, now in ((ballot.claim, read.claim), (ballot.purpose, read.purpose)):
+        fits = len(was.encode()) <= PURPOSE
         assert now == was if fits else was.startswith(now.partition("... ")[0])
     assert text.startswith(read.objection)
     assert bool(read.objection) == bool(text)
@@ -77,7 +77,7 @@ def test_records_have_one_size(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["é" * 2000, "x" * 5000])
 def test_what_differs_beyond_a_cut_differs(text: str) -> None:
-    """A claim and a label that are cut say what they were."""
+    """A claim and a purpose that are cut say what they were."""
     one, other = text + "y", text + "z"
     assert decode(encode(Ballot(one))).intent != decode(encode(Ballot(other))).intent
     assert decode(encode(Ballot("", one))).intent != decode(encode(Ballot("", other))).intent
@@ -104,8 +104,8 @@ class _Told:
     ("other", "said"),
     [
         (Ballot("move 2"), "rank 1: move 2"),
-        (Ballot("move 1", "b"), "rank 1: move 1, label='b'"),
-        (Ballot("move 1", "a", records_gradient=True), "rank 1: move 1, label='a', a gradient to"),
+        (Ballot("move 1", "b"), "rank 1: move 1, for 'b'"),
+        (Ballot("move 1", "a", records_gradient=True), "rank 1: move 1, for 'a', a gradient to"),
     ],
 )
 def test_ranks_intend_the_same(other: Ballot, said: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import os
 import pickle
 import signal
@@ -343,20 +342,6 @@ def odd_numbers(rank: int) -> list[Said]:
     ]
 
 
-def labels(rank: int) -> list[Said]:
-    """Labels that are alike, that differ, and one that is not a text."""
-    rows = Rows(rank, 8, 64)
-    move = smt.compile(rows.plan)
-    given: list[Any] = ["step 1", f"step {rank}", torch.ones(2) if rank == 3 else "", "step 2"]
-    return [ends(lambda label=label: move(rows.src, out=rows.out, label=label)) for label in given]  # type: ignore[misc]
-
-
-class Named(enum.StrEnum):
-    """A text by its class, shown as something else."""
-
-    STEP = "step 1"
-
-
 class Unspeakable(str):
     """A text that cannot be shown, nor written as bytes."""
 
@@ -368,14 +353,23 @@ class Unspeakable(str):
         raise RuntimeError("no bytes")
 
 
-def labels_of_other_classes(rank: int) -> list[Said]:
-    """One text in several classes; then rank 3 alone says another, of a class that raises."""
-    rows = Rows(rank, 8, 64)
+def labels(rank: int) -> list[Said]:
+    """Labels that differ, one that is not a text, and one of a class that raises; what `last` then has."""
+    rows = Rows(rank, 8, 16)
     move = smt.compile(rows.plan, timeout=20.0)
-    kinds: tuple[type[str], ...] = (str, Named, np.str_, Unspeakable)
-    mine = kinds[rank % len(kinds)]("step 1")
-    given = [mine, Unspeakable("other") if rank == 3 else "step 1", mine]
-    return [ends(lambda label=label: move(rows.src, out=rows.out, label=label)) for label in given]  # type: ignore[misc]
+
+    def say(label: Any) -> Said:
+        return ends(lambda: move(rows.src, out=rows.out, label=label))
+
+    differ = say(f"step {rank}")
+    assert move.last is not None
+    found = [
+        differ,
+        move.last.label,
+        say(torch.ones(2) if rank == 3 else ""),
+        say(Unspeakable("step 1")),
+    ]
+    return [*found, str.__str__(move.last.label), type(move.last.label).__name__]
 
 
 def odd_arguments(rank: int) -> list[Said]:

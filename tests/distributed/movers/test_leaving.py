@@ -1,0 +1,84 @@
+"""Between moves: ranks that leave are named at once, and nothing is done to a mover while it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool, alone, free_port
+from tests.distributed.tasks import leaving
+
+SOON_S = 20.0
+"""Far less than the timeout."""
+
+NESTED = "this thread is in the middle of a move"
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [("close", {}), ("error", {"commit": "all"}), ("close", {"agree": "once"})],
+)
+def test_a_rank_that_leaves_is_named_at_once(how: str, options: Mapping[str, Any]) -> None:
+    """To whoever waits for it, and to whoever calls later; it cannot use what it has closed."""
+    mine, *others = alone(3, leaving.leave, how, options)
+    left, again, twice, in_block, shown = mine
+    assert left == ("ValueError: no data" if how == "error" else "")
+    assert "was closed; compile another on all ranks" in again
+    assert "was closed; compile another on all ranks" in in_block
+    assert twice == "" and shown.endswith("closed>")
+    why = "rank 0 left: its block of plan " if how == "error" else "rank 0 left: it closed plan "
+    for said, took, repeated, repeated_took, version, wrong in others:
+        assert said.startswith(why) and "\n" not in said and "gloo" not in said, said
+        assert ("ended by ValueError: no data" in said) == (how == "error")
+        assert why in repeated
+        assert took < SOON_S and repeated_took < SOON_S
+        assert version == (options.get("commit") == "all") and wrong == ""
+
+
+def test_a_rank_whose_store_ends_with_it_is_named_later() -> None:
+    """Torch's own page about the store is not written."""
+    ((said, took, written),) = alone(2, leaving.end_with_the_store, True, host=0, gone=(0,))
+    assert said.startswith("rank 0 left: it closed plan "), said
+    assert took < SOON_S and written == ""
+    ((said, _, written),) = alone(2, leaving.end_with_the_store, False, host=0, gone=(0,))
+    assert "who failed first is not known, since rank 0" in said
+    assert "frame #" not in written
+
+
+def test_who_disconnects_has_left() -> None:
+    """Of a joint group whose store it serves."""
+    mine, *others = alone(3, leaving.disconnect, f"127.0.0.1:{free_port()}")
+    assert mine[0] == "" and mine[1] < SOON_S
+    for said, took in others:
+        assert said.startswith("rank 0 left: its process group was disconnected"), said
+        assert took < SOON_S
+
+
+def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> None:
+    assert pool.run(leaving.all_leave) == [[""] * 4] * 8
+
+
+@pytest.mark.parametrize("commit", ["direct", "all"])
+def test_nothing_is_done_to_a_mover_within_its_move(pool: Pool, commit: str) -> None:
+    """From a callback that is an error, of which the move hears nothing; another thread waits."""
+    for *within, moved, again, let_go, wrong in pool.run(leaving.knock, commit):
+        assert len(within) == 5 and all(said.startswith(NESTED) for said in within), within
+        assert [moved, again, let_go, wrong] == [""] * 4
+
+
+@pytest.mark.parametrize("commit", ["direct", "all"])
+def test_a_refit_keeps_its_tensors_within_a_move(pool: Pool, commit: str) -> None:
+    for *within, moved, right, once_more, closed, prepared in pool.run(
+        leaving.knock_at_refits, commit
+    ):
+        assert len(within) == 3 and all(said.startswith(NESTED) for said in within), within
+        assert [moved, right, once_more] == [""] * 3
+        assert "was closed" in closed and "was closed" in prepared
+
+
+def test_what_a_block_puts_in_place_is_kept_until_then(pool: Pool) -> None:
+    for let_go, close, block, wrong, closed in pool.run(leaving.knock_in_a_block):
+        assert "has moved in a smt.commit" in let_go and "has moved in a smt.commit" in close
+        assert [block, wrong, closed] == [""] * 3

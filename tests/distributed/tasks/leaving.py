@@ -1,0 +1,197 @@
+"""What workers do where a rank leaves, or acts on a mover that moves. Imported by workers, so no pytest here."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardmath as sm
+import shardmath_torch as smt
+from tests.distributed.tasks.breaks import Rows, Said, ends
+from tests.distributed.tasks.combined import own_group
+
+LATE_S = 1.0
+"""By which a rank calls after it has heard a goodbye."""
+
+Told = tuple[Said, float]
+"""How a call ends, and after how many seconds."""
+
+
+def timed(act: Callable[[], Any]) -> Told:
+    start = time.monotonic()
+    said = ends(act)
+    return said, time.monotonic() - start
+
+
+def leave(rank: int, how: str, options: Mapping[str, Any]) -> Any:
+    """Rank 0 leaves after a move; rank 1 waits for it, rank 2 calls later. What they are told, and the version."""
+    rows = Rows(rank, 3, 6)
+    move = smt.compile(rows.plan, timeout=60.0, **options)
+
+    def act() -> None:
+        move(rows.src, out=rows.out)
+
+    def fail() -> None:
+        with move:
+            raise ValueError("no data")
+
+    act()
+    if rank == 0:
+        left = ends(fail if how == "error" else move.close)
+        again, twice = ends(act), ends(move.close)
+        return [left, again, twice, ends(lambda: smt.commit(move).__enter__()), repr(move)]
+    time.sleep(LATE_S * (rank - 1))
+    found = [*timed(act), *timed(act), move.version]
+    return [*found, "WRONG" if rows.wrong() else ""]
+
+
+def end_with_the_store(rank: int, closes: bool) -> Any:
+    """Rank 0's process, which serves the store, ends; what rank 1 is told later, and what torch writes."""
+    rows = Rows(rank, 2, 6)
+    move = smt.compile(rows.plan, timeout=30.0, commit="all")
+    for _ in range(2):
+        move(rows.src, out=rows.out)
+    if rank == 0:
+        # The other rank still asks what was decided on the last move.
+        time.sleep(LATE_S)
+        if closes:
+            move.close()
+        os._exit(0)
+    with tempfile.TemporaryFile() as written:
+        kept = os.dup(2)
+        os.dup2(written.fileno(), 2)
+        time.sleep(2 * LATE_S)
+        told = timed(lambda: move(rows.src, out=rows.out))
+        os.dup2(kept, 2)
+        written.seek(0)
+        return *told, written.read().decode()
+
+
+def disconnect(rank: int, where: str) -> Any:
+    """Rank 0 disconnects from a joint group, whose store it serves; rank 1 waits for it, rank 2 calls later."""
+    group = smt.connect(where, rank, 3, timeout=30.0)
+    rows = Rows(rank, 3, 6)
+    move = smt.compile(rows.plan, timeout=60.0, group=group)
+    move(rows.src, out=rows.out, acknowledge=True)
+    if rank == 0:
+        return timed(lambda: smt.disconnect(group))
+    time.sleep(LATE_S * (rank - 1))
+    return timed(lambda: move(rows.src, out=rows.out))
+
+
+def all_leave(rank: int) -> list[Said]:
+    """All close one mover, each in its time, and go on with the group: with another mover, a new one, torch's own."""
+    group = own_group()
+    rows, others = Rows(rank, 8, 16), Rows(rank, 8, 8)
+    second = smt.compile(others.plan, timeout=20.0, group=group)
+
+    def first() -> None:
+        with smt.compile(rows.plan, timeout=20.0, group=group) as move:
+            handle: Any = move(rows.src, out=rows.out, async_op=True)
+            time.sleep(0.02 * rank)
+        # Closing has waited for it.
+        assert handle.done() and not rows.wrong()
+
+    said = [ends(first), ends(lambda: second(others.src, out=others.out)), ends(first)]
+    total = torch.ones(2)
+    dist.all_reduce(total, group=group)
+    return [*said, "" if total.tolist() == [8.0, 8.0] and not others.wrong() else "WRONG"]
+
+
+def _knock_within(move: Any, doors: Mapping[str, Callable[[], Any]], rows: Rows) -> list[Said]:
+    """What each door says from a progress callback of a move, which then goes on."""
+    found: list[Said] = []
+
+    def knock(*_: int) -> None:
+        if not found:
+            found.extend(map(ends, doors.values()))
+
+    said = ends(lambda: move(rows.src, out=rows.out, progress=knock))
+    return [*found, said or ("WRONG" if rows.wrong() else "")]
+
+
+def knock(rank: int, commit: str) -> list[Said]:
+    """Every door of a mover within a move of it, and `let_go` from another thread meanwhile."""
+    group, other = own_group(), smt_group()
+    rows = Rows(rank, 8, 64)
+    move = smt.compile(rows.plan, timeout=20.0, group=group, commit=commit)
+    doors = {
+        "let_go": move.let_go,
+        "close": move.close,
+        "replan": lambda: move.replan(rows.plan),
+        "replan elsewhere": lambda: move.replan(rows.plan, group=other),
+        "move": lambda: move(rows.src, out=rows.out),
+    }
+    found = _knock_within(move, doors, rows)
+    begun = threading.Event()
+    said: list[Said] = []
+
+    def let_go() -> None:
+        begun.wait(20.0)
+        said.append(ends(move.let_go))
+
+    thread = threading.Thread(target=let_go, name="unloads")
+    thread.start()
+    rows.out.fill_(-1.0)
+    found.append(ends(lambda: move(rows.src, out=rows.out, progress=lambda *_: begun.set())))
+    thread.join()
+    found += [*said, "WRONG" if rows.wrong() else ""]
+    move.close()
+    return found
+
+
+def smt_group() -> dist.ProcessGroup:
+    """A second group of all ranks, which nobody moves on."""
+    if "other" not in _kept:
+        _kept["other"] = dist.new_group()
+    return _kept["other"]
+
+
+_kept: dict[str, Any] = {}
+
+
+def knock_at_refits(rank: int, commit: str) -> list[Said]:
+    """`release` and `prepare` within a move of a refit, which functions of both ends then finish; then it is closed."""
+    mesh, shape = sm.Mesh(tp=8), (64, 64)
+    a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
+    shapes = {"w": (shape, "float32")}
+    planned = sm.refit({"w": a}, {"w": b}, shapes)
+    refit = smt.Refit(planned, timeout=20.0, commit=commit, group=own_group())
+    mine, out = {"w": torch.ones(8, 64)}, {"w": torch.zeros(64, 8)}
+    refit.prepare(src=mine, dst=out)
+    found: list[Said] = []
+
+    def knock(*_: int) -> None:
+        if not found:
+            found.append(ends(refit.release))
+            found.append(ends(lambda: refit.prepare(src=mine, dst=out)))
+            found.append(ends(refit.close))
+
+    found.append(ends(lambda: refit(progress=knock)))
+    found.append("" if out["w"].eq(1.0).all() else "WRONG")
+    with refit:
+        found.append(ends(refit))
+    return [*found, ends(refit), ends(lambda: refit.prepare(src=mine, dst=out))]
+
+
+def knock_in_a_block(rank: int) -> list[Said]:
+    """What waits for the end of a block is let go of there, and not before."""
+    rows = Rows(rank, 8, 16)
+    move = smt.compile(rows.plan, timeout=20.0, group=own_group(), commit="all")
+    found: list[Said] = []
+
+    def act() -> None:
+        with smt.commit(move):
+            move(rows.src, out=rows.out)
+            found.extend([ends(move.let_go), ends(move.close)])
+
+    found.append(ends(act))
+    found.append("WRONG" if rows.wrong() or move.version != 1 else "")
+    return [*found, ends(move.close)]
