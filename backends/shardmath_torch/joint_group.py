@@ -52,7 +52,10 @@ _alive: WeakSet[JointGroup] = WeakSet()
 
 
 class JointGroup(ProcessGroup):
-    """A process group of several jobs; `serves_store`: this process serves its store, None where that is not known."""
+    """A process group of several jobs, in a run that they share.
+
+    `leave` has the store forget this rank; `serves_store`: this process serves the store, None where that is not known.
+    """
 
     def __init__(
         self,
@@ -60,15 +63,19 @@ class JointGroup(ProcessGroup):
         store: Store,
         backend: str,
         name: str,
+        run: str,
+        leave: Callable[[], None],
         serves_store: bool | None = None,
     ) -> None:
         # Without a store, which this would keep for as long as itself.
         super().__init__(channel.rank(), channel.size())  # type: ignore[call-arg]
         self.backend = backend
         self.label = name
+        self.run = run
         self.serves_store = serves_store
         self.store: Store | None = store
         self._open: ProcessGroup | None = channel
+        self._leave: Callable[[], None] | None = leave
         _alive.add(self)
 
     def __repr__(self) -> str:
@@ -90,11 +97,15 @@ class JointGroup(ProcessGroup):
 
     def close(self) -> None:
         """Give connections and store back, on this rank alone. What is on its way is cancelled."""
-        channel, self._open, self.store = self._open, None, None
+        channel, self._open = self._open, None
+        leave, self._leave = self._leave, None
         if channel is not None and self.backend == "nccl":
             # Not `shutdown`, which may wait for the other ranks.
             with suppress(Exception):
                 channel.abort()
+        if leave is not None:
+            leave()
+        self.store = None
 
 
 def _delegate(name: str) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ __all__ = [
     "show_ranks",
     "show_seconds",
     "show_share",
+    "show_spans",
     "shown",
     "word_error",
 ]
@@ -142,16 +143,24 @@ def show_ranks(ranks: Iterable[int]) -> str:
     >>> show_ranks([3]), show_ranks([5, 4, 7])
     ('rank 3', 'ranks 4-5, 7')
     """
-    spans: list[list[int]] = []
-    count = 0
+    spans: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        count += 1
         if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+            spans[-1] = (spans[-1][0], rank)
         else:
-            spans.append([rank, rank])
+            spans.append((rank, rank))
+    return show_spans(spans)
+
+
+def show_spans(spans: Sequence[tuple[int, int]]) -> str:
+    """Ranks by number, given as the first and the last of each span.
+
+    >>> show_spans([(1, 1)]), show_spans([(0, 2), (5, 5)])
+    ('rank 1', 'ranks 0-2, 5')
+    """
+    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' if count > 1 else ''} {', '.join(texts)}"
+    return f"rank{'' if is_one else 's'} {', '.join(texts)}"
 
 
 def shorten_ranks(ranks: Sequence[int]) -> str:

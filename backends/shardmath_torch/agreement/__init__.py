@@ -4,6 +4,7 @@ In reading order:
 
 - `wire`: what a transport gives: bytes and votes;
 - `threads`: threads in torch that nobody waits for without an end;
+- `notes`: what processes leave each other in a store, read without waiting;
 - `failure`: who failed first;
 - `goodbyes`: ranks that are done say so;
 - `turns`: what ranks do together, one thing after another;

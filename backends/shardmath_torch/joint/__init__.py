@@ -2,7 +2,8 @@
 
 In reading order:
 
-- `rendezvous`: processes find each other in a store;
+- `steps`: what a process does to notes of a store, carried out by somebody else;
+- `rendezvous`: processes find each other in a store, and forget what it has of them;
 - `meeting`: the store where they do, by an address or as it was given;
 - `connect`: a group of those who have met, and its end.
 """

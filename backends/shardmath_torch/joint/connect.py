@@ -3,6 +3,9 @@
 group = smt.connect("trainer-0:29600", rank, size)     # on every process of every job
 move = smt.compile(plan, group=group)
 smt.disconnect(group)
+
+What the store has of a group lies under one key. The last rank to leave removes it: by `disconnect`, or because it
+could not reach the others.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,13 +24,14 @@ from shardmath.base.arguments import as_integer, known
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks, shown
 from shardmath_torch import compat
-from shardmath_torch.agreement import threads
+from shardmath_torch.agreement import notes, threads
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.turns import turns_of
 from shardmath_torch.compat import PrefixStore, Store
 from shardmath_torch.joint import rendezvous
 from shardmath_torch.joint.meeting import Address, meet_at, read_where
-from shardmath_torch.joint.rendezvous import Seat, meet
+from shardmath_torch.joint.rendezvous import LEFT, Met, Seat, meet
+from shardmath_torch.joint.steps import carry_out
 from shardmath_torch.joint_group import BACKENDS, JointGroup, make_channel
 
 __all__ = ["call_off", "connect", "disconnect"]
@@ -38,10 +44,16 @@ LEAST_S = 1.0
 GRACE_S = 1.0
 """For finding out which of them are gone, where that fails."""
 
+LEAVING_S = 1.0
+"""At most, for the store to hear that this rank leaves: it may be gone."""
+
 LOOK_AGAIN_S = 0.02
 
-HEARD_S = 0.5
-"""For all who wait to see that a meeting was called off; they look ten times per second."""
+MOST = 2**31 - 1
+"""Ranks, as torch counts them."""
+
+TRIED = "tried"
+"""Below a full meeting: the ranks that have connected to the others, or could not."""
 
 TOKEN_BYTES = 8
 
@@ -56,7 +68,8 @@ def connect(
     backend: str = "gloo",
     timeout: float = DEFAULT_TIMEOUT_S,
     name: str = "",
-) -> dist.ProcessGroup:
+    run: str = "",
+) -> JointGroup:
     """A process group of `size` processes of any jobs, of which this is `rank`: what `group=` takes. Collective.
 
     `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or
@@ -64,9 +77,14 @@ def connect(
     own collectives wait. `name` tells groups apart that meet in one store. The same name may be used again, as after a
     rank has died: processes of two groups never meet.
 
+    `run` tells processes of one run from those of an earlier one that have not ended. Rank 0 draws one if it is given
+    none; the others take rank 0's. The group's `run` says which: pass it whenever this process connects again, and to a
+    process that takes a dead one's place.
+
     Torch's registry does not know the group, and this process's default group, if it has one, is not touched. Ranks of
     plans are places in this group. Raises ExchangeError for arguments that are no use, with the ranks that do not come
-    in time, and on all ranks where two processes give one rank, or ranks give other sizes or backends.
+    in time, if rank 0 is of another run, and on all ranks where two processes give one rank, or ranks give other sizes
+    or backends.
     """
     place = read_where(where)
     rank, size = _check_rank(rank, size)
@@ -75,27 +93,34 @@ def connect(
         raise ExchangeError(f"backend={shown(backend)}; pass {ways}")
     if not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
-    if not isinstance(name, str):
-        raise ExchangeError(f"name={shown(name)} is not a text; pass one, or leave it out")
+    for what, given in (("name", name), ("run", run)):
+        _check_text(what, given)
     until = time.monotonic() + float(timeout)
-    seat = Seat(rank, size, backend, secrets.token_hex(TOKEN_BYTES))
     serves = rank == 0
-    prefix = _name_prefix(name)
-    store, number = meet_at(
-        place, serves, until, lambda store: meet(PrefixStore(prefix, store), seat, until)
-    )
-    own = PrefixStore(f"{prefix}{number}/", store)
+
+    def find(store: Store) -> tuple[Store, Seat, Met]:
+        below = _below(store, name)
+        seat = Seat(rank, size, backend, secrets.token_hex(TOKEN_BYTES), run)
+        return below, seat, carry_out(meet(seat), below, until)
+
+    below, seat, met = meet_at(place, serves, until, find)
+    own = PrefixStore(met.meeting, below)
     left = max(LEAST_S, until - time.monotonic())
-    label = f"shardmath/joint/{name}/{number}"
-    channel = _make(own, seat, left, label)
+    label = f"shardmath/joint/{name}/{met.meeting}"
+    leave = partial(_leave, below, met, rank, size)
+    try:
+        channel = _make(own, seat, left, label)
+    except BaseException:
+        leave()
+        raise
     channel.set_timeout(timedelta(seconds=float(timeout)))
     serves_store = serves if isinstance(place, Address) else None
-    return JointGroup(channel, own, backend, name, serves_store)
+    return JointGroup(channel, own, backend, name, met.run, leave, serves_store)
 
 
-def _name_prefix(name: str) -> str:
-    """What the store has of groups of this name begins so."""
-    return f"shardmath/joint/{name}/"
+def _below(store: Store, name: str) -> Store:
+    """What the store has of groups of this name."""
+    return PrefixStore(f"shardmath/joint/{name}", store)
 
 
 def call_off(
@@ -106,57 +131,92 @@ def call_off(
     From another thread of the process that has this rank. What all have met in goes on. Raises
     ExchangeError where the store is not there in so many seconds.
     """
+    until = time.monotonic() + timeout
 
     def close(store: Store) -> None:
-        rendezvous.call_off(PrefixStore(_name_prefix(name), store), why)
-        # Rank 0's process may end next, and the store with it: the others have looked by then.
-        time.sleep(HEARD_S)
+        carry_out(rendezvous.call_off(why), _below(store, name), until)
 
-    until = time.monotonic() + timeout
     meet_at(read_where(where), rank == 0, until, close)
 
 
 def _check_rank(rank: object, size: object) -> tuple[int, int]:
-    """Both as ints. Raises ExchangeError for a rank that the group does not have."""
+    """Both as ints. Raises ExchangeError for a rank that the group does not have, or more ranks than torch counts."""
     among = as_integer(size, "size", ExchangeError)
     mine = as_integer(rank, "rank", ExchangeError)
+    if among > MOST:
+        raise ExchangeError(f"size={among}; torch has groups of at most {MOST} ranks")
     if not 0 <= mine < among:
         fix = "ranks are 0 to size - 1, places in the group"
         raise ExchangeError(f"rank={mine} is not in a group of size={among}; {fix}")
     return mine, among
 
 
+def _check_text(what: str, given: object) -> None:
+    """Raises ExchangeError for what no store has as part of a key."""
+    if not isinstance(given, str):
+        raise ExchangeError(f"{what}={shown(given)} is not a text; pass one, or leave it out")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        what = f"{what}={shown(given)} has half a surrogate pair at character {error.start}"
+        raise ExchangeError(f"{what}; pass a text that UTF-8 has") from None
+
+
 def _make(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessGroup:
     """The group of those who have met. Raises ExchangeError, with the ranks that were gone then."""
     try:
-        made = _beside(lambda: make_channel(seat.backend, store, seat.rank, seat.size, left, label))
-        store.set(f"tried/{seat.rank}", "")
+        made = _beside(
+            lambda: make_channel(seat.backend, store, seat.rank, seat.size, left, label),
+            left + GRACE_S,
+        )
+        notes.add_line(store, TRIED, str(seat.rank))
     except RuntimeError as error:
-        lost = _find_lost(store, seat)
-        who = show_ranks(lost) if lost else "a rank"
-        what = f"ranks met, and {who} of {plural(seat.size, 'rank')} could not be reached"
+        what = f"ranks met, and {_word_lost(store, seat)}"
         fix = "see that they run and have a network interface in common, and connect again"
         raise ExchangeError(f"{what}: {error}; {fix}") from error
     return made
 
 
-def _find_lost(store: Store, seat: Seat) -> list[int]:
-    """The ranks that do not say soon that they have tried to connect, too."""
-    silent = set(range(seat.size))
+def _word_lost(store: Store, seat: Seat) -> str:
+    """Who could not be reached: ranks that have left, or do not say soon that they have tried to connect, too."""
+    among = plural(seat.size, "rank")
     until = time.monotonic() + GRACE_S
     try:
-        store.set(f"tried/{seat.rank}", "")
-        while silent and time.monotonic() < until:
-            silent = {rank for rank in silent if not store.check([f"tried/{rank}"])}
+        left = _read_ranks(store, LEFT)
+        notes.add_line(store, TRIED, str(seat.rank))
+        while (tried := len(_read_ranks(store, TRIED))) < seat.size and time.monotonic() < until:
             time.sleep(LOOK_AGAIN_S)
+        silent = set(range(seat.size)) - _read_ranks(store, TRIED)
     except RuntimeError:
         # The store is lost, and with it who else is.
-        return [0]
-    return sorted(silent)
+        return f"rank 0 of {among} could not be reached"
+    if left and tried == seat.size:
+        return f"{show_ranks(left)} of {among} left"
+    who = show_ranks(silent) if silent else "a rank"
+    return f"{who} of {among} could not be reached"
 
 
-def _beside(make: Callable[[], _T]) -> _T:
-    """What it gives, made on a thread of its own: torch, which waits in it for others, is deaf to Ctrl-C."""
+def _read_ranks(store: Store, key: str) -> set[int]:
+    """The ranks that a note has, one per line."""
+    return set(map(int, notes.read_lines(store, key)))
+
+
+def _leave(store: Store, met: Met, rank: int, size: int) -> None:
+    """Have the store forget the group once all have left. Waits for a store that does not answer, but not long."""
+
+    def act() -> None:
+        # Whatever goes wrong, the store is lost.
+        with suppress(Exception):
+            carry_out(rendezvous.leave(met, rank, size), compat.apart_from(store), 0.0)
+
+    threads.start(act).join(LEAVING_S)
+
+
+def _beside(make: Callable[[], _T], limit: float) -> _T:
+    """What it gives, made on its own thread: torch, which waits in it for one rank after the other, is deaf to Ctrl-C.
+
+    Raises RuntimeError once `limit` seconds are over.
+    """
     made: list[_T] = []
     failed: list[BaseException] = []
 
@@ -167,9 +227,11 @@ def _beside(make: Callable[[], _T]) -> _T:
             # Raised below, where somebody can take it.
             failed.append(error)
 
-    threads.start(act).join()
+    threads.start(act).join(limit)
     if failed:
         raise failed[0]
+    if not made:
+        raise RuntimeError(f"not connected in {limit:.0f} s")
     return made.pop()
 
 
@@ -177,6 +239,7 @@ def disconnect(group: dist.ProcessGroup) -> None:
     """End what `connect` gave: connections and store are given back, also where movers still hold it.
 
     On this rank alone, whatever the others do; one that was ended is left as it is. Waits for moves that go on beside.
+    The last rank to disconnect removes from the store what it has of the group.
     What was sent last may be lost to a rank that has not received it: end with a call that all ranks wait in, as a
     move with `acknowledge=True`. Raises ExchangeError for any other group, within a call on this one, and where
     another thread is in such a call for as long as the group waits.

@@ -20,13 +20,13 @@ __all__ = ["Address", "meet_at", "read_where"]
 LOOK_AGAIN_S = 0.02
 """While nobody serves the store."""
 
-LINGER_S = 0.3
-"""How long rank 0 serves the store after it has given up."""
-
 LEAST_S = 1.0
 """For an answer of a store that is there."""
 
 LAST_PORT = 65535
+
+LONGEST_HOST = 253
+"""Characters of a name that the domain name system has (RFC 1035)."""
 
 _T = TypeVar("_T")
 
@@ -46,29 +46,38 @@ def read_where(where: object) -> Address | Store:
     if isinstance(where, Store):
         return where
     if isinstance(where, str):
-        host, _, port = where.rpartition(":")
-        if host and port.isascii() and port.isdigit() and 0 < int(port) <= LAST_PORT:
-            return Address(host.removeprefix("[").removesuffix("]"), int(port))
+        name, _, port = where.rpartition(":")
+        host = name.removeprefix("[").removesuffix("]")
+        if _is_host(host) and _is_port(port):
+            return Address(host, int(port))
     fix = "pass 'host:port', where rank 0 serves a store, or a torch.distributed.Store"
     raise ExchangeError(f"where={shown(where)} is not a place to meet; {fix}")
 
 
-def meet_at(
-    where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]
-) -> tuple[Store, _T]:
-    """The store, and what `meet` gives there: once more where the store is lost meanwhile, until that time.
+def _is_host(text: str) -> bool:
+    """Whether it can be looked up: Python and torch raise errors of several kinds for other texts."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return 0 < len(text) <= LONGEST_HOST and text.isprintable()
+
+
+def _is_port(text: str) -> bool:
+    # Python refuses to read numbers of thousands of digits.
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(LAST_PORT))
+    return is_number and 0 < int(text) <= LAST_PORT
+
+
+def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
+    """What `meet` gives in the store: once more where the store is lost meanwhile, until that time.
 
     Raises ExchangeError where it cannot be served, or is not there in time; and what `meet` does.
     """
     while True:
         store = _open(where, serves, until) if isinstance(where, Address) else where
         try:
-            return store, meet(store)
-        except ExchangeError:
-            # Others still have to read there what this rank has.
-            if serves and isinstance(where, Address):
-                time.sleep(LINGER_S)
-            raise
+            return meet(store)
         except RuntimeError as error:
             if not isinstance(where, Address):
                 raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error

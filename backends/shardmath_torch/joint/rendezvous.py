@@ -1,189 +1,375 @@
-"""Rendezvous: processes find each other in a store, each by its rank, and form one generation.
+"""Rendezvous: processes find each other by notes in a store, each by its rank, and become one group of one run.
 
-1. A process takes the seat of its rank in the generation that is open. Who finds all seats taken closes it as full,
-   and those who sit in it are a group.
-2. Who has waited long enough closes it as over. Whoever has time left goes on to the next. So a name may be used again,
-   also after a process died, and nobody is of a generation that went on without it.
-3. A generation is closed by compare-and-set: all read the one answer that stands there first.
-4. A seat may have been taken by a process that died as it waited. So who finds it taken closes the generation as over;
-   who meets the same process again knows that both are alive, and tells all.
+1. Rank 0 leads: it opens a meeting under a name that no other has, and announces it, once. Others add themselves to
+   the meeting's log, and look at the announcement until it changes.
+2. What becomes of a meeting is one compare-and-set of its log. Its leader ends it as full if every rank is there, and
+   says with whom; others leave it by a line in the same log, so nobody is counted who has left.
+3. A leader that finds another's announcement cannot know whether that process lives: it ends that meeting, and
+   announces its own. If the other lives, it sees that, and both raise.
+4. A rank that two processes give may have been taken by one that died. So the leader opens another meeting, to which
+   those who live come: if both do, all raise.
+5. A run is named by rank 0, by what it was given or by a text that it draws. A process that was given another run adds
+   itself to nothing.
+6. The leader removes what it has written, but for the log of a full meeting: that goes once all have left the group
+   (`leave`). Whoever adds to a log that was removed sees that it has no beginning, and removes it.
 
 >>> import torch.distributed as dist
->>> meet(dist.HashStore(), Seat(0, 1, "gloo", "a"), time.monotonic() + 1.0)
-1
+>>> from shardmath_torch.joint.steps import carry_out
+>>> carry_out(meet(Seat(0, 1, "gloo", "a", "job 7")), dist.HashStore(), until=0.0)
+Met(meeting='a.1', run='job 7')
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import plural, show_ranks
-from shardmath_torch.compat import Store
+from shardmath.base.text import plural, show_spans
+from shardmath_torch.joint.steps import (
+    LATE,
+    Add,
+    Drop,
+    Linger,
+    Pause,
+    Purge,
+    Read,
+    Steps,
+    Swap,
+)
 
-__all__ = ["Seat", "call_off", "meet"]
+__all__ = ["LEFT", "Met", "Seat", "call_off", "leave", "meet"]
 
-LOOK_AGAIN_S = (0.005, 0.1)
-"""Between two looks at whether a generation is closed: at first, and after a while."""
+LEAD = "lead"
+"""The announcement: the meeting that is open, and its run."""
 
 OFF = "called off"
-"""What the store has where nobody is to wait any more: why."""
+"""Why nobody is to wait any more."""
 
-OVER = "over"
-WRONG = "wrong: "
-"""How a generation is closed that is not full; what is wrong with it follows."""
+LEFT = "left"
+"""Below a full meeting: the ranks that have left its group."""
+
+OPEN, FULL, OVER, WRONG = "open", "full", "over", "wrong"
+"""How a log begins. With whom a meeting is full follows, or why it is over or wrong."""
+
+LEAVES = "-"
+OBJECTS = "!"
+"""How lines of a log begin that are not seats."""
 
 
 class Seat(NamedTuple):
-    """What a process says of itself: its rank of how many, the backend, and what no other process says."""
+    """What a process says of itself; `token` is what no other process says, and `run` "" if it was given none."""
 
     rank: int
     size: int
     backend: str
     token: str
+    run: str = ""
 
-    @property
-    def full(self) -> str:
-        """How a generation is closed that is full of such seats."""
-        return f"full: {self.size} ranks over {self.backend}"
+    def word(self) -> str:
+        """What all ranks have to give alike."""
+        return f"rank {self.rank} gives size={self.size} and backend={self.backend!r}"
 
 
-def meet(store: Store, mine: Seat, until: float) -> int:
-    """The number of the generation in which all ranks have met, until that time.
+class Met(NamedTuple):
+    """A meeting, and its run."""
+
+    meeting: str
+    run: str
+
+
+class _Log(NamedTuple):
+    """A meeting's log: how it begins, what follows that, and its lines."""
+
+    state: str
+    said: str
+    lines: tuple[str, ...]
+
+    def list_seats(self) -> list[Seat]:
+        """The seats of all who came, those who left too."""
+        return [Seat(*json.loads(line)) for line in self.lines if line.startswith("[")]
+
+    def list_gone(self) -> set[str]:
+        """The tokens of those who left."""
+        return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
+
+    def find_objection(self) -> str:
+        """What another leader has against the meeting; "" for nothing."""
+        for line in self.lines:
+            if line.startswith(OBJECTS):
+                return str(json.loads(line.removeprefix(OBJECTS)))
+        return ""
+
+    def has(self, seat: Seat) -> bool:
+        """Whether the meeting is full, and this process one of it."""
+        return self.state == FULL and seat.token in self.said.split()
+
+
+def _parse(text: str | None) -> _Log:
+    """The log; its state is "" if there is none, and if it has no beginning, since it was removed."""
+    head, *lines = (text or "").split("\n")
+    state, _, said = head.partition(" ")
+    return _Log(state, said, tuple(lines))
+
+
+def meet(seat: Seat) -> Steps[Met]:
+    """Find the other ranks: the full meeting of which this process is one.
 
     Raises ExchangeError: with the ranks that did not come; for two processes of one rank; for ranks that give
-    other sizes or backends. Raises RuntimeError where the store is lost.
+    other sizes, backends or runs; and if the meeting is called off.
     """
-    number = _find_open(store)
-    met: set[str] = set()
-    fewest: list[int] = []
+    return _lead(seat) if seat.rank == 0 else _follow(seat)
+
+
+def call_off(why: str) -> Steps[None]:
+    """Have nobody wait: those who do, or come later, raise ExchangeError with this text."""
+    off = json.dumps(why)
+    there: str | None = None
+    while (found := (yield Swap(OFF, there, off))) != off:
+        there = found
+    # Rank 0's process may end next, and the store with it: the others have looked by then.
+    yield Linger()
+
+
+def leave(met: Met, rank: int, size: int) -> Steps[None]:
+    """Leave the group: the last rank removes what the store has of it."""
+    left = f"{met.meeting}/{LEFT}"
+    yield Add(left, str(rank))
+    there = yield Read(left)
+    # None if all had left before this one looked.
+    if len(set((there or "").split())) == size:
+        yield Purge(met.meeting)
+
+
+# Rank 0.
+
+
+def _lead(seat: Seat) -> Steps[Met]:
+    doubtful: set[str] = set()
+    for number in itertools.count(1):
+        own = Met(f"{seat.token}.{number}", seat.run or seat.token)
+        yield from _announce(own)
+        if (yield from _gather(own, seat, doubtful)):
+            return own
+    raise AssertionError
+
+
+def _announce(own: Met) -> Steps[None]:
+    """Open the meeting, and end the one that was announced before."""
+    yield Swap(own.meeting, None, OPEN)
+    text = json.dumps(own)
+    former = yield Read(LEAD)
+    while (there := (yield Swap(LEAD, former, text))) != text:
+        former = there
+    if former is not None:
+        yield from _remove(Met(*json.loads(former)).meeting)
+
+
+def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
+    """Whether the meeting is full; False if another one has to be opened. Raises ExchangeError."""
+    while text := (yield from _look(own)):
+        log = _parse(text)
+        wrong = log.find_objection() or _find_fault(log, seat, doubtful)
+        if wrong:
+            yield from _give_up(own, WRONG, wrong)
+        there = _list_there(log, seat)
+        twice = _find_twice(there)
+        if twice:
+            doubtful |= twice
+            break
+        if len(there) == seat.size:
+            full = " ".join([FULL, *(one.token for one in sorted(there))])
+            if (yield Swap(own.meeting, text, full)) == full:
+                yield from _withdraw(own)
+                return True
+        elif (yield Pause()) == LATE:
+            yield from _give_up(own, OVER, _word_absent(log, seat))
+    yield from _remove(own.meeting)
+    return False
+
+
+def _look(own: Met) -> Steps[str]:
+    """The meeting's log; "" if it is not open any more. Raises ExchangeError for another leader."""
+    off = yield Read(OFF)
+    if off is not None:
+        yield from _give_up(own, WRONG, json.loads(off))
+    there = yield Read(LEAD)
+    if there not in (None, json.dumps(own)):
+        yield from _object(own, Met(*json.loads(there or "")))
+    text = (yield Read(own.meeting)) or ""
+    return "" if there is None or _parse(text).state != OPEN else text
+
+
+def _list_there(log: _Log, seat: Seat) -> list[Seat]:
+    """The seats of all who have come and not left, the leader's too."""
+    gone = log.list_gone()
+    return [seat, *(one for one in log.list_seats() if one.token not in gone)]
+
+
+def _find_fault(log: _Log, seat: Seat, doubtful: set[str]) -> str:
+    """Why those who are there can make no group; "" if they can."""
+    known: dict[int, str] = {}
+    for other in _list_there(log, seat):
+        if other[1:3] != seat[1:3]:
+            return f"{seat.word()}, and {other.word()}; give the same on all ranks"
+        former = known.setdefault(other.rank, other.token)
+        if former != other.token and {former, other.token} <= doubtful:
+            return _word_twice(other.rank)
+    return ""
+
+
+def _find_twice(seats: Iterable[Seat]) -> set[str]:
+    """The tokens of those whose rank another has, too."""
+    by_rank: dict[int, set[str]] = {}
+    for seat in seats:
+        by_rank.setdefault(seat.rank, set()).add(seat.token)
+    return {token for tokens in by_rank.values() if len(tokens) > 1 for token in tokens}
+
+
+def _object(own: Met, other: Met) -> Steps[None]:
+    """Tell the leader that has announced another meeting since, and raise ExchangeError."""
+    runs = "" if own.run == other.run else f", in runs {own.run!r} and {other.run!r}"
+    why = f"{_word_twice(0)}{runs}"
+    yield from _say(other.meeting, f"{OBJECTS}{json.dumps(why)}")
+    yield from _give_up(own, WRONG, why)
+
+
+def _give_up(own: Met, state: str, why: str) -> Steps[None]:
+    """End the meeting, so that others can read why, and raise ExchangeError."""
+    yield from _end(own.meeting, f"{state} {json.dumps(why)}")
+    yield from _withdraw(own)
+    yield Linger()
+    yield Drop(own.meeting)
+    raise ExchangeError(why)
+
+
+def _withdraw(own: Met) -> Steps[None]:
+    """Remove the announcement."""
+    # Another one that comes between is lost: its leader sees that, and opens another meeting.
+    if (yield Read(LEAD)) == json.dumps(own):
+        yield Drop(LEAD)
+
+
+def _end(meeting: str, head: str) -> Steps[_Log]:
+    """End the meeting so, unless it was ended before; its log then."""
+    text = yield Read(meeting)
+    while (log := _parse(text)).state == OPEN:
+        text = yield Swap(meeting, text, head)
+    return log
+
+
+def _remove(meeting: str) -> Steps[None]:
+    """End the meeting and remove its log, unless it is full."""
+    log = yield from _end(meeting, f'{OVER} ""')
+    if log.state != FULL:
+        yield Drop(meeting)
+
+
+# The other ranks.
+
+
+def _follow(seat: Seat) -> Steps[Met]:
+    ended = why = ""
     while True:
-        if store.check([OFF]):
-            raise ExchangeError(store.get(OFF).decode())
-        generation = _Generation(store, number, mine)
-        verdict = generation.sit(met) or generation.wait(until)
-        if verdict == mine.full:
-            return number
-        if verdict != OVER:
-            raise ExchangeError(_word_verdict(verdict, mine))
-        absent = generation.list_absent()
-        # Others may have given up just before this one: they had come.
-        if absent and (not fewest or len(absent) < len(fewest)):
-            fewest = absent
-        if time.monotonic() >= until:
-            raise ExchangeError(_word_absent(fewest, mine.size))
-        number += 1
+        off = yield Read(OFF)
+        if off is not None:
+            raise ExchangeError(json.loads(off))
+        there = yield Read(LEAD)
+        lead = Met(*json.loads(there)) if there is not None else Met(ended, seat.run)
+        if seat.run not in ("", lead.run):
+            why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"
+        elif lead.meeting != ended:
+            found, why = yield from _sit(lead, seat)
+            if found:
+                return lead
+            ended = lead.meeting
+            continue
+        if (yield Pause()) == LATE:
+            raise ExchangeError(why or _word_ranks([(0, 0)], seat.size))
 
 
-def call_off(store: Store, why: str) -> None:
-    """Close the generation that is open: those who wait in it, or come later, raise ExchangeError with this text.
-
-    Raises RuntimeError where the store is lost.
-    """
-    # Before the generation is looked for: whoever comes to the next one finds this.
-    store.set(OFF, why)
-    store.compare_set(_name(_find_open(store), "closed"), "", f"{WRONG}{why}")
-
-
-def _find_open(store: Store) -> int:
-    """The first generation that was not closed before."""
-    number = int(store.get("open")) if store.check(["open"]) else 1
-    while store.check([_name(number, "closed")]):
-        number += 1
-    return number
-
-
-def _name(number: int, what: str) -> str:
-    return f"{number}/{what}"
+def _sit(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
+    """Whether the meeting is full, and with this process; if not, what has become of it. Raises ExchangeError."""
+    log = yield from _say(lead.meeting, json.dumps(seat))
+    is_last, off = False, ""
+    if log.state == OPEN:
+        is_last, off = yield from _wait(lead)
+        log = _parse((yield Read(lead.meeting)))
+    if log.state == OPEN:
+        log = yield from _say(lead.meeting, f"{LEAVES}{seat.token}")
+    if log.has(seat):
+        return True, ""
+    why = off or _word_end(log, seat)
+    if is_last or log.state == WRONG:
+        raise ExchangeError(why or _word_ranks([(0, 0)], seat.size))
+    return False, why
 
 
-def _word_verdict(verdict: str, mine: Seat) -> str:
-    if verdict.startswith(WRONG):
-        return verdict.removeprefix(WRONG)
-    what = f"rank {mine.rank} gives size={mine.size} and backend={mine.backend!r}"
-    return f"{what}, and the others have a group without it ({verdict}); give the same on all ranks"
+def _wait(lead: Met) -> Steps[tuple[bool, str]]:
+    """Wait while the meeting is announced. Whether this process has to give up, and why if it was called off."""
+    text = json.dumps(lead)
+    while True:
+        late = yield Pause()
+        off = yield Read(OFF)
+        if late or off:
+            return True, str(json.loads(off)) if off else ""
+        if (yield Read(LEAD)) != text:
+            return False, ""
 
 
-def _word_absent(absent: Sequence[int], size: int) -> str:
+def _say(meeting: str, line: str) -> Steps[_Log]:
+    """Add a line to the log, and read it; one that was removed is removed again."""
+    yield Add(meeting, line)
+    log = _parse((yield Read(meeting)))
+    if not log.state:
+        yield Drop(meeting)
+    return log
+
+
+# What to say.
+
+RUN_FIX = "end processes of an earlier run, or give all the same run="
+
+
+def _word_end(log: _Log, seat: Seat) -> str:
+    """Why a meeting came to nothing for this process; "" if that is not known."""
+    if log.state == FULL:
+        return f"the others have a group in which another process is rank {seat.rank}"
+    if log.state == OPEN:
+        return _word_absent(log, seat)
+    return str(json.loads(log.said)) if log.said else ""
+
+
+def _word_absent(log: _Log, seat: Seat) -> str:
+    # Others may have given up just before this one: they had come.
+    there = {0, *(one.rank for one in log.list_seats())}
+    absent = _find_gaps(there, seat.size)
+    if not absent and seat.rank:
+        # All have come, and it does not see that.
+        absent = [(0, 0)]
+    return _word_ranks(absent, seat.size)
+
+
+def _find_gaps(there: Iterable[int], size: int) -> list[tuple[int, int]]:
+    """First and last of each span of ranks that are not there. Takes no longer for a larger size."""
+    gaps = []
+    first = 0
+    for rank in [*sorted(there), size]:
+        if first < rank:
+            gaps.append((first, rank - 1))
+        first = rank + 1
+    return gaps
+
+
+def _word_ranks(absent: list[tuple[int, int]], size: int) -> str:
     among = plural(size, "rank")
     if not absent:
         return f"the group of {among} was given up as the last came; connect again"
     fix = "see that they run, and connect to the same address with the same size and name"
-    return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
+    return f"{show_spans(absent)} of {among} did not come in time; {fix}"
 
 
-class _Generation:
-    """One generation, as a process sees it that comes to it."""
-
-    def __init__(self, store: Store, number: int, mine: Seat) -> None:
-        self._store = store
-        self._number = number
-        self._mine = mine
-
-    def sit(self, met: set[str]) -> str:
-        """Take the seat, and close the generation if all are taken. How it is closed; "" while it is open.
-
-        `met` are the tokens of processes that had this one's seat in earlier generations.
-        """
-        mine = json.dumps(self._mine)
-        there = self._store.compare_set(self._seat(self._mine.rank), "", mine).decode()
-        if there != mine:
-            return self._give_way(Seat(*json.loads(there)), met)
-        if self.list_absent():
-            return ""
-        return self._close(self._judge())
-
-    def wait(self, until: float) -> str:
-        """How it is closed, by this process if nobody has until that time."""
-        pause, longest = LOOK_AGAIN_S
-        while not self._store.check([self._name("closed")]):
-            left = until - time.monotonic()
-            if left <= 0:
-                return self._close(OVER)
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, longest)
-        return self._store.get(self._name("closed")).decode()
-
-    def _give_way(self, other: Seat, met: set[str]) -> str:
-        """Close the generation for a process that has this one's seat, and may be dead or alive."""
-        verdict = OVER
-        if other.token in met:
-            what = f"two processes give rank {other.rank}"
-            verdict = f"{WRONG}{what}; give each process a rank of its own"
-        met.add(other.token)
-        found = self._close(verdict)
-        # Where it is full, it is so with the other one.
-        return OVER if found == self._mine.full else found
-
-    def _judge(self) -> str:
-        """How to close it, now that all sit."""
-        for rank in range(self._mine.size):
-            seat = Seat(*json.loads(self._store.get(self._seat(rank))))
-            if seat.full != self._mine.full:
-                here = f"rank {self._mine.rank} gives size={self._mine.size}, backend={self._mine.backend!r}"
-                there = f"rank {rank} size={seat.size}, backend={seat.backend!r}"
-                return f"{WRONG}{here}, and {there}; give the same on all ranks"
-        return self._mine.full
-
-    def _close(self, verdict: str) -> str:
-        """How it is closed: so, unless it was before."""
-        found = self._store.compare_set(self._name("closed"), "", verdict).decode()
-        # Only where to begin to look: whoever sets it later to less costs a look or two.
-        self._store.set("open", str(self._number + 1))
-        return found
-
-    def list_absent(self) -> list[int]:
-        """The ranks whose seats are not taken."""
-        ranks = range(self._mine.size)
-        if self._store.check([self._seat(rank) for rank in ranks]):
-            return []
-        return [rank for rank in ranks if not self._store.check([self._seat(rank)])]
-
-    def _seat(self, rank: int) -> str:
-        return self._name(f"seat/{rank}")
-
-    def _name(self, what: str) -> str:
-        return _name(self._number, what)
+def _word_twice(rank: int) -> str:
+    return f"two processes give rank {rank}; give each process its own rank"
