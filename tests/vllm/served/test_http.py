@@ -133,13 +133,17 @@ def test_another_model_is_refused_and_the_servers_go_on(
 def test_vllm_s_own_client_and_ours_refit_two_servers_at_once(
     urls: list[str], folders: list[Path], expected: list[Any]
 ) -> None:
-    """vLLM's client leaves what prompts left in caches to whoever calls, who pauses the server meanwhile."""
+    """vLLM's client leaves what prompts left in caches to the engine. A server that is paused takes weights, too."""
     clients = [HTTPVLLMWeightSyncClient(urls[0]), smv.HTTPClient(urls[1])]
-    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=load(folders[0]))
-    ask(f"{urls[0]}/pause?mode=wait", {})
+    model = load(folders[0])
+    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=model)
+    trainer.send_weights()
+    assert [complete(url) for url in urls] == [expected[0], expected[0]]
+    model.load_state_dict(load(folders[1]).state_dict())
+    ask(f"{urls[0]}/pause?mode=keep", {})
     trainer.send_weights()
     ask(f"{urls[0]}/resume", {})
-    assert [complete(url) for url in urls] == [expected[0], expected[0]]
+    assert [complete(url) for url in urls] == [expected[1], expected[1]]
     trainer.shutdown()
 
 
