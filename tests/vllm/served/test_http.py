@@ -83,7 +83,15 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     found = BLOCKS.search((ROOT / "README.md").read_text())
     assert found is not None
     commands, text = found.groups()
-    server, trainer = map(shlex.split, commands.splitlines())
+    # Those of the server that is up, which without them does not start on a machine with one NUMA node.
+    first, *others = commands.splitlines()
+    word, *variables = shlex.split(first, comments=True)
+    assert word == "export"
+    assert variables
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        assert os.environ[name] == value
+    server, trainer = map(shlex.split, others)
     assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
     assert trainer[:1] + trainer[-2:] == ["torchrun", "train.py", "CHECKPOINT"]
     assert ENGINE in text
@@ -93,7 +101,9 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     (folder / "vllm.py").write_text("raise ImportError('a trainer needs no vLLM')")
     path = os.pathsep.join(map(str, [folder, ROOT, ROOT / "backends"]))
     words = ["-m", "torch.distributed.run", *trainer[1:-1], str(checkpoint)]
-    run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+    printed = run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+    size = sum(tensor.numel() for _, tensor in checkpoints.read(checkpoint))
+    assert f"sent {size:,} parameters to 2 workers" in printed
 
 
 @contextmanager
