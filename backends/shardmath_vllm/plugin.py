@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.factory import (
 from shardmath_vllm.infos import BACKEND
 from shardmath_vllm.trainer import Trainer
 from shardmath_vllm.workers.answers import pass_over_old_answers
+from shardmath_vllm.workers.caches import drop_caches
 
 __all__ = ["register"]
 
@@ -20,6 +21,7 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     pass_over_old_answers()
+    drop_caches()
     WeightTransferEngineFactory.register_engine(BACKEND, "shardmath_vllm.workers.worker", "Engine")
     WeightTransferTrainerFactory.register_engine(BACKEND, Trainer)
     TrainerWeightTransferEngine.register(Trainer)

@@ -128,7 +128,7 @@ class Trainer:
         try:
             self.link.relay(f"end update {self._number}", finish)
         except ExchangeError:
-            # What they have cached of prompts is of the old ones.
+            # Which end it all the same: what they have of adapters is for the old ones.
             with suppress(ExchangeError):
                 self._tell(_finish)()
             raise
@@ -199,7 +199,7 @@ def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
     return clients
 
 
-def _list_clients(given: Client | Sequence[Client]) -> list[Client]:
+def _list_clients(given: Any) -> list[Any]:
     """One of each engine."""
     return list(given) if isinstance(given, Sequence) else [given]
 

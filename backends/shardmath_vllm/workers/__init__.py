@@ -3,6 +3,7 @@
 In reading order:
 
 - `answers`: what vLLM leaves unread of workers' answers;
+- `caches`: what was computed with old weights goes as new ones come;
 - `repacking`: what vLLM packs once on a CPU, and has to pack again;
 - `biases`: those that vLLM has made wider than they are loaded;
 - `loading`: a running model as it is loaded, and back;

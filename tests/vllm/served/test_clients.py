@@ -68,7 +68,6 @@ def test_an_update_is_said_as_vllm_s_routes_have_it() -> None:
         ("/start_weight_update", {}),
         ("/update_weights", {"update_info": {"number": 1}}),
         ("/finish_weight_update", {"weight_version": "v1"}),
-        ("/reset_prefix_cache?reset_running_requests=true", {}),
     ]
 
 

@@ -83,7 +83,15 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     found = BLOCKS.search((ROOT / "README.md").read_text())
     assert found is not None
     commands, text = found.groups()
-    server, trainer = map(shlex.split, commands.splitlines())
+    # Those of the server that is up, which without them does not start on a machine with one NUMA node.
+    first, *others = commands.splitlines()
+    word, *variables = shlex.split(first, comments=True)
+    assert word == "export"
+    assert variables
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        assert os.environ[name] == value
+    server, trainer = map(shlex.split, others)
     assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
     assert trainer[:1] + trainer[-2:] == ["torchrun", "train.py", "CHECKPOINT"]
     assert ENGINE in text
@@ -93,7 +101,9 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     (folder / "vllm.py").write_text("raise ImportError('a trainer needs no vLLM')")
     path = os.pathsep.join(map(str, [folder, ROOT, ROOT / "backends"]))
     words = ["-m", "torch.distributed.run", *trainer[1:-1], str(checkpoint)]
-    run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+    printed = run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+    size = sum(tensor.numel() for _, tensor in checkpoints.read(checkpoint))
+    assert f"sent {size:,} parameters to 2 workers" in printed
 
 
 @contextmanager
@@ -133,13 +143,17 @@ def test_another_model_is_refused_and_the_servers_go_on(
 def test_vllm_s_own_client_and_ours_refit_two_servers_at_once(
     urls: list[str], folders: list[Path], expected: list[Any]
 ) -> None:
-    """vLLM's client leaves what prompts left in caches to whoever calls, who pauses the server meanwhile."""
+    """vLLM's client leaves what prompts left in caches to the engine. A server that is paused takes weights, too."""
     clients = [HTTPVLLMWeightSyncClient(urls[0]), smv.HTTPClient(urls[1])]
-    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=load(folders[0]))
-    ask(f"{urls[0]}/pause?mode=wait", {})
+    model = load(folders[0])
+    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=model)
+    trainer.send_weights()
+    assert [complete(url) for url in urls] == [expected[0], expected[0]]
+    model.load_state_dict(load(folders[1]).state_dict())
+    ask(f"{urls[0]}/pause?mode=keep", {})
     trainer.send_weights()
     ask(f"{urls[0]}/resume", {})
-    assert [complete(url) for url in urls] == [expected[0], expected[0]]
+    assert [complete(url) for url in urls] == [expected[1], expected[1]]
     trainer.shutdown()
 
 

@@ -20,14 +20,17 @@ from shardmath import ExchangeError
 
 __all__ = [
     "ask_workers",
+    "begin",
     "compare",
     "count_held",
     "digest",
     "fail",
+    "finish",
     "generate",
     "is_refusing",
     "kill",
     "mend",
+    "step",
     "watch",
     "widen",
 ]
@@ -58,6 +61,35 @@ def generate(llm: Any, adapter: Path | None = None) -> Any:
         likely = [{token: one.logprob for token, one in at.items()} for at in output.logprobs]
         answers.append((list(output.token_ids), likely))
     return answers
+
+
+# A request under way
+
+
+def begin(llm: Any, prompt: list[int], tokens: int, steps: int) -> list[int]:
+    """The tokens that a request has after so many steps of the engine, of `tokens` that it asks for."""
+    import vllm
+
+    greedy = vllm.SamplingParams(
+        temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True
+    )
+    llm.llm_engine.add_request("held", {"prompt_token_ids": prompt}, greedy)
+    return step(llm, steps)
+
+
+def step(llm: Any, steps: int) -> list[int]:
+    """The request's tokens after so many steps more, or once it has all."""
+    found: list[int] = []
+    while steps and llm.llm_engine.has_unfinished_requests():
+        for answer in llm.llm_engine.step():
+            found = list(answer.outputs[0].token_ids)
+        steps -= 1
+    return found
+
+
+def finish(llm: Any) -> list[int]:
+    """All tokens of the request."""
+    return step(llm, -1)
 
 
 def ask_workers(llm: Any, act: Any, *args: Any) -> list[Any]:

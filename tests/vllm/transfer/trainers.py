@@ -39,6 +39,7 @@ __all__ = [
     "rejoin",
     "send",
     "send_alone",
+    "send_between",
     "send_changed",
     "send_often",
     "send_unreached",
@@ -214,6 +215,21 @@ def retype_one(tensors: dict[str, Tensor]) -> None:
 def drop_one(tensors: dict[str, Tensor]) -> None:
     """A tensor is not there."""
     del tensors["model.norm.weight"]
+
+
+def send_between(rank: int, folder: Path, steps: int) -> None:
+    """Send, while an engine has a request under way, which goes on before anybody ends the update."""
+    from tests.vllm.transfer import inside
+
+    (client,) = held["own"].trainer._clients
+    finish = client.finish_weight_update
+
+    def step_and_finish(weight_version: str | None = None) -> None:
+        client.ask(inside.step, steps)
+        finish(weight_version)
+
+    client.finish_weight_update = step_and_finish
+    send(rank, folder)
 
 
 def send_unreached(rank: int, method: str) -> None:

@@ -1,0 +1,57 @@
+"""Caches: what an engine has computed with old weights goes before its first step with new ones.
+
+1. vLLM leaves that to whoever ends an update. Until then it samples with new weights over keys of old ones, where
+   requests are under way, and finds prompts in its caches that are of old weights.
+2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
+   step, whoever calls, and whatever becomes of the caller.
+3. Requests under way are computed again from their first token to where they are, and go on with the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+from shardmath_vllm.infos import BACKEND
+
+__all__ = ["drop_caches"]
+
+DONE = "_shardmath_drops_caches"
+
+
+def drop_caches() -> None:
+    """Have vLLM's engines in this process do so; again does nothing."""
+    if hasattr(EngineCore, DONE):
+        return
+    EngineCore.collective_rpc = _drop_after(EngineCore.collective_rpc)
+    setattr(EngineCore, DONE, True)
+
+
+def _drop_after(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective_rpc` that drops caches once workers were asked to take weights."""
+
+    def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return ask(self, method, *args, **named)
+        finally:
+            # Also where a worker has failed: others may have new weights.
+            if method == "update_weights" and _is_ours(self.vllm_config):
+                _drop(self)
+
+    return collective_rpc
+
+
+def _is_ours(config: Any) -> bool:
+    """Whether the engine takes weights by this backend."""
+    transfer = config.weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND
+
+
+def _drop(core: Any) -> None:
+    """Drop the keys of all requests and prompts, and what was made of images."""
+    # Without requests under way, nothing would be dropped as long as there are any.
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    if core.vllm_config.model_config.is_multimodal_model:
+        core.reset_encoder_cache()

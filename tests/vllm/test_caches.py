@@ -1,0 +1,43 @@
+"""Caches go within the call that brings weights, whatever becomes of it, and with no other call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
+from shardmath_vllm.workers.caches import drop_caches
+
+
+@pytest.mark.parametrize("backend", ["shardmath", "nccl"])
+@pytest.mark.parametrize("images", [False, True])
+def test_caches_go_with_the_weights(backend: str, images: bool) -> None:
+    drop_caches()
+    dropped: list[Any] = []
+
+    def ask(method: str, *args: Any) -> list[str]:
+        if method == "update_weights" and len(dropped) > 2:
+            raise RuntimeError("a worker failed")
+        return [method]
+
+    core: Any = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=ask)
+    core.vllm_config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend=backend),
+        model_config=SimpleNamespace(is_multimodal_model=images),
+    )
+    core.reset_prefix_cache = lambda **how: dropped.append(how)
+    core.reset_encoder_cache = lambda: dropped.append("encoder")
+    assert core.collective_rpc("start_weight_update") == ["start_weight_update"]
+    assert not dropped
+    assert core.collective_rpc("update_weights") == ["update_weights"]
+    wanted: list[Any] = [{"reset_running_requests": True, "reset_connector": True}]
+    wanted += ["encoder"] * images
+    assert dropped == (wanted if backend == "shardmath" else [])
+    dropped += ["old"] * 3
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.collective_rpc("update_weights")
+    assert dropped.count("old") == 3
+    assert dropped[dropped.index("old") + 3 :] == (wanted if backend == "shardmath" else [])
