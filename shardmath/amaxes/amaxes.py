@@ -56,7 +56,7 @@ from shardmath.formats.scales import list_stretches
 from shardmath.formats.windows import make_window
 from shardmath.layouts.holdings import windows_of
 from shardmath.layouts.layout import Layout
-from shardmath.numbers.elements import Array, numpy_type
+from shardmath.numbers.elements import Array, describe_type, numpy_type
 from shardmath.transforms.packing import pack
 
 __all__ = ["Amaxes", "Piece", "plan_amaxes"]
@@ -255,9 +255,10 @@ class Amaxes:
 
 def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
     """Raise PlanError for what is no float32 array of that shape."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
-        kind = getattr(array, "dtype", type(array).__name__)
-        raise PlanError(f"{what} is {kind}; pass an array of float32")
+    if not isinstance(array, np.ndarray):
+        raise PlanError(f"{what} is {type(array).__name__}; pass an array of float32")
+    if array.dtype != np.float32:
+        raise PlanError(f"{what} {describe_type(array, '; pass an array of float32')}")
     if array.shape != shape:
         raise PlanError(f"{what} has shape {array.shape}; pass one of {shape}")
 

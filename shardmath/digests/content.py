@@ -48,6 +48,7 @@ from shardmath.digests.shares import (
 )
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
+from shardmath.numbers.elements import describe_type
 
 __all__ = ["Difference", "digest_of", "find_difference", "read_side"]
 
@@ -244,7 +245,5 @@ def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
             f"{layout.itemsize} B; pass {layout.dtype}, or its bits as integers of that size"
         )
     if not array.dtype.isnative:
-        raise DigestError(
-            f"{what} has dtype {array.dtype}, of another byte order; pass it in this machine's"
-        )
+        raise DigestError(f"{what} {describe_type(array, '')}")
     return array.view(BITS[layout.itemsize])

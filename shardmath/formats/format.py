@@ -24,6 +24,7 @@ from shardmath.formats.floats import Codes, Float, Floats, decode, encode
 from shardmath.formats.scales import lay_blocks, pad_parts
 from shardmath.formats.windows import Window, make_window
 from shardmath.layouts.layout import Layout
+from shardmath.numbers.elements import describe_type
 
 __all__ = ["Array", "Format", "Part", "read_array", "read_choice", "read_flag"]
 
@@ -302,7 +303,7 @@ def read_array(given: object, dtype: str, what: str) -> Array:
     """The array, if it has dimensions and elements of that type. Raises FormatError, which says `what` it is."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
-        raise FormatError(f"{what} has dtype {array.dtype}; pass an array of {dtype}")
+        raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
     if not array.ndim:
         raise FormatError(f"{what} has no dimension; numbers alone are not quantised")
     return array

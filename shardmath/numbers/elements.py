@@ -2,6 +2,7 @@
 
 1. Elements of a type that numpy lacks are its **words**: uint16 for bfloat16, uint8 for float8.
 2. Arrays of such a type from another library, as of ml_dtypes, are seen as words, without a copy.
+3. Bytes are in this machine's order. Types of another order have the same names, and are refused.
 
 >>> numpy_type("bfloat16"), numpy_type("float16")
 (dtype('uint16'), dtype('float16'))
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.errors import PlanError
 
-__all__ = ["Array", "numpy_type", "read_elements"]
+__all__ = ["Array", "describe_type", "numpy_type", "read_elements"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -39,6 +40,16 @@ def read_elements(given: object, name: str, what: str) -> Array:
     if array.dtype == wanted:
         return array
     # A library's own type has the same name, wherever it comes from.
-    if array.dtype.name == name and array.dtype.itemsize == wanted.itemsize:
+    is_alike = array.dtype.name == name and array.dtype.itemsize == wanted.itemsize
+    if is_alike and array.dtype.isnative:
         return array.view(wanted)
-    raise PlanError(f"{what} has dtype {array.dtype}, and is {name}; pass an array of {wanted}")
+    fault = describe_type(array, f", and is {name}; pass an array of {wanted}")
+    raise PlanError(f"{what} {fault}")
+
+
+def describe_type(array: Array, otherwise: str) -> str:
+    """The type of an array that is refused: for its byte order, and how to mend that, or as `otherwise` says."""
+    if array.dtype.isnative:
+        return f"has dtype {array.dtype}{otherwise}"
+    fix = "pass x.astype(x.dtype.newbyteorder('='))"
+    return f"has dtype {array.dtype}, of another byte order; {fix}"

@@ -1,112 +1,195 @@
-"""Numbering: a loader run on tensors of element numbers, and what each cell then has.
+"""Numbering: a loader run on tensors whose values say which element each is, and what each cell then has.
 
-1. Each element of all logical tensors has a number. A tensor of few bits cannot hold it, so the loader runs once for
-   each of its digits, which every type holds exactly, and once more for a digit that the others imply.
-2. A cell that has 0 after every run was not written. One whose digits are no element's number was computed.
+1. Elements of one type are numbered. The first runs have the digits of each number, as values of the type (`drawing`).
+   They say which element a cell has; in all later runs it has to have that element's value, too.
+2. Targets are filled with other bytes before each run. Cells that have these after every run, or are always zero, were
+   not written.
+3. In the last runs no element is finite. A loader may refuse that, by an error or by leaving a target as it was.
+4. Values are compared by bits. NaN of few bits, and NaN that was cast, may be any NaN: torch's casts make several.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Collection
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardmath.base.errors import StoreError
 from shardmath.recordings.numbers import find_pieces
 from shardmath.recordings.pieces import Piece
 from shardmath.storage.stored import Shapes
 from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.probes.drawing import SPECIAL, Kind, Run, list_runs
+from shardmath_torch.probes.patterns import Words, as_tensor, as_words, cast, is_nan, real, repeat
 
-__all__ = ["Numbering"]
+__all__ = ["Numbering", "Reading"]
 
 _Flat: TypeAlias = NDArray[np.int64]
+_Truths: TypeAlias = NDArray[np.bool_]
 
-MOST = {"float8_e4m3fn": 16, "float8_e4m3fnuz": 16, "float8_e5m2": 8, "float8_e5m2fnuz": 8}
-"""Up to which all integers are exact, for types of which that is less than int8's."""
-USUAL = 127
-NONE = ("bool", "float8_e8m0fnu", "float4_e2m1fn_x2")
-"""Types that hold no digit."""
+FEW_BITS = 2
+"""Bytes of types that pass through others, as bfloat16 through float32 where numpy has to hold it."""
 
 
 class Numbering:
-    """The numbers of the elements of these logical tensors, in digits that these types hold exactly.
+    """The elements of these logical tensors, for targets of these types."""
 
-    Raises StoreError for a type that holds none.
-    """
-
-    def __init__(self, shapes: Shapes, dtypes: Mapping[str, str]) -> None:
-        for name, dtype in dtypes.items():
-            if dtype in NONE:
-                raise StoreError(
-                    f"{name!r} is {dtype}, which holds no element number; load it by views alone"
-                )
+    def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
-        sizes = [math.prod(shape) for shape, _ in shapes.values()]
-        self.starts = [0, *itertools.accumulate(sizes)]
-        self.base = min((MOST.get(dtype, USUAL) for dtype in dtypes.values()), default=USUAL)
-        self.digits = 1
-        while self.base**self.digits < self.starts[-1]:
-            self.digits += 1
+        by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, (shape, dtype) in shapes.items():
+            by_type.setdefault(dtype_of(dtype), {})[name] = tuple(shape)
+        wanted = tuple(sorted({real(dtype) for dtype in targets}, key=str))
+        self.kinds = []
+        for place, (kind, own) in enumerate(by_type.items()):
+            self.kinds.append(Kind(place, kind, own, wanted))
+        self.runs = list_runs(self.kinds)
+        self.digits = sum(run.way == "digit" for run in self.runs)
 
-    @property
-    def runs(self) -> range:
-        """One for each digit, and the check."""
-        return range(self.digits + 1)
-
-    def make(self, name: str, run: int) -> Tensor:
+    def make(self, name: str, run: Run) -> Tensor:
         """The logical tensor of a run."""
-        shape, dtype = self.shapes[name]
-        place = list(self.shapes).index(name)
-        numbers = torch.arange(self.starts[place], self.starts[place + 1], device="cpu")
-        values = self._digit(numbers, run) + 1
-        return values.reshape(shape).to(dtype_of(dtype))
+        dtype = dtype_of(self.shapes[name][1])
+        (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
+        return kind.make(name, run)
 
-    def _digit(self, numbers: Tensor, run: int) -> Tensor:
-        """The digit of each number that a run has."""
-        digit = numbers.div(self.base**run, rounding_mode="floor")
-        if run == self.digits:
-            # Not 0 for the element 0, so that a cell filled with ones is not taken for it.
-            digit = numbers * 31 + numbers // 8191 * 17 + 5
-        return digit.remainder(self.base)
 
-    def read(self, runs: list[Tensor]) -> list[Piece]:
-        """The pieces in a target, of what it had after each run. Raises StoreError where a cell was computed."""
-        flat = [run.detach().cpu().to(torch.float64).flatten() for run in runs]
-        values = torch.stack(flat)
-        written = (values != 0).any(dim=0)
-        numbers, right = self._join(values - 1)
-        wrong = (written & ~right).nonzero()
-        if len(wrong):
-            raise StoreError(f"cell {int(wrong[0])} has no element of a logical tensor")
-        cells = written.nonzero().flatten()
-        return self._divide(cells.numpy(), numbers[cells].numpy())
+class Reading:
+    """What one target of this type is seen to have after each run."""
 
-    def _join(self, digits: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of these digits, and whether they are those of an element."""
-        whole = digits.nan_to_num(0, 0, 0).clamp(0, self.base - 1).long()
-        numbers = torch.zeros_like(whole[0])
-        for run in range(self.digits):
-            numbers += whole[run] * self.base**run
-        right = (digits == whole).all(dim=0)
-        right &= numbers < self.starts[-1]
-        right &= self._digit(numbers, self.digits) == whole[-1]
-        return numbers, right
+    def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.digits = numbering.digits
+        self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
+        self.unwritten: _Truths = np.array(True)
+        self.zero: _Truths = np.array(True)
+        self.guesses: list[_Guess] = []
+        self._first: list[tuple[Run, Words]] = []
 
-    def _divide(self, cells: _Flat, numbers: _Flat) -> list[Piece]:
+    def add(self, run: Run, after: Tensor) -> None:
+        """Note what the target has after a run."""
+        seen = _flatten(after, self.dtype)
+        is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
+        if run.way in SPECIAL and is_left.all():
+            return
+        self.unwritten = self.unwritten & is_left
+        self.zero = self.zero & (seen == 0).all(axis=1)
+        if len(self._first) < self.digits:
+            # The target has the next run's values in the same memory.
+            self._first.append((run, seen.copy()))
+            if len(self._first) == self.digits:
+                self._guess()
+        else:
+            for guess in self.guesses:
+                guess.check(run, seen)
+
+    def _guess(self) -> None:
+        """Find the element that each cell has by its digits."""
+        digits = [seen[:, 0] for _, seen in self._first]
+        for kind in self.kinds:
+            guess = _Guess(kind, self.dtype, *kind.find(digits, self.dtype))
+            for run, seen in self._first:
+                guess.check(run, seen)
+            self.guesses.append(guess)
+        # They may be as large as the target.
+        self._first = [(run, seen[:0]) for run, seen in self._first]
+
+    def find_fault(self) -> str:
+        """What is wrong with the first cell that has no element; "" if there is none."""
+        wrong = ~(self.unwritten | self.zero)
+        for guess in self.guesses:
+            wrong = wrong & ~guess.right
+        cells = np.flatnonzero(wrong)
+        if not len(cells):
+            return ""
+        cell = int(cells[0])
+        for guess in self.guesses:
+            if guess.fault and guess.fault[0] == cell:
+                return guess.fault[1]
+        return f"cell {cell} has no element of a logical tensor"
+
+    def list_pieces(self) -> list[Piece]:
         """The pieces of each logical tensor."""
-        tensors = np.searchsorted(self.starts, numbers, side="right") - 1
-        order = np.argsort(tensors, kind="stable")
-        found, counts = np.unique(tensors, return_counts=True)
-        ends = np.cumsum(counts)
-        names = list(self.shapes)
+        written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
-        for tensor, own in zip(found.tolist(), np.split(order, ends[:-1]), strict=False):
-            elements = numbers[own] - self.starts[tensor]
-            pieces += find_pieces(names[tensor], cells[own], elements)
+        for guess in self.guesses:
+            cells = np.flatnonzero(written & guess.right)
+            written = written & ~guess.right
+            pieces += _divide(guess.kind, cells, guess.numbers[cells])
         return pieces
+
+
+class _Guess:
+    """An element of one type for each cell, and whether it was right so far; `fault` is where it first was not."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, numbers: _Flat, right: _Truths) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.numbers = numbers
+        self.right = right
+        self.fault: tuple[int, str] | None = None
+        part = real(dtype)
+        self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
+
+    def check(self, run: Run, seen: Words) -> None:
+        """Compare the cells with the values of a run."""
+        cells = np.flatnonzero(self.right)
+        if not len(cells):
+            return
+        row = cast(self.kind.draw(self.numbers[cells], run), self.kind.dtype, self.dtype)
+        expected = row.reshape(len(cells), -1)
+        found = seen[cells]
+        wrong = np.flatnonzero((expected != found).any(axis=1))
+        if self._takes_any_nan:
+            wrong = wrong[self._differ(expected[wrong], found[wrong])]
+        if not len(wrong):
+            return
+        self.right[cells[wrong]] = False
+        if self.fault is None:
+            cell, first = int(cells[wrong[0]]), wrong[0]
+            values = f"{_show(found[first], self.dtype)} for {_show(expected[first], self.dtype)}"
+            element = self.kind.name(int(self.numbers[cell]))
+            self.fault = cell, f"cell {cell} seems to be {element}, and has {values}"
+
+    def _differ(self, expected: Words, found: Words) -> _Truths:
+        """Which cells have another value, if all NaN are one."""
+        both_nan = _is_nan(expected, self.dtype) & _is_nan(found, self.dtype)
+        differ: _Truths = ((expected != found) & ~both_nan).any(axis=1)
+        return differ
+
+
+def _flatten(after: Tensor, dtype: torch.dtype) -> Words:
+    """The words of each cell, in a row of one or two."""
+    plain = after.detach().to("cpu", dtype)
+    words: Words = as_words(plain).reshape(after.numel(), -1).numpy()
+    return words
+
+
+def _is_nan(words: Words, dtype: torch.dtype) -> _Truths:
+    row = np.ascontiguousarray(words).reshape(-1)
+    found: _Truths = is_nan(row, real(dtype))
+    return found.reshape(words.shape)
+
+
+def _show(words: Words, dtype: torch.dtype) -> str:
+    """One value, for people."""
+    try:
+        value: Any = as_tensor(np.ascontiguousarray(words), dtype).item()
+    except RuntimeError:
+        return f"bits {int(words[0]):#x}"
+    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
+
+
+def _divide(kind: Kind, cells: _Flat, numbers: _Flat) -> list[Piece]:
+    """The pieces of each logical tensor of a type."""
+    tensors = np.searchsorted(kind.starts, numbers, side="right") - 1
+    order = np.argsort(tensors, kind="stable")
+    found, counts = np.unique(tensors, return_counts=True)
+    ends = np.cumsum(counts)
+    pieces: list[Piece] = []
+    for tensor, own in zip(found.tolist(), np.split(order, ends[:-1]), strict=False):
+        elements = numbers[own] - kind.starts[tensor]
+        pieces += find_pieces(kind.names[tensor], cells[own], elements)
+    return pieces

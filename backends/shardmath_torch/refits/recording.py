@@ -23,7 +23,8 @@ from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native, Recorded
 from shardmath.storage.stored import Shapes
 from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.refits.numbering import Numbering
+from shardmath_torch.probes.drawing import SPECIAL, Run
+from shardmath_torch.refits.numbering import Numbering, Reading
 from shardmath_torch.refits.targets import Into, Kept, key_of
 from shardmath_torch.refits.watching import Watch, Write
 
@@ -165,35 +166,44 @@ class _Recording:
         for name in names:
             if name in self.functions:
                 raise StoreError(self._word(name, "is a function of what cannot be followed"))
-        numbering = Numbering(self.shapes, self._list_dtypes(names))
-        runs = [self._run(numbering, run) for run in numbering.runs]
-        for name in names:
-            try:
-                self.pieces[name] = numbering.read([after[name] for after in runs])
-            except StoreError as error:
-                raise StoreError(self._word(name, f"is computed: {error}")) from None
+        types = {name: self.kept.targets[name].dtype for name in names}
+        numbering = Numbering(self.shapes, types.values())
+        readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
+        for run in numbering.runs:
+            self._run(numbering, run, readings)
+        for name, reading in readings.items():
+            fault = reading.find_fault()
+            if fault:
+                raise StoreError(self._word(name, f"is computed: {fault}"))
+            self.pieces[name] = reading.list_pieces()
             self.ways[name] = "numbers" if self.pieces[name] else ""
 
-    def _list_dtypes(self, names: list[str]) -> dict[str, str]:
-        """Of all that numbers go through."""
-        of = {name: dtype for name, (_, dtype) in self.shapes.items()}
-        for name in names:
-            target = self.kept.targets[name]
-            of[f"target {name}"] = dtypes.canonical(target.dtype)
-        return of
-
-    def _run(self, numbering: Numbering, run: int) -> dict[str, Tensor]:
-        """What the targets have after a run of the loader on a digit of each number."""
+    def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
+        """Note what targets have after a run of the loader."""
         kept = self.kept
-        before = kept.empty()
+        before = kept.occupy(run.byte)
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
             self._call(tensors)
             now = kept.find()
-            return {name: now[name].detach().clone() for name in kept.targets}
+            for name, reading in readings.items():
+                self._check_shape(name, now[name])
+                reading.add(run, now[name])
+        # A loader may refuse what is not finite.
+        except Exception:
+            if run.way not in SPECIAL:
+                raise
         finally:
             kept.put_back()
             kept.fill(before)
+
+    def _check_shape(self, name: str, now: Tensor) -> None:
+        target = self.kept.targets[name]
+        if now.shape != target.shape:
+            raise StoreError(
+                f"{name!r} has shape {list(target.shape)}, and {list(now.shape)} once it is loaded; record into "
+                f"tensors of the shapes that are stored"
+            )
 
     # Together
 

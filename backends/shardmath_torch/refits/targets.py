@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import StoreError
 from shardmath.recordings.recorded import label
+from shardmath_torch.probes.patterns import as_words, repeat
 
 __all__ = ["Into", "Kept", "key_of"]
 
@@ -71,15 +72,16 @@ class Kept:
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
-    def empty(self) -> dict[str, Tensor]:
-        """Zeros in all targets, with memory for those that have none; what was in the others."""
+    def occupy(self, byte: int) -> dict[str, Tensor]:
+        """This byte all over the targets, with memory for those that have none; what was in the others."""
         before = {}
         for name, target in self.targets.items():
             if target.is_meta:
                 self.place(name, _materialise(target))
             else:
                 before[name] = target.detach().clone()
-                target.data.zero_()
+        for target in self.find().values():
+            as_words(target.data).fill_(repeat(byte, target.dtype))
         return before
 
     def fill(self, values: Mapping[str, Tensor]) -> None:

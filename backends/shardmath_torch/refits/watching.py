@@ -55,7 +55,7 @@ class Watch(TorchDispatchMode):
         self._stored = _find_dtypes(targets)
         for name, tensor in sources.items():
             shape = tuple(tensor.shape)
-            self._keep(tensor, Content(name, shape, tensor.stride(), 0))
+            self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
 
     def __torch_dispatch__(
         self,
@@ -102,10 +102,11 @@ class Watch(TorchDispatchMode):
         made = self._made.get(key_of(tensor), ())
         if content is BLANK:
             return Write((), ())
-        if content is None or self._find_dtype(tensor, into) is None:
+        dtype = self._find_dtype(tensor, into)
+        if content is None or dtype is None:
             return Write(None, made)
         try:
-            return Write(tuple(content.read(tensor, into)), content.made)
+            return Write(tuple(content.read(tensor, into)), content.explain(dtype))
         except (StoreError, RuntimeError):
             return Write(None, made)
 

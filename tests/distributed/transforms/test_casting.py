@@ -152,6 +152,7 @@ def test_what_arrays_make_is_looked_at() -> None:
     for bad, words in (
         (lambda x: (x, x), "makes 2 arrays for 1 component"),
         (lambda x: (x,), "has dtype float32, and is bfloat16; pass an array of uint16"),
+        (lambda x: (x.astype(">u2"),), "has dtype >u2, of another byte order"),
         (
             lambda x: (x[:2].astype(np.uint16),),
             "makes bfloat16[2] at the source, and bfloat16[4] travels",

@@ -249,7 +249,7 @@ OWN = np.zeros((4, 2), np.float32)
         ),
         (
             lambda: sm.plan_amaxes(MXFP8(), LAYOUT).measure(1, ROW.astype(np.float64)),
-            "rank 1: the local array is float64; pass an array of float32",
+            "rank 1: the local array has dtype float64; pass an array of float32",
         ),
         (lambda: sm.plan_amaxes(MXFP8(), LAYOUT).send(1, OWN[:2]), "pass one of (4, 2)"),
         (

@@ -205,7 +205,7 @@ def test_what_has_no_digest(fails) -> None:
         ),
         (
             lambda: sm.digest_of(layout, {0: held[0].astype(">f4"), 1: held[1]}),
-            "the array of rank 0 has dtype >f4, of another byte order; pass it in this machine's",
+            "the array of rank 0 has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))",
         ),
         (
             lambda: sm.digest_of(layout, [held]),

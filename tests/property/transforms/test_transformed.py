@@ -295,6 +295,10 @@ def test_arrays_that_do_not_fit() -> None:
         "array 'w' has dtype float64, and is float32; pass an array of float32": (
             lambda: t.prepare(0, {"w": np.zeros((8, 16))})
         ),
+        # Of the same name.
+        "array 'w' has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))": (
+            lambda: t.prepare(0, {"w": np.zeros((8, 16), ">f4")})
+        ),
     }
     for words, make in cases.items():
         with pytest.raises(PlanError) as caught:
@@ -308,6 +312,7 @@ def test_what_a_transform_makes_is_looked_at() -> None:
     bad = {
         "makes 2 arrays for 1 component": lambda x: (x, x),
         "array 'w.data' has dtype float64": lambda x: (x.astype(float),),
+        "array 'w.data' has dtype >f4, of another byte order": lambda x: (x.astype(">f4"),),
         "array 'w.data' has shape (16, 8)": lambda x: (x.T,),
     }
     for words, function in bad.items():
