@@ -1,4 +1,4 @@
-"""The one place for what torch keeps to itself or changes between versions (2.11 and later)."""
+"""The one place for what torch keeps to itself or changes between versions (2.12 and later)."""
 
 from __future__ import annotations
 
