@@ -1,5 +1,6 @@
 # The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
-# .venv-docs, what `make test-megatron` needs, into .venv-megatron, and what `make test-vllm` needs, into .venv-vllm.
+# .venv-docs, what `make test-megatron` needs, into .venv-megatron, what `make test-vllm` needs, into .venv-vllm, and what
+# `make test-torch` needs, into .venv-torch.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -27,6 +28,11 @@ MEGATRON_VENV := .venv-megatron
 MEGATRON := $(MEGATRON_VENV)/.installed
 MEGATRON_INSTALL := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch
+TORCH_READY := $(TORCH_VENV)/.installed-$(TORCH)
+TORCH_INSTALL := PIP_CONSTRAINT=$(TORCH_VENV)/constraints.txt $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -qq install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
@@ -36,14 +42,18 @@ PACKAGES := shardmath backends
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
+# What meets torch where its versions differ: DTensor, FSDP2, checkpoints, types and process groups.
+TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
+
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo lint style test test-all test-megatron test-vllm soak docs bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-all test-megatron test-torch test-vllm soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
 	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-all  the same, deeper and slower"
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
+	@echo "make test-torch     what depends on torch's version, on torch $(TORCH); TORCH=2.14.1 for another, 2.12 or later"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
 	@echo "make soak      1,000 moves of processes that are killed, stopped and interrupted; prints what it found"
 	@echo "make lint      lint, types and layers only"
@@ -54,7 +64,7 @@ help:
 	@echo "make bench-vllm     weights into a running vLLM, beside its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
-	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-vllm and every cache"
+	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-torch, .venv-vllm and every cache"
 	@echo
 	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
@@ -124,6 +134,18 @@ $(MEGATRON): $(INPUTS)
 test-megatron: $(MEGATRON)
 	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron --timeout=300 --durations=3
 
+# A separate environment, of another torch than constraints.txt has, and the setuptools that this torch asks for. In the
+# variable, since with -c pip would keep to the versions of torch that a machine's own configuration allows.
+$(TORCH_READY): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(TORCH_VENV)
+	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@echo "test-torch: installing torch $(TORCH) and shardmath[dev] (up to 7 GB, minutes the first time)"
+	@$(TORCH_INSTALL) hatchling "torch==$(TORCH)" && $(TORCH_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+test-torch: $(TORCH_READY)
+	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) -m "not slow" --durations=3 --doctest-modules backends/shardmath_torch $(TORCH_TESTED)
+
 # An environment of its own: vLLM asks for older versions than constraints.txt has. What it brings for images and sound is
 # built for another torch, and transformers cannot be imported beside it.
 $(VLLM): pyproject.toml constraints-vllm.txt tools/name_vllm.py
@@ -183,5 +205,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -102,11 +102,22 @@ def _check_handling() -> None:
             )
 
 
+def _check_offered(group: compat.Group) -> None:
+    """Raise ExchangeError for an NCCL group of torch's without what this wire relies on."""
+    if compat.backend_of(group) != "nccl":
+        return
+    kind, missing = compat.find_missing(group)
+    if missing:
+        what = f"torch's {kind} lacks {', '.join(missing)}, which moves over NCCL rely on"
+        raise ExchangeError(f"{what}; start the processes with TORCH_DIST_USE_NCCL2=0")
+
+
 class NcclWire:
     """An NCCL process group; waiting ends where nothing has come for `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
+        _check_offered(group)
         self._group = group
         self._own_patience = self._patience = patience
         self._ranks = compat.ranks_of(group)

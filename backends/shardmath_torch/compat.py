@@ -1,4 +1,4 @@
-"""The one place for what torch keeps to itself or changes between versions (2.11 and later)."""
+"""The one place for what torch keeps to itself or changes between versions (2.12 and later)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ __all__ = [
     "check_there",
     "closing_group",
     "device_of",
+    "find_missing",
     "group_of",
     "group_of_mesh",
     "groups_of_axes",
@@ -260,6 +261,19 @@ def allow_seconds(group: Group, seconds: float) -> None:
     )
     if missing > 0 and extend is not None:
         extend(timedelta(seconds=missing))
+
+
+def find_missing(group: Group) -> tuple[str, list[str]]:
+    """The kind of an NCCL group's backend (torch 2.15: ProcessGroupNCCL2), and what it lacks that moves rely on."""
+    backend = channel_of(group)._get_backend(torch.device("cuda"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    offered = {
+        "supports_coalescing": getattr(backend, "supports_coalescing", False),
+        "options._timeout": isinstance(limit, timedelta),
+        "_add_ephemeral_timeout": hasattr(backend, "_add_ephemeral_timeout"),
+    }
+    return type(backend).__name__, [name for name, there in offered.items() if not there]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardmath.base import dtypes
+from shardmath.base.errors import LayoutError
 from shardmath.base.memo import memo
 
 __all__ = [
@@ -59,9 +60,10 @@ BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's type of that canonical name. Raises AttributeError where this torch has none."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
+    """torch's type of that canonical name. Raises LayoutError if this torch has none (bcomplex32 before 2.14)."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise LayoutError(f"torch {torch.__version__} has no type {name}; install a later one")
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from shardmath.base.errors import LayoutError
 from shardmath.base.text import shown
 
-__all__ = ["ITEMSIZE", "canonical", "is_bool", "is_integer", "itemsize"]
+__all__ = ["ITEMSIZE", "canonical", "is_bool", "is_complex", "is_integer", "itemsize"]
 
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
@@ -31,6 +31,7 @@ ITEMSIZE: dict[str, int] = {
     "float32": 4,
     "float64": 8,
     "complex32": 4,
+    "bcomplex32": 4,
     "complex64": 8,
     "complex128": 16,
     "float8_e4m3fn": 1,
@@ -40,7 +41,7 @@ ITEMSIZE: dict[str, int] = {
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
 }
-"""Bytes per element, by name (torch 2.13 and numpy 2; a `_x2` element is a byte of two values)."""
+"""Bytes per element, by name (torch 2.15 and numpy 2; a `_x2` element is a byte of two values)."""
 
 _PLAIN = {name: name for name in ITEMSIZE}
 """The name itself, whatever kind of str asks for it."""
@@ -101,3 +102,8 @@ def is_integer(dtype: str) -> bool:
 def is_bool(dtype: str) -> bool:
     """Whether the canonical name `dtype` is the truth-value type."""
     return dtype == "bool"
+
+
+def is_complex(dtype: str) -> bool:
+    """Whether the named type has a real and an imaginary part."""
+    return "complex" in dtype

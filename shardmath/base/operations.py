@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardmath.base.dtypes import is_bool, is_integer
+from shardmath.base.dtypes import is_bool, is_complex, is_integer
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -54,7 +54,7 @@ def _zero(dtype: str) -> complex:
         return 0
     if dtype.endswith("fnuz"):
         return 0.0  # these types have one zero
-    if dtype.startswith("complex"):
+    if is_complex(dtype):
         return complex(-0.0, -0.0)
     return -0.0
 
@@ -81,7 +81,7 @@ def _refuse_average(dtype: str) -> str:
 
 def _refuse_order(dtype: str) -> str:
     """Why a type has no maximum and no minimum."""
-    if dtype.startswith("complex"):
+    if is_complex(dtype):
         return ": complex numbers have no order; reduce real and imaginary parts apart"
     return ""
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 import shardmath as sm
 from shardmath.base import dtypes
@@ -67,19 +68,17 @@ def test_groups_of_some_ranks(pool: Pool, group: tuple[int, ...]) -> None:
     )
 
 
-DTYPES = sorted(dtypes.ITEMSIZE)
+DTYPES = [name for name in sorted(dtypes.ITEMSIZE) if hasattr(torch, name)]
 
 
 def test_all_dtypes_of_torch_are_known() -> None:
     """Every dtype of torch that can be made and copied has a name in the core; what has none cannot even be copied."""
-    import torch
-
     made = {
         str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
     }
     unnamed = made - set(DTYPES)
     assert all(name.startswith(("bits", "q", "int", "uint")) for name in unnamed), unnamed
-    assert set(DTYPES) <= made
+    assert set(dtypes.ITEMSIZE) - made <= {"bcomplex32"}  # from torch 2.14 on
 
 
 @pytest.mark.parametrize("engine", ["exchange", "broadcast"])

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import shardmath as sm
-from shardmath_nccl import batches
+from shardmath_nccl import batches, wire
 from shardmath_torch import compat
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan
@@ -90,6 +91,32 @@ def test_messages_of_a_batch_are_one_group() -> None:
         ("send", [other], 1, 0),
         ("_end_coalescing", device),
     ]
+
+
+@pytest.mark.parametrize(
+    ("offers", "missing"),
+    [
+        ({}, "supports_coalescing, options._timeout, _add_ephemeral_timeout"),
+        ({"supports_coalescing": False}, "supports_coalescing"),
+        ({"options": SimpleNamespace(_timeout=600)}, "options._timeout"),
+        ({"_add_ephemeral_timeout": None}, "_add_ephemeral_timeout"),
+    ],
+)
+def test_another_nccl_of_torchs_has_to_offer_as_much(offers: dict[str, Any], missing: str) -> None:
+    """From torch 2.15 on "nccl" is ProcessGroupNCCL2: what it lacks is found before it is needed."""
+    whole = {
+        "supports_coalescing": True,
+        "options": SimpleNamespace(_timeout=timedelta(minutes=10)),
+        "_add_ephemeral_timeout": print,
+    }
+    held = whole | offers if offers else {}
+    backend = SimpleNamespace(**{name: it for name, it in held.items() if it is not None})
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    said = pytest.raises(sm.ExchangeError, match=f"lacks {missing}, .*TORCH_DIST_USE_NCCL2=0")
+    with mock.patch.object(compat, "backend_of", return_value="nccl"), said:
+        wire.NcclWire(group, 1.0)
+    backend.wrapped_pg = SimpleNamespace(**whole)
+    assert compat.find_missing(group) == ("SimpleNamespace", [])
 
 
 def test_what_torch_raises_is_a_rank_s_failure(pool: Pool) -> None:

@@ -58,6 +58,12 @@ def test_kinds() -> None:
         f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
     }
     assert [name for name in dtypes.ITEMSIZE if dtypes.is_bool(name)] == ["bool"]
+    halves = {"complex32", "bcomplex32"}
+    assert {n for n in dtypes.ITEMSIZE if dtypes.is_complex(n)} == {
+        *halves,
+        "complex64",
+        "complex128",
+    }
 
 
 def test_errors(fails) -> None:
