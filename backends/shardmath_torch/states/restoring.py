@@ -40,7 +40,7 @@ from shardmath_torch.states.memory import (
 )
 from shardmath_torch.states.modules import Model
 from shardmath_torch.states.optimizers import UNVALUED, is_here, lay_out_state
-from shardmath_torch.states.values import KINDS, Extra, rebuild
+from shardmath_torch.states.values import KINDS, Extra, move_tensors, rebuild
 from shardmath_torch.states.wrappers import list_inner
 
 __all__ = [
@@ -372,6 +372,10 @@ def _finish_state(model: Model, goal: Goal) -> None:
         kept = {}
         if is_here(model, name):
             for key, entry in entries.items():
-                kept[key] = entry.value if isinstance(entry, Value) else held[key]
+                if isinstance(entry, Value):
+                    # JSON has no devices: where torch's own load_state_dict puts tensors in lists.
+                    kept[key] = move_tensors(entry.value, parameter.device)
+                else:
+                    kept[key] = held[key]
         if kept:
             states[parameter] = kept

@@ -51,6 +51,7 @@ __all__ = [
     "code_value",
     "decode_value",
     "list_tensors",
+    "move_tensors",
     "pack_extra",
     "plain_of",
     "rebuild",
@@ -243,6 +244,17 @@ def list_tensors(value: object) -> list[Tensor]:
             seen[id(one)] = one
             left += one.values() if isinstance(one, dict) else one
     return found
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """The value, with its tensors on that device, in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: move_tensors(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return rebuild(value, (move_tensors(item, device) for item in value))
+    return value
 
 
 # Extra states

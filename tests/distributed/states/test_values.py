@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.states import training
 from shardmath_torch.states.memory import has_same_bits
-from shardmath_torch.states.values import code_value, decode_value
+from shardmath_torch.states.values import code_value, decode_value, list_tensors, move_tensors
 from tests.distributed.tasks.states import freed
 
 KEPT: dict[str, Any] = {
@@ -60,6 +60,13 @@ def test_tensors_come_back(case: str) -> None:
     tensor = TENSORS[case]()
     found = decode_value(json.loads(json.dumps(code_value(tensor, "it"))))
     assert has_same_bits(found, tensor)
+
+
+def test_tensors_in_values_go_to_their_parameter() -> None:
+    """JSON has no devices; the history of LBFGS is on that of its parameters."""
+    found = move_tensors([({"a": torch.ones(2)}, 1), torch.ones(())], torch.device("meta"))
+    assert [tensor.device.type for tensor in list_tensors(found)] == ["meta", "meta"]
+    assert found[0][1] == 1 and type(found[0]) is tuple
 
 
 def test_nan_comes_back() -> None:
