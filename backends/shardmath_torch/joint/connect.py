@@ -33,6 +33,7 @@ from shardmath_torch.joint.meeting import Address, meet_at, read_where
 from shardmath_torch.joint.rendezvous import LEFT, Met, Seat, meet
 from shardmath_torch.joint.steps import carry_out
 from shardmath_torch.joint_group import BACKENDS, JointGroup, make_channel
+from shardmath_torch.stores import apart_from
 
 __all__ = ["call_off", "connect", "disconnect"]
 
@@ -207,7 +208,7 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     def act() -> None:
         # Whatever goes wrong, the store is lost.
         with suppress(Exception):
-            carry_out(rendezvous.leave(met, rank, size), compat.apart_from(store), 0.0)
+            carry_out(rendezvous.leave(met, rank, size), apart_from(store), 0.0)
 
     threads.start(act).join(LEAVING_S)
 
