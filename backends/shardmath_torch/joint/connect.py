@@ -52,8 +52,8 @@ LOOK_AGAIN_S = 0.02
 MOST = 2**31 - 1
 """Ranks, as torch counts them."""
 
-TRIED = "tried"
-"""Below a full meeting: the ranks that have connected to the others, or could not."""
+TRIED, FAILED = "tried", "failed"
+"""Below a full meeting: the ranks that have tried to connect to the others, and those that could not."""
 
 TOKEN_BYTES = 8
 
@@ -182,8 +182,10 @@ def _word_lost(store: Store, seat: Seat) -> str:
     among = plural(seat.size, "rank")
     until = time.monotonic() + GRACE_S
     try:
-        left = _read_ranks(store, LEFT)
-        notes.add_line(store, TRIED, str(seat.rank))
+        for key in (FAILED, TRIED):
+            notes.add_line(store, key, str(seat.rank))
+        # In this order: whoever fails says so before it leaves.
+        left = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
         while (tried := len(_read_ranks(store, TRIED))) < seat.size and time.monotonic() < until:
             time.sleep(LOOK_AGAIN_S)
         silent = set(range(seat.size)) - _read_ranks(store, TRIED)
