@@ -207,9 +207,9 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     """Have the store forget the group once all have left. Waits for a store that does not answer, but not long."""
 
     def act() -> None:
-        # Whatever goes wrong, the store is lost.
+        # Whatever goes wrong, the store is lost. Not over another connection, which torch would try to make for long.
         with suppress(Exception):
-            carry_out(rendezvous.leave(met, rank, size), compat.apart_from(store), 0.0)
+            carry_out(rendezvous.leave(met, rank, size), store, 0.0)
 
     threads.start(act).join(LEAVING_S)
 
