@@ -28,12 +28,16 @@ from shardmath.programs.messages import MOST_OPS
 from shardmath_nccl import batches
 from shardmath_nccl.batches import Message, start_batch, start_gather
 from shardmath_torch import compat
+from shardmath_torch.agreement import notes
 from shardmath_torch.agreement.wire import LATE, PeerFailure, check_is_torchs
 
 __all__ = ["NcclWire"]
 
 LOOK_AGAIN_S = 0.0002
 """Seconds between two looks at whether a group is done."""
+
+HERE = "shardmath/here"
+"""In the group's store: the ranks that have come, one per line."""
 
 MEET_AGAIN_S = 0.01
 """Seconds between two looks at whether all ranks are there, which ask the store."""
@@ -193,14 +197,12 @@ class NcclWire:
         store = compat.store_of(self._group)
         if store is None or self._group in _met:
             return
-        keys = {rank: f"shardmath/here/{rank}" for rank in self._ranks}
         until = time.monotonic() + patience
         with _blame():
-            store.set(keys[compat.rank_in(self._group)], "")
-            while not store.check(list(keys.values())):
+            notes.add_line(store, HERE, str(compat.rank_in(self._group)))
+            while absent := set(self._ranks) - set(map(int, notes.read_lines(store, HERE))):
                 if time.monotonic() > until:
-                    absent = (rank for rank, key in keys.items() if not store.check([key]))
-                    raise PeerFailure(next(absent, None), LATE)
+                    raise PeerFailure(min(absent), LATE)
                 time.sleep(MEET_AGAIN_S)
         _met.add(self._group)
 

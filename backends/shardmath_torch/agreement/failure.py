@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from shardmath_torch.agreement import threads
+from shardmath_torch.agreement import notes, threads
 from shardmath_torch.agreement.wire import says_ended
 from shardmath_torch.compat import Store
 from shardmath_torch.stores import apart_from
@@ -120,7 +120,8 @@ class FailureDetector:
         try:
             if self.store is not None:
                 store = apart_from(self.store)
-                store.set(self._key_of(self.rank, "failed"), json.dumps(asdict(mine)))
+                said = json.dumps([self.rank, asdict(mine)])
+                notes.add_line(store, self._key_of("failed"), said)
                 reported.set()
                 self._collect(store, mine)
                 self._wait_for_readers(store)
@@ -129,9 +130,9 @@ class FailureDetector:
             pass
         reported.set()
 
-    def _key_of(self, rank: int, what: str) -> str:
-        """Where the store has what a rank says."""
-        return f"shardmath/{self.key}/{what}/{rank}"
+    def _key_of(self, what: str) -> str:
+        """Where the store has what ranks say, each in a line."""
+        return f"shardmath/{self.key}/{what}"
 
     def _collect(self, store: Store, mine: Report) -> None:
         """Read reports until all that can be expected are there."""
@@ -150,11 +151,9 @@ class FailureDetector:
 
     def _read_reports(self, store: Store) -> None:
         """Take what the store has by now."""
-        for rank in self.ranks:
-            key = self._key_of(rank, "failed")
-            # `get` waits for what is not there, hence `check` first.
-            if rank not in self.reports and store.check([key]):
-                self.reports[rank] = Report(**json.loads(store.get(key)))
+        for line in notes.read_lines(store, self._key_of("failed")):
+            rank, report = json.loads(line)
+            self.reports.setdefault(rank, Report(**report))
 
     def _has_enough(self) -> bool:
         """Whether all have reported but those who are blamed, at least one; of two ranks, the other one is."""
@@ -165,9 +164,10 @@ class FailureDetector:
 
     def _wait_for_readers(self, store: Store) -> None:
         """As the store's host, stay until all who reported have read the others' reports."""
-        store.set(self._key_of(self.rank, "read"), "")
+        notes.add_line(store, self._key_of("read"), str(self.rank))
         deadline = time.monotonic() + self.grace / 5
         while self.host == self.rank and time.monotonic() < deadline:
-            if all(store.check([self._key_of(rank, "read")]) for rank in self.reports):
+            readers = notes.read_lines(store, self._key_of("read"))
+            if set(map(str, self.reports)) <= set(readers):
                 return
             time.sleep(LOOK_AGAIN_S)

@@ -33,7 +33,6 @@ from shardmath_torch.joint.meeting import Address, meet_at, read_where
 from shardmath_torch.joint.rendezvous import LEFT, Met, Seat, meet
 from shardmath_torch.joint.steps import carry_out
 from shardmath_torch.joint_group import BACKENDS, JointGroup, make_channel
-from shardmath_torch.stores import apart_from
 
 __all__ = ["call_off", "connect", "disconnect"]
 
@@ -53,8 +52,8 @@ LOOK_AGAIN_S = 0.02
 MOST = 2**31 - 1
 """Ranks, as torch counts them."""
 
-TRIED = "tried"
-"""Below a full meeting: the ranks that have connected to the others, or could not."""
+TRIED, FAILED = "tried", "failed"
+"""Below a full meeting: the ranks that have tried to connect to the others, and those that could not."""
 
 TOKEN_BYTES = 8
 
@@ -183,8 +182,10 @@ def _word_lost(store: Store, seat: Seat) -> str:
     among = plural(seat.size, "rank")
     until = time.monotonic() + GRACE_S
     try:
-        left = _read_ranks(store, LEFT)
-        notes.add_line(store, TRIED, str(seat.rank))
+        for key in (FAILED, TRIED):
+            notes.add_line(store, key, str(seat.rank))
+        # In this order: whoever fails says so before it leaves.
+        left = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
         while (tried := len(_read_ranks(store, TRIED))) < seat.size and time.monotonic() < until:
             time.sleep(LOOK_AGAIN_S)
         silent = set(range(seat.size)) - _read_ranks(store, TRIED)
@@ -206,9 +207,9 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     """Have the store forget the group once all have left. Waits for a store that does not answer, but not long."""
 
     def act() -> None:
-        # Whatever goes wrong, the store is lost.
+        # Whatever goes wrong, the store is lost. Not over another connection, which torch would try to make for long.
         with suppress(Exception):
-            carry_out(rendezvous.leave(met, rank, size), apart_from(store), 0.0)
+            carry_out(rendezvous.leave(met, rank, size), store, 0.0)
 
     threads.start(act).join(LEAVING_S)
 

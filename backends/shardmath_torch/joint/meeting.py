@@ -60,7 +60,7 @@ def _is_host(text: str) -> bool:
         text.encode("idna")
     except UnicodeError:
         return False
-    return 0 < len(text) <= LONGEST_HOST and text.isprintable()
+    return len(text) <= LONGEST_HOST and text.isprintable() and text.split() == [text]
 
 
 def _is_port(text: str) -> bool:
@@ -90,7 +90,9 @@ def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[
 
 def _open(address: Address, serves: bool, until: float) -> Store:
     """The store at the address, served by this process or another."""
-    if not serves:
+    if serves:
+        _check_known(address)
+    else:
         _knock(address, until)
     left = max(LEAST_S, until - time.monotonic())
     try:
@@ -107,9 +109,15 @@ def _open(address: Address, serves: bool, until: float) -> Store:
     except RuntimeError as error:
         if not serves:
             raise _make_lost_error(address, error) from error
-        what = f"rank 0 cannot serve a store at {address}"
-        fix = "give an address of its own with a free port, or a store that is served already"
-        raise ExchangeError(f"{what}: {_first_line(error)}; {fix}") from error
+        raise _make_serving_error(address, error) from error
+
+
+def _check_known(address: Address) -> None:
+    """Raises ExchangeError for a host of no address: torch would look it up again and again, twice as long as told."""
+    try:
+        socket.getaddrinfo(*address)
+    except OSError as error:
+        raise _make_serving_error(address, error) from error
 
 
 def _knock(address: Address, until: float) -> None:
@@ -123,6 +131,12 @@ def _knock(address: Address, until: float) -> None:
             if left <= 0:
                 raise _make_lost_error(address, error) from error
         time.sleep(LOOK_AGAIN_S)
+
+
+def _make_serving_error(address: Address, error: Exception) -> ExchangeError:
+    what = f"rank 0 cannot serve a store at {address}"
+    fix = "give an address of its own with a free port, or a store that is served already"
+    return ExchangeError(f"{what}: {_first_line(error)}; {fix}")
 
 
 def _make_lost_error(address: Address, error: Exception) -> ExchangeError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.agreement.notes import add_line
+from shardmath_torch.joint import connect as connecting
+from shardmath_torch.joint.rendezvous import Seat
 from tests.distributed.pool import Lost, Pool, alone, free_port
 from tests.distributed.tasks import joint
 from tests.distributed.tasks.breaks import ends
@@ -147,7 +153,9 @@ def test_ranks_that_do_not_come() -> None:
 def test_two_processes_of_one_rank() -> None:
     """Are told so, and so are the others, long before the time is over."""
     found = ask([(0, 3, 20.0), (1, 3, 20.0), (1, 3, 20.0)], address())
-    assert any("two processes give rank 1; give each process" in said for said, _ in found), found
+    assert any(
+        "two processes give rank 1; give each process its own rank" in said for said, _ in found
+    ), found
     assert all(said and took < 15.0 for said, took in found), found
 
 
@@ -191,6 +199,18 @@ def test_a_forked_child_is_refused() -> None:
         ({"backend": ["gloo"]}, "backend=['gloo']; pass"),
         ({"timeout": 0}, "timeout=0 is not a time to wait"),
         ({"name": 3}, "name=3 is not a text"),
+        ({"name": "\ud800"}, "name='\\ud800' has half a surrogate pair at character 0; pass"),
+        ({"run": 7}, "run=7 is not a text"),
+        ({"rank": True}, "rank is True; give an integer"),
+        ({"rank": 0.0}, "rank is 0.0; give an integer"),
+        ({"size": -1}, "rank=0 is not in a group of size=-1"),
+        ({"size": 2**31}, "size=2147483648; torch has groups of at most 2147483647 ranks"),
+        ({"where": f"{'a' * 300}:80"}, "is not a place to meet"),
+        ({"where": "..:80"}, "where='..:80' is not a place to meet"),
+        ({"where": "a b:80"}, "is not a place to meet"),
+        ({"where": "\ud800:80"}, "is not a place to meet"),
+        ({"where": "\0:80"}, "is not a place to meet"),
+        ({"where": f"a:{'1' * 5000}"}, "is not a place to meet"),
     ],
 )
 def test_bad_arguments_are_errors_at_once(given: dict[str, Any], what: str) -> None:
@@ -217,3 +237,73 @@ def test_a_store_of_the_caller_s() -> None:
     for group in (first, second):
         assert smt.digest(layout, ONES, group=group) == sm.digest_of(layout, {0: ONES.numpy()})
         smt.disconnect(group)
+    assert store.num_keys() == 0
+
+
+def test_a_host_of_no_address() -> None:
+    """Is an error at once on rank 0, which would serve there; torch takes twice the time that it is given."""
+    start = time.monotonic()
+    said = ends(lambda: smt.connect("nowhere.invalid:29600", 0, 2, timeout=20.0))
+    assert time.monotonic() - start < 15.0
+    assert said.startswith("rank 0 cannot serve a store at nowhere.invalid:29600: ")
+
+
+def test_a_large_size_takes_no_longer() -> None:
+    """Ranks that are absent are not asked for one by one."""
+    store = dist.HashStore()
+    start = time.monotonic()
+    said = ends(lambda: smt.connect(store, 0, 4_000_000, timeout=0.2))
+    assert time.monotonic() - start < 5.0
+    assert said.startswith("ranks 1-3999999 of 4000000 ranks did not come in time")
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_nothing_is_left_in_the_store(kind: str, tmp_path: Path) -> None:
+    """Once all have disconnected, and where ranks do not come, or come to a rank that has left."""
+    where = make_store(kind, tmp_path)
+    before = where.num_keys()
+    other = [smt.connect(where, 0, 1, name="other")]
+
+    def join(rank: int) -> str:
+        group = smt.connect(where.clone(), rank, 3, timeout=20.0)
+        run = group.run
+        smt.disconnect(group)
+        return run
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(join, range(3)))) == 1
+    for rank in range(2):
+        assert "did not come in time" in ends(lambda: smt.connect(where, rank, 2, timeout=0.1))  # noqa: B023
+    smt.disconnect(other.pop())
+    assert where.num_keys() == before + (kind == "file"), where.list_keys()
+
+
+def make_store(kind: str, folder: Path) -> Any:
+    if kind == "hash":
+        return dist.HashStore()
+    if kind == "file":
+        # It counts what opens its file in a key that it adds to at its end.
+        return dist.FileStore(str(folder / "store"), -1)
+    if kind == "tcp":
+        return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.HashStore()
+    # torch's own `list_keys` of a PrefixStore fails where a key is its prefix.
+    store.set("mine", "")
+    return dist.PrefixStore("mine", store)
+
+
+@pytest.mark.parametrize(
+    ("failed", "what"),
+    [([], "rank 1 of 2 ranks left"), ([1], "a rank of 2 ranks could not be reached")],
+)
+def test_a_rank_that_left_is_told_from_one_that_failed(failed: list[int], what: str) -> None:
+    """To those who have met it, and cannot reach it."""
+    store = dist.HashStore()
+    add_line(store, "left", "1")
+    add_line(store, "tried", "1")
+    for rank in failed:
+        add_line(store, "failed", str(rank))
+    with mock.patch.object(connecting, "make_channel", side_effect=RuntimeError("closed")):
+        said = ends(lambda: connecting._make(store, Seat(0, 2, "gloo", "a"), 5.0, ""))
+    assert said.startswith(f"ranks met, and {what}: closed; see that they run")
