@@ -6,12 +6,12 @@
    waits for. So ranks have heard it before their next call, even if the process that served the store has ended.
 3. Who hears it in a later turn of the mover waits in vain, and gives up at once. A turn in which the rank took part
    goes on.
-4. The process that serves the store stays until the others have heard, at most LINGER_S.
+4. The process that serves the store stays until the others have heard, or have left the group, at most LINGER_S.
 
 >>> import torch.distributed as dist
 >>> store = dist.HashStore()
->>> Goodbyes(store, "group", rank=1, size=2).say("mover", 7, "it closed the mover")
->>> others = Goodbyes(store, "group", rank=0, size=2)
+>>> Goodbyes(store, "group", 1, (0, 1)).say("mover", 7, "it closed the mover")
+>>> others = Goodbyes(store, "group", 0, (0, 1))
 >>> others.look(1.0)
 >>> others.find("mover", 8), others.find("mover", 7), others.find("another", 8)
 ('rank 1 left: it closed the mover', '', '')
@@ -23,7 +23,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ WHOLE_GROUP = ""
 LOOK_AGAIN_S = 0.2
 """Between two looks: a goodbye is said once, and a look takes the store a tenth of a millisecond."""
 
-LINGER_S = 2.0
+LINGER_S = 1.0
 """What the process that serves the store gives the others to hear a goodbye."""
 
 SOON_S = 0.01
@@ -63,15 +63,17 @@ class Goodbyes:
     Its process `serves` the store, or another does.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, serves: bool = False) -> None:
+    def __init__(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool = False
+    ) -> None:
         # Held by whoever has the group: a store that is served here has to end with that.
         self._store = weakref.ref(store)
         self._name = name
         self._rank = rank
-        self._size = size
+        self._ranks = ranks
         self._serves = serves
         self._heard: dict[int, Goodbye] = {}
-        self.is_over = False
+        self._is_over = threads.make_bell()
 
     def say(self, key: str, after: int, why: str) -> None:
         """Leave the mover of this key, after the vote of that number. Never raises, and waits for nobody for long."""
@@ -84,11 +86,17 @@ class Goodbyes:
             store.set(self._key(f"goodbye/{number}"), json.dumps(mine))
             until = time.monotonic() + LINGER_S * self._serves
             while time.monotonic() < until:
-                if store.add(self._key(f"heard/{number}"), 0) >= self._size - 1:
+                self._read(store)
+                if all(self._has_heard(store, number, rank) for rank in self._ranks):
                     break
                 time.sleep(SOON_S)
 
         self._beside(write).join(2 * LINGER_S)
+
+    def _has_heard(self, store: Store, number: int, rank: int) -> bool:
+        """Whether the rank has heard that one, or does nothing more in the group."""
+        has_left = any(one[:2] == (rank, WHOLE_GROUP) for one in self._heard.values())
+        return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
         """Hear what there is to be heard, in at most so many seconds."""
@@ -113,13 +121,17 @@ class Goodbyes:
         return f"{show_ranks(sorted(left))} left: {left[first]}"
 
     def listen(self, act: Callable[[], bool]) -> None:
-        """Look, and `act` after each look, on a thread beside, until `act` gives False or this `is_over`."""
+        """Look, and `act` after each look, on a thread beside, until `act` gives False or this is ended."""
 
         def loop() -> None:
-            while act() and not threads.leaving.wait(LOOK_AGAIN_S) and not self.is_over:
+            while act() and not self._is_over.wait(LOOK_AGAIN_S):
                 self._read(self._open())
 
         self._beside(loop)
+
+    def end(self) -> None:
+        """Hear no more."""
+        self._is_over.set()
 
     def _beside(self, act: Callable[[], None]) -> threading.Thread:
         """Do it on a thread of its own, since a store may take its time."""
@@ -152,7 +164,7 @@ class Goodbyes:
             found = Goodbye(*json.loads(store.get(key)))
             self._heard[number] = found
             if found.lingers:
-                store.add(self._key(f"heard/{number}"), 1)
+                store.set(self._key(f"heard/{number}/{self._rank}"), "")
 
     def _key(self, what: str) -> str:
         return f"shardmath/{self._name}/{what}"

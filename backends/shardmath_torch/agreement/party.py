@@ -80,6 +80,12 @@ class Party:
     grace: float
     key: str = ""
 
+    @property
+    def timeout(self) -> float:
+        """Seconds for both."""
+        # A fifth of the grace is for what comes after it.
+        return self.patience + 1.2 * self.grace
+
     def with_own_key(self) -> Party:
         """The party under a key of its own: ranks have voted as often, so they find the same one."""
         return replace(self, key=str(self.turns.votes + 1))
@@ -177,7 +183,7 @@ class Party:
         if turns.goodbyes is not None or store is None or len(self.ranks) == 1:
             return
         serves = turns.host == self.rank
-        turns.goodbyes = Goodbyes(store, turns.nonce, self.rank, len(self.ranks), serves)
+        turns.goodbyes = Goodbyes(store, turns.nonce, self.rank, self.ranks, serves)
         # Not by this party, which keeps the group.
         known = weakref.ref(turns)
         turns.goodbyes.listen(lambda: _give_up_if_left(known()))

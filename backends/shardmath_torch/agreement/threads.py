@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["Errand", "leaving", "start"]
+__all__ = ["Errand", "leaving", "make_bell", "start"]
 
 LAST_SECONDS = 3.0
 """What they get at exit, all together: time for a call that a broken connection ends."""
@@ -39,6 +39,7 @@ leaving = threading.Event()
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _errands: weakref.WeakSet[Errand] = weakref.WeakSet()
+_bells: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
 def start(act: Callable[[], None]) -> threading.Thread:
@@ -47,6 +48,13 @@ def start(act: Callable[[], None]) -> threading.Thread:
     _started.add(thread)
     thread.start()
     return thread
+
+
+def make_bell() -> threading.Event:
+    """What its owner sets to end a thread beside that sleeps; set as the process is about to end, too."""
+    bell = threading.Event()
+    _bells.add(bell)
+    return bell
 
 
 def _nothing() -> None:
@@ -113,6 +121,8 @@ class Errand:
 def _wait_for_all() -> None:
     """At exit: tell the threads to leave, and wait a little."""
     leaving.set()
+    for bell in list(_bells):
+        bell.set()
     _join_all(LAST_SECONDS)
     left = [errand for errand in _errands if not errand.is_over]
     for errand in left:

@@ -271,7 +271,7 @@ class Turns:
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
             if self.goodbyes is not None:
-                self.goodbyes.is_over = True
+                self.goodbyes.end()
             yield
 
     def part(self, key: str, why: str) -> None:

@@ -44,13 +44,15 @@ LONGEST_GRACE_S = 5.0
 class Member(NamedTuple):
     """A mover as blocks see it: its group, a key that no other mover of the group has, and its name.
 
-    `agrees_once`: ranks may be in a move of it about which they are not asked.
+    `timeout` in seconds: what it was compiled with. `agrees_once`: ranks may be in a move of it about which they are
+    not asked.
     """
 
     group: compat.Group
     key: str
     name: str
     is_beside: bool
+    timeout: float
     agrees_once: bool = False
 
 
@@ -71,6 +73,7 @@ class Block:
         self._refusals = turns.heard.refusals
         self._keys: set[str] = set()
         self._agrees_once = any(one.agrees_once for one in named.values())
+        self._timeouts = [one.timeout for one in named.values()]
         self.entries: list[Entry] = []
         self.objection = ""
         self.is_open = True
@@ -98,7 +101,13 @@ class Block:
         """The move's bytes are here."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
+        self._timeouts.append(member.timeout)
         self.entries.append(entry)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for all ranks to come to its end: the longest of its movers'."""
+        return max(self._timeouts, default=DEFAULT_TIMEOUT_S)
 
     def close(self) -> None:
         """It is over: what has come beside destinations is let go of."""
@@ -152,33 +161,39 @@ def block_of(group: compat.Group) -> Block | None:
 
 
 @contextmanager
-def commit(*what: HasMember | compat.Group, timeout: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
+def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
     """All moves inside are put in place together as the block ends, on all ranks, or none is on any. Collective.
 
     `what` are the movers that move in it, compiled with commit="all", or their group (default: all ranks), for any of
-    them. `timeout`: seconds to wait for all ranks to come to the end. Raises ExchangeError on all ranks where one
-    leaves it by an exception or makes other moves; and for a block inside another of the group.
+    them. `timeout`: seconds to wait for all ranks to come to the end; the longest that its movers were compiled with
+    if not given. Raises ExchangeError on all ranks where one leaves it by an exception or makes other moves; and for a
+    block inside another of the group.
     """
     group, named = _read(what)
-    if not is_time(timeout):
+    if timeout is not None and not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
     if group in _here.blocks:
         raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
-    grace = min(LONGEST_GRACE_S, timeout / 5)
-    party = join(group, timeout - 1.2 * grace, grace)
     block = Block(turns_of(group), named)
     _here.blocks[group] = block
     try:
         try:
             yield
         except BaseException as error:
-            _leave(party, block, error)
+            _leave(_join(group, block, timeout), block, error)
             raise
         finally:
             _here.blocks.pop(group, None)
-        _end(party, block)
+        _end(_join(group, block, timeout), block)
     finally:
         block.close()
+
+
+def _join(group: compat.Group, block: Block, timeout: float | None) -> Party:
+    """This rank in the group, for the end of the block."""
+    limit = block.timeout if timeout is None else timeout
+    grace = min(LONGEST_GRACE_S, limit / 5)
+    return join(group, limit - 1.2 * grace, grace)
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:

@@ -139,8 +139,9 @@ class Mover(Leaving):
     def member(self) -> Member:
         """The mover as `commit` sees it. Raises ExchangeError for one that was closed."""
         self.check_open()
-        group, key = self._party.group, self._party.key
-        return Member(group, key, self._name, self._landing.is_beside, self._ready.agree == ONCE)
+        party, agrees_once = self._party, self._ready.agree == ONCE
+        is_beside = self._landing.is_beside
+        return Member(party.group, party.key, self._name, is_beside, party.timeout, agrees_once)
 
     @property
     def _name(self) -> str:
