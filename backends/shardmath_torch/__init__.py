@@ -21,6 +21,7 @@ data, scales = quantise(formats.MXFP8(), tensor)   # of any format, and dequanti
 digest(layout, tensor)                      # a number for what all ranks hold, the same under every layout
 
 layout = from_dtensor(dtensor)              # what every rank really holds
+checkpointable(local, layout)               # a plain tensor that torch's own checkpoints take for a part
 other = redistribute(dtensor, target)       # any mesh to any mesh, differentiable
 
 save(path, tensors, layouts)                # what ranks hold, every element once
@@ -52,6 +53,7 @@ from shardmath_torch.movers.mover import Mover
 from shardmath_torch.observing.bars import progress_bar
 from shardmath_torch.observing.moved import Moved
 from shardmath_torch.observing.tracing import trace
+from shardmath_torch.parts.checkpointable import checkpointable
 from shardmath_torch.refits.recording import record
 from shardmath_torch.refits.refit import Refit
 from shardmath_torch.states.training import load_state, save_state, state_of
@@ -71,6 +73,7 @@ __all__ = [
     "Refit",
     "TransformedMover",
     "amax",
+    "checkpointable",
     "commit",
     "compile",
     "compile_changes",

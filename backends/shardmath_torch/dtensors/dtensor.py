@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -74,8 +74,8 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
 
-Ask: TypeAlias = Callable[[Mapping[str, DTensor]], dict[str, dict[int, Shape]]]
-"""Gives the local shapes on all ranks of each tensor's mesh, by name and rank."""
+Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]]]
+"""Gives what ranks have of tensors, by name and rank: of DTensors the local shapes on all ranks of the mesh."""
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:

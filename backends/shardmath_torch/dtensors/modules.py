@@ -2,7 +2,7 @@
 
 1. After `parallelize_module` and `fully_shard` the parameters of a module are DTensors, some of
    whose placements have two readings; those that nobody divided are plain tensors, the same on
-   every rank.
+   every rank, or say themselves which part they are (`parts.checkpointable`).
 2. All ranks get the same layouts. A parameter that lies on a part of the mesh of the others, as one
    that only FSDP2 divides lies on this rank's data-parallel group, is replicated along the axes
    that the part leaves out.
@@ -24,6 +24,7 @@ from shardmath.base.errors import LayoutError
 from shardmath.layouts.layout import Layout
 from shardmath_torch import compat
 from shardmath_torch.dtensors.dtensor import Ask, from_dtensors
+from shardmath_torch.parts.checkpointable import from_boxes
 
 __all__ = ["SHAPELESS", "lay_out", "layout_of", "lift"]
 
@@ -38,9 +39,11 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     until `module.reshard()`.
 
     Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
-    DTensors', or all ranks of the default group. Collective over the ranks of the DTensors' meshes
-    where placements have two readings that differ. Raises LayoutError for a parameter whose local
-    shape fits no reading, and for one of a lazy module that has not run yet, naming it.
+    DTensors', or all ranks of the default group. Those that say which part they are, as torch's
+    CheckpointableTensor does, are that part, and the call is collective over the default group.
+    It is collective over the ranks of the DTensors' meshes where placements have two readings
+    that differ. Raises LayoutError for a parameter whose local shape fits no reading, and for one
+    of a lazy module that has not run yet, naming it.
     """
     return lay_out(module, mesh)
 
@@ -50,7 +53,8 @@ def lay_out(
 ) -> dict[str, Layout]:
     """The same; where `ask` knows how DTensors lie, nobody else is asked."""
     parameters = _list_parameters(module)
-    divided = from_dtensors({n: p for n, p in parameters.items() if isinstance(p, DTensor)}, ask)
+    dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+    divided = from_dtensors(dtensors, ask) | from_boxes(parameters, ask)
     if mesh is None:
         mesh = _find_largest(divided.values()) or _mesh_of_world()
     layouts = {}

@@ -2,7 +2,8 @@
 
 1. Of a module it is parameters and persistent buffers, under its own names, or as transformers saves its models. Of a
    parameter with several names, the first is the tensor's, and the others are tied to it.
-2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors'.
+2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
+   says which part it is.
 3. Ranks ask each other where DTensors lie only when all are known to ask about the same.
 """
 
@@ -31,6 +32,7 @@ from shardmath_torch.dtensors.dtensor import Ask, from_dtensors, local_of
 from shardmath_torch.dtensors.modules import lift
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
+from shardmath_torch.parts.checkpointable import from_boxes, is_checkpointable, read_boxes
 from shardmath_torch.states.memory import check_shaped
 from shardmath_torch.states.modules import Model, agree_on_model, ask_group
 
@@ -111,6 +113,8 @@ def describe_source(
     for name, tensor in source.items():
         if isinstance(tensor, DTensor):
             said[repr(name)] = f"a DTensor of {_describe_dtensor(tensor)}"
+        elif is_checkpointable(tensor):
+            said[repr(name)] = f"part of {list(read_boxes(name, tensor).shape)}"
     return said
 
 
@@ -190,25 +194,29 @@ def _lay_out_dtensors(
 ) -> Source:
     """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
-    layouts = dict(from_dtensors(divided, ask))
+    layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
     plain_on = mesh or _find_mesh(layouts, group)
     # As a module's are: one of a part of the mesh is on all of it, the same on each part.
     layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
     rank = compat.rank_or_0()
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
-                local[name] = local_of(tensor)
-            continue
-        if rank not in plain_on:
-            what = f"rank {rank} has {name!r}, and is not on the mesh {plain_on}"
-            fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
-            raise CheckpointError(f"{what}; {fix}")
-        local[name] = tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        layouts[name] = Layout(tuple(tensor.shape), plain_on, {}, dtype=dtype)
+        if name not in layouts:
+            layouts[name] = _lay_out_plain(name, tensor, plain_on)
+        if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
+            local[name] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return Source(local, read_windows(layouts, CheckpointError), {}, {})
+
+
+def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:
+    """The layout of a tensor that is the same on all ranks of the mesh. Raises CheckpointError if this rank is not."""
+    rank = compat.rank_or_0()
+    if rank not in mesh:
+        what = f"rank {rank} has {name!r}, and is not on the mesh {mesh}"
+        fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
+        raise CheckpointError(f"{what}; {fix}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Layout(tuple(tensor.shape), mesh, {}, dtype=dtype)
 
 
 def _find_mesh(layouts: Mapping[str, Layout], group: Group | None) -> Mesh:

@@ -3,7 +3,7 @@
 1. Nothing is copied: a slot's tensor is the storage of a parameter or a buffer.
 2. A parameter with several names has one slot, under the first. Names that `torch.compile` and
    activation checkpointing add are left out.
-3. What is plain is the same on all ranks of a mesh; DTensors lie as `layout_of` says.
+3. What is plain is the same on all ranks of a mesh, unless it says which part it is; DTensors lie as `layout_of` says.
 4. Where placements may stand for two layouts, the local shapes of other ranks tell which. A module's DTensors may be on
    several meshes, each with groups of its own; of these a rank that has failed cannot be heard. So all ranks of the
    group of the call are asked at once.
@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,6 +33,12 @@ from shardmath_torch.dtensors.placements import Shape
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import gather_all, is_alone, on_all, share_of
+from shardmath_torch.parts.checkpointable import (
+    Boxes,
+    is_checkpointable,
+    keep_boxes,
+    read_boxes,
+)
 from shardmath_torch.states.memory import (
     Spot,
     check_shaped,
@@ -86,14 +92,21 @@ class Description(NamedTuple):
         tensors = self.parameters | self.buffers
         said = {}
         for name, tensor in tensors.items():
-            divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
-            said[repr(name)] = f"{tensor.dtype}{list(tensor.shape)}{divided}"
+            said[repr(name)] = _describe_tensor(name, tensor)
         said |= {repr(name): "an extra state" for name in self.extra}
         for names in self.names.values():
             if len(names) > 1:
                 said |= {f"the first name of {name!r}": repr(names[0]) for name in names}
         said["the order of its tensors"] = digest(list(tensors))[:12]
         return said
+
+
+def _describe_tensor(name: str, tensor: Tensor) -> str:
+    """What has to be the same of it on all ranks."""
+    if is_checkpointable(tensor):
+        return f"part of {tensor.dtype}{list(read_boxes(name, tensor).shape)}"
+    divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tensor.dtype}{list(tensor.shape)}{divided}"
 
 
 class Model(NamedTuple):
@@ -235,6 +248,7 @@ def _lay_out_buffers(
     listed = nn.ParameterList()
     for buffer in buffers.values():
         parameter = nn.Parameter(buffer.detach(), requires_grad=False)
+        keep_boxes(buffer, parameter)
         listed.append(parameter)
     own_names = list(buffers)
     layouts = lay_out(listed, mesh, _rename(ask, lambda place: own_names[int(place)]))
@@ -255,37 +269,39 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """The local shapes of these tensors on all ranks of the group, gathered now; None where none is a DTensor.
+    """The local shapes of these DTensors, and the boxes of checkpointable tensors, on all ranks of the group, gathered
+    now; None where there are neither.
 
-    All ranks are known to have DTensors of the same names. Raises CheckpointError where one is gone.
+    All ranks are known to have both under the same names. Raises CheckpointError where one is gone.
     """
-    mine: dict[str, Shape] = {}
+    mine: dict[str, Shape | Boxes] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             mine[name] = tuple(local_of(tensor).shape)
+        elif is_checkpointable(tensor):
+            mine[name] = read_boxes(name, tensor)
     if not mine or is_alone():
         return None
     _, count = share_of(group)
-    said = gather_all("find out how its DTensors lie", mine, count, group)
+    said = gather_all("find out how its tensors lie", mine, count, group)
     ranks = ranks_of(compat.group_of(group))
-    shapes: dict[int, dict[str, Shape]] = dict(zip(ranks, said, strict=True))
+    held: dict[int, dict[str, Any]] = dict(zip(ranks, said, strict=True))
 
-    def ask(unsure: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]]:
-        return {name: _find_shapes(name, tensor, shapes) for name, tensor in unsure.items()}
+    def ask(unsure: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
+        return {name: _find_held(name, tensor, held) for name, tensor in unsure.items()}
 
     return ask
 
 
-def _find_shapes(
-    name: str, tensor: DTensor, shapes: Mapping[int, Mapping[str, Shape]]
-) -> dict[int, Shape]:
-    """The local shapes of a tensor on the ranks of its mesh. Raises CheckpointError where one is not of the group."""
+def _find_held(name: str, tensor: Tensor, held: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+    """What ranks said of a tensor, those of a DTensor's mesh or all. Raises CheckpointError if the group lacks one."""
     found = {}
-    for rank in mesh_of(tensor.device_mesh).ranks:
-        if rank not in shapes:
-            what = f"tensor {name!r} is on rank {rank} too, the group has {sorted(shapes)[:8]}"
+    ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else held
+    for rank in ranks:
+        if rank not in held:
+            what = f"tensor {name!r} is on rank {rank} too, the group has {sorted(held)[:8]}"
             raise CheckpointError(f"{what}; give a group of all ranks that hold it")
-        found[rank] = shapes[rank][name]
+        found[rank] = held[rank][name]
     return found
 
 
@@ -294,7 +310,7 @@ def _rename(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
     if ask is None:
         return None
 
-    def asked(unsure: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]]:
+    def asked(unsure: Mapping[str, Tensor]) -> dict[str, Mapping[int, Any]]:
         own = {spell(name): tensor for name, tensor in unsure.items()}
         answers = ask(own)
         return {name: answers[spell(name)] for name in unsure}

@@ -1,9 +1,9 @@
 """Optimizers: this rank's memory of what they hold for the parameters of a module, with layouts.
 
 1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
-   other state of plain parameters, are replicated. Of other state of DTensors it is not known what
-   a rank holds: that is an error, of tensors in lists, tuples and dicts too, and also where state of a plain parameter
-   would become that of a DTensor.
+   other state of plain parameters, are replicated. Of other state of DTensors, and of plain parameters that say which
+   part they are, it is not known what a rank holds: that is an error, of tensors in lists, tuples and dicts too, and
+   also where state of a plain parameter would become that of a DTensor.
 2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
    of a group, such as a learning rate.
 3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
@@ -31,6 +31,7 @@ from shardmath.layouts.layout import Layout
 from shardmath_torch.compat import rank_or_0
 from shardmath_torch.files.json_text import shown
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.parts.checkpointable import is_checkpointable
 from shardmath_torch.states.index import (
     Entries,
     Entry,
@@ -325,7 +326,8 @@ def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
             is_known = not any(tensor.ndim for tensor in list_tensors(value))
         case Like():
             return
-    if isinstance(parameter, DTensor) and not is_known:
+    is_part = isinstance(parameter, DTensor) or is_checkpointable(parameter)
+    if is_part and not is_known:
         raise CheckpointError(_word_unknown(entry, parameter, name, key))
 
 

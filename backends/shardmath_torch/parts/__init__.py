@@ -1,0 +1,6 @@
+"""Parts: plain tensors that say themselves which part of a larger tensor they are.
+
+In reading order:
+
+- `checkpointable`: torch's CheckpointableTensor as a layout, and back.
+"""
