@@ -5,8 +5,8 @@
    of a binade saturate. Of E5M2 these are 57344 and 15.
 2. **Zero and tiny blocks** (amax up to 2^-127 times 448) have byte 0, which is 2^-127 and no zero; their data are exact
    multiples of it. Zeros keep their signs.
-3. By `rceil` **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes the
-   largest number, and the block's byte is 254, where all finite numbers become 0; the product is infinite again.
+3. By `rceil` **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes
+   the largest number, and the block's byte is 254, where all finite numbers become 0; the product is infinite again.
    By `floor` a block with either has byte 255, which is NaN, and so are all of its data (torchao main 050515e8).
 4. Data are x times 2^(127 - b), which is exact, rounded to nearest, ties to even, saturated.
 5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).

@@ -91,7 +91,7 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """The largest in each block of what `take` gave of a tensor, shaped as by `take_shared`; that of NaN is `nan`."""
+        """The largest in each block of what `take` gave, shaped as by `take_shared`; that of NaN is `nan`."""
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
