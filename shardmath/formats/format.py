@@ -77,6 +77,11 @@ class Format(ABC):
         return 1 if not sizes or sizes[-1] is None else sizes[-1]
 
     @property
+    def nan_magnitude(self) -> float:
+        """What NaN counts as in amaxes, which are never NaN: 0, or infinite where it spoils its block."""
+        return 0
+
+    @property
     def padding(self) -> tuple[int, int]:
         """The last two dimensions of the scales are stored as multiples of these by kernels that want padding."""
         return 1, 1
@@ -209,7 +214,8 @@ class Format(ABC):
         `x` is what is in the box, and without the other two the whole tensor. Raises FormatError.
         """
         values = read_array(x, "float32", "x")
-        return self._read_window(values.shape, where, shape).amax(values)
+        window = self._read_window(values.shape, where, shape)
+        return window.amax(values, self.nan_magnitude)
 
     def quantise(
         self,
@@ -246,7 +252,7 @@ class Format(ABC):
             raise FormatError(
                 f"{what} of {self.blocks}, first block {at} of those it touches; {fix}"
             )
-        return window.amax(values)
+        return window.amax(values, self.nan_magnitude)
 
     def _quantise(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
         scales = self._make_scales(amax)

@@ -5,9 +5,9 @@
    of a binade saturate. Of E5M2 these are 57344 and 15.
 2. **Zero and tiny blocks** (amax up to 2^-127 times 448) have byte 0, which is 2^-127 and no zero; their data are exact
    multiples of it. Zeros keep their signs.
-3. **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes the largest
-   number, and the block's byte is 254 by `rceil`, where all finite numbers become 0, and 247 by `floor` (240 of E5M2),
-   where small ones do. The product is infinite again in both.
+3. By `rceil` **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes
+   the largest number, and the block's byte is 254, where all finite numbers become 0; the product is infinite again.
+   By `floor` a block with either has byte 255, which is NaN, and so are all of its data (torchao main 050515e8).
 4. Data are x times 2^(127 - b), which is exact, rounded to nearest, ties to even, saturated.
 5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).
 
@@ -37,6 +37,8 @@ BLOCK = 32
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
 MOST = 254
 """The largest byte that is a number."""
+NAN = 255
+"""The byte that is none, and the exponent of infinities."""
 SUBNORMAL = 0x40_0000
 """The fraction of 2^-127, as float32 has it."""
 
@@ -88,6 +90,11 @@ class MXFP8(Format):
         )
 
     @property
+    def nan_magnitude(self) -> float:
+        """Infinite by "floor", where a block with NaN is one with an infinity."""
+        return 0 if self.rounding == "rceil" else np.inf
+
+    @property
     def padding(self) -> tuple[int, int]:
         """As TransformerEngine allocates scales, so that they fill tiles."""
         return (128, 4) if self.axis == -1 else (4, 128)
@@ -97,7 +104,7 @@ class MXFP8(Format):
         return rule(self.element, amax)
 
     def _scale_down(self, values: Floats, scales: Array) -> Floats:
-        # 2^(127 - b) is the number of byte 254 - b.
+        # 2^(127 - b) is the number of byte 254 - b. Byte 255 is NaN, and 254 - 255 is 255 again.
         return values * decode_e8m0(MOST - scales)
 
     def _read_scales(self, scales: Array) -> Floats:
@@ -117,8 +124,9 @@ def round_up(element: Float, amax: Floats) -> Codes:
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """OCP's bytes: the exponent of amax less that of the largest number."""
+    """OCP's bytes: the exponent of amax less that of the largest number; 255 of infinities."""
     bits = amax.view(np.uint32)
     field = (bits >> 23).astype(np.int32)
     codes = np.maximum(field - element.exponent, 0)
+    codes[field == NAN] = NAN
     return codes.astype(np.uint8)

@@ -111,10 +111,10 @@ class Window:
         is_cut: NDArray[np.bool_] = is_before | is_behind
         return is_cut
 
-    def amax(self, part: Floats) -> Floats:
-        """The largest magnitude in each block that it touches, of the numbers in the box."""
+    def amax(self, part: Floats, nan: float = 0) -> Floats:
+        """The largest magnitude in each block that it touches, of the numbers in the box; that of NaN is `nan`."""
         out = np.abs(part)
-        out[np.isnan(out)] = 0
+        out[np.isnan(out)] = nan
         for d in range(part.ndim):
             # Blocks of one position are their own largest.
             if self.blocks[d] > 1 and out.size:

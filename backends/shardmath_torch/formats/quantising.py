@@ -42,7 +42,7 @@ DTYPES = {
 
 
 def amax_of(format: Format, tensor: Tensor) -> Tensor:
-    """The largest magnitude of each block, float32, shaped as the scales; NaN counts as 0.
+    """The largest magnitude of each block, float32, shaped as the scales; NaN counts as `format.nan_magnitude`.
 
     Ranks whose cuts part blocks pass the largest over ranks of these to `quantise`. Raises FormatError.
     """
@@ -54,7 +54,7 @@ def amax_of(format: Format, tensor: Tensor) -> Tensor:
         torch.abs(magnitudes.copy_(slab.take(values)), out=magnitudes)
         shared = slab.take_shared(largest)
         # Of a block that is cut into slabs, the others count, too.
-        torch.maximum(shared, slab.amax(magnitudes), out=shared)
+        torch.maximum(shared, slab.amax(magnitudes, format.nan_magnitude), out=shared)
     return largest
 
 
@@ -110,7 +110,8 @@ class _Kernel:
             shared = slab.take_shared(self.scales)
             if not measured:
                 torch.abs(numbers, out=magnitudes)
-                shared.copy_(self.rule.make_scales(slab.amax(magnitudes)))
+                amaxes = slab.amax(magnitudes, self.format.nan_magnitude)
+                shared.copy_(self.rule.make_scales(amaxes))
             scaled = self.rule.scale_down(numbers, shared)
             round_into(self.format.element, scaled, slab.take(self.data, self.format.per_element))
 

@@ -35,6 +35,8 @@ SUBNORMAL = 0x40_0000
 """The bits of 2^-127."""
 MOST_BYTE = 254
 """The largest byte of E8M0 that is a number."""
+NAN_BYTE = 255
+"""The other one, and the exponent of infinities."""
 
 
 class Rule(ABC):
@@ -74,9 +76,10 @@ class _PowersOfTwo(Rule):
         return bits.clamp_(max=MOST_BYTE)
 
     def _round_down(self, amax: Tensor) -> Tensor:
-        """Exponents of amax, less that of the largest number."""
+        """Exponents of amax, less that of the largest number; of infinities the byte that is NaN."""
         fields = amax.contiguous().view(torch.int32) >> FRACTION
-        return fields.sub_(self.element.exponent).clamp_(min=0)
+        is_infinite = fields == NAN_BYTE
+        return fields.sub_(self.element.exponent).clamp_(min=0).masked_fill_(is_infinite, NAN_BYTE)
 
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
         # 2^(127 - b) is the number of byte 254 - b, and a product with it is exact.

@@ -90,12 +90,12 @@ class Slab:
                 shared = shared.unsqueeze(d + 1)
         return shared
 
-    def amax(self, magnitudes: Tensor) -> Tensor:
-        """The largest in each block of what `take` gave of a tensor, shaped as by `take_shared`. NaN counts as 0."""
+    def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
+        """The largest in each block of what `take` gave, shaped as by `take_shared`; that of NaN is `nan`."""
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
-            largest = self._reduce(magnitudes.nan_to_num(nan=0, posinf=math.inf))
+            largest = self._reduce(magnitudes.nan_to_num(nan=nan, posinf=math.inf))
         return largest
 
     def _reduce(self, magnitudes: Tensor) -> Tensor:

@@ -105,8 +105,13 @@ class Watch(TorchDispatchMode):
         dtype = self._find_dtype(tensor, into)
         if content is None or dtype is None:
             return Write(None, made)
+        operations = content.explain(dtype)
+        stored = self._stored.get(key_of(into), into.dtype)
+        if stored != dtype:
+            # No cast gives these numbers.
+            operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
         try:
-            return Write(tuple(content.read(tensor, into)), content.explain(dtype))
+            return Write(tuple(content.read(tensor, into)), operations)
         except (StoreError, RuntimeError):
             return Write(None, made)
 

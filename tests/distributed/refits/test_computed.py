@@ -106,6 +106,18 @@ def test_complex_numbers_have_two_parts(what: str, dtype: str) -> None:
         smt.record(load, shapes, into)
 
 
+@pytest.mark.parametrize("target", ["uint8", "float8_e5m2"])
+def test_bits_that_are_stored_as_another_type(target: str) -> None:
+    into = {"x": torch.zeros(4).to(getattr(torch, target))}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["x"].view(torch.uint8).copy_(given["w"].view(torch.uint8))
+
+    word = f"'x' is computed by bits of float8_e4m3fn seen as {target}"
+    with pytest.raises(sm.StoreError, match=word):
+        smt.record(load, {"w": ((4,), "float8_e4m3fn")}, into)
+
+
 LOSING = ["int32", "float8_e4m3fn", "bfloat16", "float16", "bool"]
 
 
