@@ -82,8 +82,8 @@ class TrainerInfo:
         """Whether this rank speaks to the engines."""
         return self.rank == 0
 
-    def tell(self, engine: int, meeting: str, trainer: str = "") -> dict[str, Any]:
-        """What the workers of an engine are told, so that they join; `trainer` tells this one from others."""
+    def tell(self, engine: int, meeting: str) -> dict[str, Any]:
+        """What the workers of an engine are told, so that they join."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -96,7 +96,6 @@ class TrainerInfo:
             timeout=self.timeout,
             max_inflight_bytes=self.max_inflight_bytes,
             transport=self.transport,
-            trainer=trainer,
         )
         return dict(vars(told))
 
@@ -140,7 +139,7 @@ def _read_limit(given: object) -> int | None:
 class Joining:
     """What a worker is told. Worker `i` of the engine has place `first + i` of `size`.
 
-    `trainer` is a text that no other meeting has: whose updates the worker takes from then on.
+    `meeting` is a text that no other meeting has: the worker takes updates of this one from then on.
     """
 
     address: str
@@ -153,12 +152,11 @@ class Joining:
     timeout: float
     max_inflight_bytes: int | None
     transport: str
-    trainer: str = ""
 
 
 @dataclass
 class Updating:
-    """What a worker is told of an update: its number, from 1 on, since the ranks met, and whose it is."""
+    """What a worker is told of an update: its number, from 1 on, since the ranks met, and the meeting."""
 
     number: int
-    trainer: str = ""
+    meeting: str = ""

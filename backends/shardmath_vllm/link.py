@@ -42,8 +42,13 @@ HEARD_S = 5.0
 """At most, for others to hear what went wrong."""
 
 
-def together(group: dist.ProcessGroup, what: str, act: Callable[[], _T]) -> _T:
-    """What `act` gives on this rank, once it was right on all. Raises ExchangeError with what was wrong on each."""
+def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
+    """What `act` gives on this rank, once it was right on all. Raises ExchangeError with what was wrong on each.
+
+    Without a group this rank is all, and raises what `act` does.
+    """
+    if group is None:
+        return act()
     made: list[_T] = []
     fault = _try(lambda: made.append(act()))
     faults = []

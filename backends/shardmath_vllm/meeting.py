@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,14 @@ import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.joint.connect import call_off
+from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told
 
-__all__ = ["Given", "Meeting"]
+__all__ = ["Given", "Meeting", "among_trainers"]
 
-DECLINING_S = 5.0
-"""For finding the others: this rank has an error to raise."""
+TRAINERS = "trainers"
+"""The name of their group, which may be used again: ranks of two groups never meet."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,22 @@ class Where(Protocol):
     def transport(self) -> str: ...
 
 
+@contextmanager
+def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
+    """A group of the trainer's ranks, within which they draw the meeting's name; None for a trainer of one.
+
+    Collective. Raises ExchangeError where one does not come.
+    """
+    if info.trainers == 1:
+        yield None
+        return
+    group = smt.connect(info.address, info.rank, info.trainers, timeout=info.timeout, name=TRAINERS)
+    try:
+        yield group
+    finally:
+        smt.disconnect(group)
+
+
 class Meeting:
     """A meeting of all ranks, by its name, and this rank's place in it."""
 
@@ -90,14 +107,6 @@ class Meeting:
         except BaseException:
             smt.disconnect(group)
             raise
-
-    def decline(self, why: str) -> None:
-        """Have nobody wait for this rank, which does not come to `join`, where there is somebody to be told."""
-        where = self._where
-        limit = min(DECLINING_S, where.timeout)
-        # Who has no store to look for this rank in is none who waits there.
-        with suppress(ExchangeError):
-            call_off(where.address, self._place, why, name=self._name, timeout=limit)
 
     def call_off(self, why: str) -> None:
         """Have nobody wait for ranks that do not come, while another thread is in `join`."""

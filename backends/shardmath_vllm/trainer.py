@@ -10,7 +10,6 @@ trainer.send_weights()                                          # on every rank,
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,14 +21,14 @@ from torch import Tensor
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import word_error
-from shardmath_torch.agreement.naming import word_objection
+from shardmath_torch.agreement.gather import gather
 from shardmath_torch.agreement.turns import as_main
 from shardmath_torch.refits.views import to_local
 from shardmath_vllm.calls import calling
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
-from shardmath_vllm.link import Link
-from shardmath_vllm.meeting import Given, Meeting
+from shardmath_vllm.link import Link, together
+from shardmath_vllm.meeting import Given, Meeting, among_trainers
 from shardmath_vllm.source import (
     Chunks,
     Source,
@@ -40,9 +39,6 @@ from shardmath_vllm.source import (
 )
 
 __all__ = ["Trainer"]
-
-_meetings = itertools.count(1)
-"""Numbers of meetings, which all ranks of a trainer count alike."""
 
 
 class Trainer:
@@ -76,30 +72,22 @@ class Trainer:
         """Meet the engines, of which each has a client. Collective over the trainer's ranks, and again after a failure.
 
         `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
-        Raises ExchangeError on all ranks, where one does not come, or its tensors do not fit those of the others;
-        ValueError for clients and ranks that are not those of `init_info`.
+        Raises ExchangeError on all ranks, where one does not come, or its arguments or its tensors do not fit those of
+        the others; a trainer of one rank raises ValueError or TypeError for its own arguments.
         """
-        # First, so that ranks count alike also where one of them then raises.
-        name = f"meeting {next(_meetings)}"
-        meeting = Meeting(init_info, name, init_info.rank)
-        try:
-            clients = _check_clients(client, init_info)
-            own = read_source(source, init_info.dtype)
-            _check_ranks(own, init_info)
-        except Exception as error:
-            if init_info.trainers > 1:
-                meeting.decline(f"place {init_info.rank} does not come: {word_objection(error)}")
-            raise
-        calls = []
-        # Names of meetings begin anew in each process of a trainer.
-        own_name = secrets.token_hex(8)
-        if init_info.is_sender:
+        with among_trainers(init_info) as ranks:
+            clients = together(ranks, "name its engines", lambda: _check_clients(client, init_info))
+            own = together(ranks, "read its source", lambda: _read(source, init_info))
+            # Drawn, and not counted: a process that was started anew has met no other.
+            name = gather(secrets.token_hex(8), ranks)[0] if ranks else secrets.token_hex(8)
+            meeting = Meeting(init_info, name, init_info.rank)
+            calls = []
             for engine, one in enumerate(clients):
-                told = init_info.tell(engine, name, own_name)
+                told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
-        with calling(calls, meeting.call_off, init_info.timeout):
-            link = meeting.join(Given(own.tell()))
-        return cls(client, own, link, own_name)
+            with calling(calls, meeting.call_off, init_info.timeout):
+                link = meeting.join(Given(own.tell()))
+        return cls(client, own, link, name)
 
     @property
     def is_sender(self) -> bool:
@@ -177,6 +165,13 @@ class Trainer:
         for number, name in refit.planned.trainer.natives(self.link.place):
             chunks[number][name] = held[number][name]
         return chunks
+
+
+def _read(given: Any, info: TrainerInfo) -> Source:
+    """What this rank holds. Raises ValueError where its ranks are not the trainer's."""
+    source = read_source(given, info.dtype)
+    _check_ranks(source, info)
+    return source
 
 
 def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,13 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from shardmath_vllm.workers.caches import drop_caches
+
+
+def test_vllm_still_sees_what_the_call_takes() -> None:
+    """A server's own process asks an engine's core by that."""
+    drop_caches()
+    taken = list(signature(EngineCore.collective_rpc).parameters)
+    assert taken == ["self", "method", "timeout", "args", "kwargs"]
 
 
 @pytest.mark.parametrize("backend", ["shardmath", "nccl"])

@@ -152,7 +152,7 @@ def test_an_engine_that_rebalances_experts_is_refused(
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
     engine.vllm_config = SimpleNamespace(quant_config=None)
-    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1, trainer="")
+    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1)
     if moves:
         with pytest.raises(StoreError, match="start the engine without it"):
             engine.init_transfer_engine(told)
@@ -166,7 +166,7 @@ def test_an_engine_that_has_joined_no_trainer() -> None:
     engine._link = None
     for kind in (RuntimeError, ExchangeError):
         with pytest.raises(kind, match="no trainer was joined"):
-            engine.receive_weights(SimpleNamespace(number=1, trainer=""))
+            engine.receive_weights(SimpleNamespace(number=1, meeting=""))
 
 
 def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:

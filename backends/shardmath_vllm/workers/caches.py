@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
@@ -32,6 +33,8 @@ def drop_caches() -> None:
 def _drop_after(ask: Callable[..., Any]) -> Callable[..., Any]:
     """`collective_rpc` that drops caches once workers were asked to take weights."""
 
+    # With its signature, by which vLLM converts what a server's process asks of it.
+    @wraps(ask)
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         try:
             return ask(self, method, *args, **named)

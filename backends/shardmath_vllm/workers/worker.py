@@ -66,7 +66,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         super().__init__(config, vllm_config, device, model)
         self._loading = Loading(model, vllm_config.model_config)
         self._link: Link | None = None
-        self._trainer = ""
+        self._meeting = ""
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
@@ -92,7 +92,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         given = Given(engine=init_info.engine, record=record, is_joint=is_joint)
         meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
         self._link = meeting.join(given)
-        self._trainer = init_info.trainer
+        self._meeting = init_info.meeting
 
     def start_weight_update(self) -> None:
         """Nothing: weights are taken back once all ranks have come to send and to receive others."""
@@ -112,7 +112,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         link = self._link
         if link is None:
             raise NotJoinedError("no trainer was joined; call init_weight_transfer_engine first")
-        if update_info.trainer != self._trainer:
+        if update_info.meeting != self._meeting:
             # Ranks of the one that was joined last have not come for this.
             raise ExchangeError(
                 "this engine has joined another trainer since; meet it again, by trainer_init"

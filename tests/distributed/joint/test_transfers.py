@@ -38,8 +38,8 @@ def test_workers_have_what_their_loaders_take(pool: Pool, lag: float) -> None:
 @pytest.mark.parametrize(
     ("how", "who", "why"),
     [
-        ("clients", ALL, "2 clients, and workers of 1 engines"),
-        ("source", ALL, "TrainerInfo has rank 1, and this is rank 0 of those"),
+        ("clients", OF_TRAINER, "2 clients, and workers of 1 engines"),
+        ("source", OF_TRAINER, "TrainerInfo has rank 1, and this is rank 0 of those"),
         ("init", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
         ("record", ALL, "place 2 could not record its loader: ArithmeticError"),
         ("start", OF_TRAINER, "place 0 could not start update 1: engine 0: ConnectionError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +11,28 @@ from unittest import mock
 
 import torch
 from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath.base.errors import ExchangeError
 from shardmath.recordings.pieces import Piece
 from shardmath.recordings.recorded import Native
-from shardmath_vllm import infos, trainer
+from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 
-__all__ = ["TIMEOUT_S", "TRAINERS", "WORKERS", "act", "finish_alone", "update_slowly"]
+__all__ = [
+    "TIMEOUT_S",
+    "TRAINERS",
+    "WORKERS",
+    "act",
+    "finish_alone",
+    "halves",
+    "second",
+    "update_slowly",
+]
 
 TRAINERS = 2
 WORKERS = 2
@@ -64,8 +75,9 @@ def _lagging(seconds: float) -> Iterator[None]:
 class _Client:
     """An engine whose workers are told what to do, but for what fails."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, port: int) -> None:
         self._how = how
+        self._key = f"told/{port}"
 
     def _tell(self, what: str) -> None:
         if self._how == what:
@@ -73,6 +85,7 @@ class _Client:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._tell("init")
+        _get_default_store().set(self._key, json.dumps(init_info))
 
     def start_weight_update(self) -> None:
         self._tell("start")
@@ -94,7 +107,7 @@ def _train(rank: int, port: int, how: str, made: list[Any]) -> None:
     info = sv.TrainerInfo(
         f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=rank, timeout=TIMEOUT_S
     )
-    clients = [_Client(how)] * (2 if how == "clients" else 1) if rank == 0 else []
+    clients = [_Client(how, port)] * (2 if how == "clients" else 1) if rank == 0 else []
     named = 0 if how == "source" and rank == 1 else None
     source = sv.Source(tensors, side, SHAPES, rank=named)
     met = sv.Trainer.trainer_init(info, client=clients, source=source)
@@ -110,14 +123,11 @@ def _train(rank: int, port: int, how: str, made: list[Any]) -> None:
 
 
 def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
-    # As trainers count them: a process of the pool may have been either.
-    name = f"meeting {next(trainer._meetings)}"
-    if how == "init":
+    if how in ("clients", "source", "init"):
+        # Nobody tells them.
         return
-    info = infos.TrainerInfo(
-        f"127.0.0.1:{port}", TRAINERS, workers=WORKERS, rank=0, timeout=TIMEOUT_S
-    )
-    told = infos.Joining(**info.tell(0, name))
+    said = _get_default_store().get(f"told/{port}")
+    told = infos.Joining(**json.loads(said))
 
     def record(trainers: Told) -> sm.Recorded:
         if how == "record" and rank == TRAINERS:
@@ -150,6 +160,26 @@ def _record(column: int, told: Told) -> sm.Recorded:
         natives.append(Native(name, (ROWS, 1), "float32", (piece,), "views", ""))
     shapes = tuple((name, shape, dtype) for name, (shape, dtype) in told.shapes.items())
     return sm.Recorded(shapes, tuple(natives))
+
+
+# A trainer's rank that was started anew
+
+
+def second(rank: int, port: int) -> str:
+    """What the second rank of a trainer raised, in a process that has met nobody before."""
+    held = torch.full((2, 2), 2.0)
+    info = sv.TrainerInfo(f"127.0.0.1:{port}", 2, workers=1, rank=1, timeout=TIMEOUT_S)
+    try:
+        sv.Trainer.trainer_init(info, client=[], source=halves(held)).send_weights()
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def halves(held: torch.Tensor) -> sv.Source:
+    """What a rank of two holds of a weight."""
+    side = {"weight": sm.Layout((4, 2), sm.Mesh(dp=2), "(dp n) m")}
+    return sv.Source({"weight": held}, side, {"weight": ((4, 2), "float32")})
 
 
 # An update that takes longer than ranks wait

@@ -13,8 +13,9 @@ from torch import nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
+from shardmath_vllm.trainer import _check_ranks
 from tests.distributed.pool import Pool, free_port
-from tests.distributed.tasks import gathered_sources
+from tests.distributed.tasks import gathered_sources, transfers
 from tests.distributed.transfer.plain_engine import PlainEngine
 
 TIMEOUT_S = 20.0
@@ -25,7 +26,9 @@ def make_module() -> nn.Module:
 
 
 def tell() -> sv.TrainerInfo:
-    return sv.TrainerInfo(f"127.0.0.1:{free_port()}", 1, workers=1, rank=0, timeout=TIMEOUT_S)
+    return sv.TrainerInfo(
+        f"127.0.0.1:{free_port()}", 1, workers=1, rank=0, timeout=transfers.TIMEOUT_S
+    )
 
 
 class Pair:
@@ -195,18 +198,40 @@ def test_other_parameters_than_were_met_with(
         assert torch.equal(one, before[name])
 
 
-def test_a_rank_that_raises_counts_its_meeting(pair: Pair) -> None:
-    """Else it would wait for the others in another meeting, now and for ever."""
-    from shardmath_vllm import trainer
-
-    before = next(trainer._meetings)
+def test_arguments_that_are_none(pair: Pair) -> None:
     with pytest.raises(ValueError, match="2 clients, and workers of 1 engines"):
         sv.Trainer.trainer_init(tell(), client=[pair.engine, pair.engine], source=pair.trained)
     with pytest.raises(ValueError, match="client is Sequential, which does not speak to an engine"):
         sv.Trainer.trainer_init(tell(), client=pair.trained, source=pair.trained)
     with pytest.raises(TypeError, match="source is int"):
         sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)
-    assert next(trainer._meetings) == before + 4
+
+
+def test_a_rank_that_was_started_anew_meets() -> None:
+    """The others have met before, and it has not: nobody counts."""
+    info = sv.TrainerInfo(
+        f"127.0.0.1:{free_port()}", 2, workers=1, rank=0, timeout=transfers.TIMEOUT_S
+    )
+    port = int(info.address.rpartition(":")[2])
+    engine = PlainEngine(nn.Linear(2, 4, bias=False))
+    met = []
+    for value in (1.0, 3.0):
+        other = Pool(1)
+        said: list[str] = []
+        thread = threading.Thread(target=lambda: said.extend(other.run(transfers.second, port)))  # noqa: B023
+        thread.start()
+        source = transfers.halves(torch.full((2, 2), value))
+        # The one before is kept, as where nobody knows yet that the other rank has died.
+        met.append(sv.Trainer.trainer_init(info, client=engine, source=source))
+        met[-1].send_weights()
+        thread.join()
+        other.close()
+        assert said == [""]
+        assert engine.module.get_parameter("weight").tolist() == [[value] * 2] * 2 + [[2.0] * 2] * 2
+    for one in met:
+        one.shutdown()
+    assert engine.link is not None
+    engine.link.leave()
 
 
 def test_what_fsdp_has_gathered(pool: Pool) -> None:
@@ -226,4 +251,4 @@ def test_ranks_that_sources_name() -> None:
     own = sv.Source({}, {}, {}, rank=1)
     info = sv.TrainerInfo("127.0.0.1:1", 2, workers=1, rank=0)
     with pytest.raises(ValueError, match="TrainerInfo has rank 0, and this is rank 1 of those"):
-        sv.Trainer.trainer_init(info, client=PlainEngine(make_module()), source=own)
+        _check_ranks(own, info)
