@@ -213,11 +213,11 @@ def _mark_parameters(module: nn.Module) -> None:
 
 
 def _mark(tensor: object, placed: Placed) -> None:
-    """Give it the components that the record has, if there are any."""
+    """Give it the components that the record has, if there are any; what has others keeps them, in whatever module."""
     fused = isinstance(placed.placement, ours.StridedShard | ours.Packed)
     if fused and isinstance(tensor, DTensor) and tensor.ndim:
         sizes = components_of(placed.placement, tensor.shape[0])
-        vars(tensor)[COMPONENTS] = placed.axis, sizes
+        vars(tensor).setdefault(COMPONENTS, (placed.axis, sizes))
 
 
 def _check_same_components(name: str, given: object, placed: Placed) -> None:
