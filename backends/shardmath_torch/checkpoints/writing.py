@@ -46,6 +46,7 @@ from shardmath_torch.checkpoints.commits import (
 )
 from shardmath_torch.checkpoints.index import to_json
 from shardmath_torch.checkpoints.opening import BLOBS
+from shardmath_torch.checkpoints.saving import count_bytes
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.files.places import (
     CheckpointError,
@@ -120,7 +121,7 @@ class Writer(storage.StorageWriter):
         """Writes this rank's files, all of them unfinished."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
-        self._tally.begin(sum(map(_count_bytes, plan.items)))
+        self._tally.begin(count_bytes(plan.items))
         for i, items in enumerate(_divide_into_files(plan.items)):
             number = f"-{i}" if i else ""
             name = f"{plan.storage_data}{number}{DATA}"
@@ -340,11 +341,6 @@ def _begin_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
     return tuple(item.index.offset or (0,) * tensor.ndim)
 
 
-def _count_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None, "objects are refused earlier"
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 def _prepare(item: WriteItem, data: object, tally: Tally) -> Tensor:
     """An item's data on the CPU, contiguous and alone in their storage, as `archive.write` takes them."""
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
@@ -356,8 +352,7 @@ def _prepare(item: WriteItem, data: object, tally: Tally) -> Tensor:
     if plain.is_cpu and plain.is_contiguous() and is_whole:
         return plain
     here = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    tally.copy(here, plain, counts=False)
-    return here
+    return tally.copy(here, plain, counts=False)
 
 
 # What was written, as a value
@@ -378,8 +373,7 @@ def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResu
     boxes: dict[str, _ByOffsets] = {}
     for result in wrote:
         index = result.index
-        offsets = tuple(index.offset or ())
-        boxes.setdefault(index.fqn, {})[offsets] = result.storage_data
+        boxes.setdefault(index.fqn, {})[tuple(index.offset or ())] = result.storage_data
     tensors: dict[str, StoredTensor] = {}
     files: set[Place] = set()
     for name, entry in metadata.state_dict_metadata.items():
@@ -401,8 +395,6 @@ def _describe_tensor(path: Place, entry: TensorStorageMetadata, boxes: _ByOffset
     for chunk in entry.chunks:
         offsets = tuple(chunk.offsets)
         at = boxes[offsets]
-        length = dtype.itemsize * chunk.sizes.numel()
-        file = path / at.file
-        pieces.append(StoredBox(offsets, tuple(chunk.sizes), file, at.start, length, sums=at.sums))
-    name = str(dtype).removeprefix("torch.")
-    return StoredTensor(tuple(entry.size), name, tuple(pieces))
+        size, length = tuple(chunk.sizes), dtype.itemsize * chunk.sizes.numel()
+        pieces.append(StoredBox(offsets, size, path / at.file, at.start, length, sums=at.sums))
+    return StoredTensor(tuple(entry.size), str(dtype).removeprefix("torch."), tuple(pieces))

@@ -114,11 +114,12 @@ class Tally:
         if is_last or is_late or self._done - self._told >= TELL_BYTES:
             self._tell()
 
-    def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> None:
+    def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
         """`target.copy_(source)`, of the same shape, and the bytes of the source are done unless not `counts`."""
         for into, part in _cut(target, source):
             into.copy_(part)
             self.add(part.nbytes if counts else 0)
+        return target
 
     def _tell(self) -> None:
         self._told, self._told_at = self._done, time.monotonic()
