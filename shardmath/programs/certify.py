@@ -39,13 +39,13 @@ from shardmath.programs.scheduling import run_straight
 __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
-def certify(p: Plan | Program, *, topology: Topology | None = None) -> Certificate:
+def certify(p: Plan | Program, topology: Topology | None = None) -> Certificate:
     """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who
     forces the bound.
 
-    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks
-    per node). Raises PlanError for anything else than what `plan` and `schedule` return, and for a
-    program with another topology.
+    A program runs on its own topology, a plan on the one given, or its own. Raises PlanError for
+    anything else than what `plan` and `schedule` return, for a plan without a topology, since
+    nothing says where its nodes are, and for a program with another topology.
     """
     prog = find_running(p, topology)
     loads = sum_round_loads(prog)
@@ -60,11 +60,11 @@ def _find_least(p: Plan, lines: Demands, where: Topology) -> tuple[float, Witnes
     return find_bound(list_blocks(p), p.ranks, where)
 
 
-def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None = None) -> int:
+def crossing_bytes(p: Plan | Transposed | Program, topology: Topology | None = None) -> int:
     """How many bytes cross from one node to another when the plan or program `p` runs.
 
-    A byte that crosses twice counts twice. `p` and `topology` are as in `certify`. An adjoint has as
-    many as its plan, in the other direction.
+    A byte that crosses twice counts twice. `p` and `topology` are as in `certify`, errors too. An
+    adjoint has as many as its plan, in the other direction.
     """
     if isinstance(p, Transposed):
         p = p.forward
@@ -77,6 +77,9 @@ def crossing_bytes(p: Plan | Transposed | Program, *, topology: Topology | None 
 def find_running(p: object, topology: Topology | None) -> Program:
     """What runs when `p` is compiled. Raises PlanError as `certify` does."""
     if isinstance(p, Plan):
+        if topology is None and p.topology is None:
+            what = f"nothing says which ranks of {p!r} share a node"
+            raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8)")
         return run_straight(p, topology)
     if not isinstance(p, Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"

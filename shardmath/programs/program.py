@@ -75,7 +75,8 @@ class Program:
 
     def __repr__(self) -> str:
         rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
-        return f"<program of {self.plan!r}, {rounds}, {self.digest[:12]}>"
+        nodes = f"nodes of {plural(self.topology.ranks_per_node, 'rank')}"
+        return f"<program of {self.plan!r}, {nodes}, {rounds}, {self.digest[:12]}>"
 
     def svg(self, *, tensor: str | None = None) -> str:
         """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver, relays included.

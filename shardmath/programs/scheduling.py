@@ -88,14 +88,14 @@ MOST_ROUNDS = 1 << 24
 
 def schedule(
     p: Plan,
-    *,
     topology: Topology | None = None,
+    *,
     max_inflight_bytes: int = 1 << 30,
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
     """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks per
-    node).
+    node), which its repr and `show` say.
 
     It is the program that runs when it is compiled; a plan that is compiled itself runs as
     `as_planned` says. `max_inflight_bytes` bounds what a rank has under way in a round, both ways

@@ -27,10 +27,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.digest import digest
+from shardmath.base.digest import digest, read_digested
 from shardmath.base.errors import StoreError
 from shardmath.base.public import public
-from shardmath.base.text import shown
 from shardmath.recordings.pieces import Piece, overlap
 
 __all__ = ["Native", "Recorded", "label", "show"]
@@ -39,8 +38,6 @@ _Shape: TypeAlias = tuple[int, ...]
 
 FORMAT = "shardmath recorded storage"
 VERSION = 1
-BROKEN = AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError
-"""What text that nobody wrote so leads to."""
 LARGE = 1 << 24
 """Cells of which it is not said which are written twice."""
 
@@ -96,6 +93,8 @@ class Recorded:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for name, shape, _ in self.tensors:
+            _check_shape(name, shape)
         sizes = {name: math.prod(shape) for name, shape, _ in self.tensors}
         seen = set()
         for native in self.natives:
@@ -103,6 +102,7 @@ class Recorded:
             if key in seen:
                 raise StoreError(f"{native.label!r} is recorded twice; record one of each name")
             seen.add(key)
+            _check_shape(native.label, native.shape)
             _check_inside(native, sizes)
             _check_once(native)
 
@@ -161,20 +161,7 @@ class Recorded:
     @classmethod
     def from_json(cls, text: str) -> Recorded:
         """The value of such text. Raises StoreError for any other."""
-        try:
-            read = json.loads(text)
-            version = read["format"], read["version"]
-            recorded = _read(read) if version == (FORMAT, VERSION) else None
-        except BROKEN as error:
-            raise StoreError(f"no recorded storage ({error}); give what to_json wrote") from error
-        if recorded is None:
-            raise StoreError(f"{shown(version[0])} of version {shown(version[1])}; give {VERSION}")
-        if recorded.digest != read["digest"]:
-            raise StoreError(
-                f"recorded storage has digest {recorded.digest[:12]}, its text says "
-                f"{str(read['digest'])[:12]}; record it again"
-            )
-        return recorded
+        return read_digested(text, FORMAT, VERSION, _read)
 
 
 def show(native: Native) -> str:
@@ -183,6 +170,12 @@ def show(native: Native) -> str:
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""
     return f"{native.dtype}{list(native.shape)}{of} by {native.way or 'nothing'}: {tensors}{left}"
+
+
+def _check_shape(name: str, shape: _Shape) -> None:
+    """Raise StoreError for a negative size."""
+    if min(shape, default=0) < 0:
+        raise StoreError(f"{name!r} has shape {shape}; sizes are >= 0")
 
 
 def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:

@@ -34,8 +34,9 @@ REST = "..."
 PART = re.compile(
     r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<plain>[^\[\]{}*]+)"
 )
-# Between dots alone: the 1 of conv1d and w1 is part of a word.
-NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+# Between dots alone: the 1 of conv1d and w1 is part of a word. Others than str(number) are words too: 07, and what
+# does not fit 64 bits.
+NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)

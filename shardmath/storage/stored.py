@@ -19,15 +19,16 @@ True
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.arguments import known
-from shardmath.base.digest import digest
+from shardmath.base.arguments import as_integer, known, mapping, text
+from shardmath.base.digest import digest, read_digested
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.storage import rows
 from shardmath.storage.names import split
@@ -37,6 +38,8 @@ __all__ = ["Entry", "Shapes", "Side", "Slot", "Spot", "Stored", "Vocabulary", "r
 
 FORMAT = "shardmath declared storage"
 VERSION = 1
+MOST_SIZE = 1 << 56
+"""Of a dimension; layouts count bytes in 64 bits."""
 UNKNOWN = ("refuse", "replicate")
 Entry: TypeAlias = tuple[tuple[int, ...], str]
 """Global shape and dtype of a logical tensor."""
@@ -123,6 +126,7 @@ class Stored:
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
             raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
         _check_axes(self.meshes)
+        _check_counts(self.numbers, self.indices)
 
     def __hash__(self) -> int:
         numbers = tuple(sorted(self.numbers.items()))
@@ -154,21 +158,7 @@ class Stored:
     @classmethod
     def from_json(cls, text: str) -> Stored:
         """The value of such text. Raises StoreError for any other, NotationError with a caret in a row that is none."""
-        try:
-            read = json.loads(text)
-            if (read["format"], read["version"]) != (FORMAT, VERSION):
-                raise StoreError(f"{read['format']!r} of version {read['version']}; give {VERSION}")
-            stored = _read(read)
-        except ShardError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"no declared storage ({error}); give what to_json wrote") from error
-        if stored.digest != read["digest"]:
-            raise StoreError(
-                f"declared storage has digest {stored.digest[:12]}, its text says "
-                f"{str(read['digest'])[:12]}; write it again"
-            )
-        return stored
+        return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
         """With these rows before its own, and these numbers."""
@@ -191,6 +181,19 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
                         f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
                         f"of another; give other ranks, or the axis another name"
                     )
+
+
+def _check_counts(numbers: Mapping[str, int], indices: Mapping[str, Iterable[Spot]]) -> None:
+    """Raise StoreError for a number, a chunk or an index's number that counts nothing."""
+    counts: dict[str, object] = {f"number {name!r}": n for name, n in numbers.items()}
+    for name, spots in indices.items():
+        for i, spot in enumerate(spots):
+            counts[f"the chunk of {name}={i}"] = spot.chunk
+            counts[f"the local number of {name}={i}"] = spot.number
+    for what, given in counts.items():
+        count = as_integer(given, what, StoreError)
+        if count < 0:
+            raise StoreError(f"{what} is {count}; give 0 or more")
 
 
 def _list_plain(stored: Stored) -> dict[str, Any]:
@@ -261,14 +264,36 @@ _Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
 
 
 def _read_shapes(shapes: Shapes) -> Shapes:
-    """The shapes as tuples, and dtypes by their names, however they were spelled."""
-    known: dict[object, str] = {}
+    """The shapes as tuples of plain integers, and dtypes by their names, however they were spelled.
+
+    Raises StoreError for what is not {name: (shape, dtype)}, LayoutError for a dtype that is none.
+    """
+    given = mapping(shapes, "shapes are ", "names to (shape, dtype)", StoreError)
+    known: dict[object, Entry] = {}
     read = {}
-    for name, (shape, dtype) in shapes.items():
-        if dtype not in known:
-            known[dtype] = canonical(dtype)
-        read[name] = tuple(shape), known[dtype]
+    for name, entry in given.items():
+        # Layers are alike, and each entry is looked at once.
+        try:
+            shape, dtype = entry
+            key = tuple(shape), dtype
+            if key not in known:
+                known[key] = _read_shape(key[0]), canonical(dtype)
+            read[text(name, "the name of a tensor", StoreError)] = known[key]
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ShardError):
+                raise
+            what = f"tensor {shown(name)} is {shown(entry)}"
+            raise StoreError(f"{what}; give (shape, dtype)") from error
     return read
+
+
+def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
+    """The sizes. Raises StoreError for what is no size."""
+    sizes = tuple(as_integer(n, f"a size of shape {given}", StoreError) for n in given)
+    for n in sizes:
+        if not 0 <= n <= MOST_SIZE:
+            raise StoreError(f"shape {sizes} has {n}; sizes are from 0 to {MOST_SIZE}")
+    return sizes
 
 
 class Vocabulary:

@@ -29,6 +29,9 @@ __all__ = ["Group", "Number", "Structure", "Term", "Word", "list_words", "parse"
 
 MARKS = "( ) + | = ^ % ~ / ..."
 
+MOST_NESTED = 64
+"""Groups inside each other, far below what Python's own stack takes."""
+
 Number: TypeAlias = int | str
 """An integer, or the name of one."""
 
@@ -124,23 +127,25 @@ def _read_group(read: Cursor) -> Group:
     return Group(tuple(stages))
 
 
-def _read_terms(read: Cursor) -> tuple[Term, ...]:
-    """Terms with + between them."""
-    terms = [_read_term(read)]
+def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:
+    """Terms with + between them, inside so many groups."""
+    terms = [_read_term(read, depth)]
     while read.accept("+"):
-        terms.append(_read_term(read))
+        terms.append(_read_term(read, depth))
     return tuple(terms)
 
 
-def _read_term(read: Cursor) -> Term:
+def _read_term(read: Cursor, depth: int) -> Term:
     """Words, and a group behind them if there is one."""
+    if depth > MOST_NESTED:
+        read.fail(f"more than {MOST_NESTED} groups in each other", read.here.at, "write fewer")
     start = read.here.at
     words = []
     while read.here.kind in ("word", "int"):
         words.append(_read_word(read))
     # Words before a group cut each of its components; '|' would cut them as one, so it is not inside.
     if read.accept("("):
-        group = _read_terms(read)
+        group = _read_terms(read, depth + 1)
         read.expect(")", "close the group; '|' stands in the outermost one")
         return Term(tuple(words), group)
     if not words:

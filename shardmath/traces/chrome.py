@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from shardmath.base.digest import BROKEN
 from shardmath.base.errors import ShardError
 from shardmath.base.text import message_of, word_error
 from shardmath.traces.spans import Clock, Place, Span, Trace, Vote
@@ -187,7 +188,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         return _parse(json.loads(text))
     except ShardError:
         raise
-    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except BROKEN as error:
         what = f"{name} is no trace that shardmath has written"
         why = word_error(error)
         raise ShardError(f"{what} ({why}); give what smt.trace wrote") from error

@@ -46,8 +46,8 @@ def model(
 ) -> Trace:
     """What the ranks (default: all) do when `p` is compiled, and when, in seconds from where its first round begins.
 
-    A program runs on its own topology, a plan on the one given (default: the plan's own, or 8 ranks per node). Raises
-    PlanError as `certify` does, and for what is not a rank.
+    A program runs on its own topology, a plan on the one given, or its own. Raises PlanError as `certify` does, and for
+    what is not a rank.
     """
     prog = find_running(p, topology)
     times = time_rounds(prog.topology, sum_round_loads(prog))

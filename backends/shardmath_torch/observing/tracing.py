@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import message_of, shown
-from shardmath.flows.topology import Topology, checked
+from shardmath.flows.topology import H100, Topology, checked
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.programs.program import Program
@@ -116,7 +116,8 @@ class Tracer:
             if agreed is None or given is None or isinstance(given, Transposed):
                 continue
             if given.digest not in models:
-                where = None if isinstance(given, Program) else topology
+                own = isinstance(given, Program)
+                where = None if own else topology or given.topology or H100
                 models[given.digest] = model(given, topology=where, ranks=[call.rank]).spans
             # A model may take longer than the move, and the next one's stands behind it.
             begin = max(agreed.at_s, free.get(call.thread, 0.0))
@@ -143,7 +144,7 @@ def trace(
     """Times the moves inside, message by message, and writes a file that Perfetto (ui.perfetto.dev) opens.
 
     Of "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges those of all ranks. Beside each
-    move stands what its program, or its plan on `topology` (default: the plan's own, or 8 ranks per node), does in the
+    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.H100`), does in the
     model that `certify` has; `model=False` leaves that out. Raises ExchangeError where the file cannot be written, and
     inside another one.
     """

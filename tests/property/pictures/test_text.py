@@ -130,7 +130,7 @@ def test_every_value_is_shown() -> None:
         "... and 2 more ranks",
     ]
     assert show(program, most=1).splitlines() == [
-        "1 tensor between 4 and 4 ranks: 1 slot of 1 turn, at most 1.07 GB under way per rank",
+        "1 tensor between 4 and 4 ranks, nodes of 2 ranks: 1 slot of 1 turn, at most 1.07 GB under way per rank",
         "rank  rounds  messages  sends  receives",
         "   0       1         3   32 B      32 B",
         "... and 3 more ranks",

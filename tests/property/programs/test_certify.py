@@ -28,8 +28,10 @@ from shardmath import (
 )
 from shardmath.flows.bound import find_bound
 from shardmath.layouts.edits import window
+from shardmath.pictures.text import show
 from shardmath.programs.certify import list_blocks
 from shardmath.programs.scheduling import as_planned
+from shardmath.traces.model import model
 from tests.property.drawn.plans import chosen_axes, folded_axes, passing, place
 from tests.property.drawn.programs import (
     FANOUTS,
@@ -311,10 +313,23 @@ def test_nodes_count_only_where_they_are_named() -> None:
         Layout((64, 32), Mesh(dp=2, tp=8), "n (tp h)"),
     )
     blind, aware = plan(src, dst), plan(src, dst, topology=where)
-    assert crossing_bytes(blind, topology=where) == crossing_bytes(blind) > 0
+    assert crossing_bytes(blind, where) > 0
     assert crossing_bytes(aware) == crossing_bytes(schedule(blind, topology=where)) == 0
     assert certify(blind, topology=where).plan_s > certify(aware).plan_s
-    assert crossing_bytes(adjoint(blind)) == crossing_bytes(blind)
+    assert crossing_bytes(adjoint(blind), where) == crossing_bytes(blind, where)
+
+
+def test_no_nodes_are_assumed() -> None:
+    """Of 2 nodes of 4 ranks 96 bytes crossed, and the answer was 0, as of one node of 8."""
+    p = plan(
+        Layout((8, 4), Mesh(tp=4), "(tp n) h"), Layout((8, 4), Mesh(tp=4, ranks=range(4, 8)), "n h")
+    )
+    for ask in (certify, crossing_bytes, model):
+        with pytest.raises(PlanError, match="nothing says which ranks of"):
+            ask(p)
+    assert crossing_bytes(p, Topology(ranks_per_node=4)) == 4 * 8 * 4 * 4
+    assert crossing_bytes(p, Topology(ranks_per_node=8)) == 0
+    assert "nodes of 8 ranks" in repr(schedule(p)) and "nodes of 8 ranks" in show(schedule(p))
 
 
 def test_what_has_no_certificate_of_that_topology(fails) -> None:

@@ -232,10 +232,9 @@ def test_the_topology_is_the_plans_own() -> None:
 def test_ranks_and_repr() -> None:
     prog = PROGRAMS["in between"]
     assert prog.ranks == prog.plan.ranks == tuple(range(11))
-    assert (
-        repr(prog)
-        == f"<program of {prog.plan!r}, {prog.slots} slots of 1 turn, {prog.digest[:12]}>"
-    )
+    nodes = f"nodes of {prog.topology.ranks_per_node} ranks"
+    rounds = f"{prog.slots} slots of 1 turn"
+    assert repr(prog) == f"<program of {prog.plan!r}, {nodes}, {rounds}, {prog.digest[:12]}>"
 
 
 # Pieces by hand

@@ -296,6 +296,8 @@ def test_text_that_was_changed_is_refused() -> None:
     for broken, what in (
         (json.dumps(changed), "has digest"),
         (text.replace('"version":1', '"version":2'), "^'.*' of version 2; give 1$"),
+        (json.dumps({key: json.loads(text)[key] for key in ("format", "version")}), "no recorded"),
+        (text.replace("[4,6]", "[-4,-6]"), r"'q' has shape \(-4, -6\); sizes are >= 0"),
         ("{}", "no recorded storage"),
         ("[", "no recorded storage"),
         ("[" * 100_000, "no recorded storage"),

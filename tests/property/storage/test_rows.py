@@ -57,6 +57,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("a.w = b.w : (| n)", 13, "nothing to lay out"),
         ("a.* = b.w", 0, "a star in one name only"),
         ("[a b].w = c.w", 0, "a choice in the name that ranks store"),
+        ("a.w = b.w : " + "(" * 3000 + "n", 78, "more than 64 groups in each other"),
         ("a.0.w = b.0.w", 10, "number 0 in the logical name b.0.w"),
         ("a.... = b.0....", 10, "number 0 in the logical name b.0...."),
         ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),

@@ -17,7 +17,7 @@ from shardmath.engines.sglang_core import sglang
 from shardmath.engines.torchtitan import torchtitan
 from shardmath.engines.vllm_core import vllm
 from shardmath.families.megatron_core import megatron
-from shardmath.storage import Spot, Stored, parse
+from shardmath.storage import Spot, Stored, bind, parse
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4_text", "qwen3_next")
 TITAN = ("llama", "qwen3_moe", "deepseek_v3")
@@ -138,7 +138,10 @@ def test_equal_values_have_one_digest() -> None:
         ("meshes", [[[["tp", 2]], [0]]], "1 rank for a mesh tp=2 of 2"),
         ("meshes", 5, "no declared storage"),
         ("numbers", {"wide": "six"}, "no declared storage .*'six'.*; give what to_json wrote"),
+        ("numbers", {"wide": float("inf")}, "no declared storage"),
+        ("numbers", {"wide": -1}, "number 'wide' is -1; give 0 or more"),
         ("indices", {"l": [[{"pp": 0}, 0]]}, "no declared storage"),
+        ("indices", {"l": [[{"pp": 0}, 0, -1]]}, "the local number of l=0 is -1; give 0 or more"),
     ],
 )
 def test_text_that_was_changed_is_refused(field: str, value: object, what: str) -> None:
@@ -148,10 +151,37 @@ def test_text_that_was_changed_is_refused(field: str, value: object, what: str) 
         Stored.from_json(json.dumps(changed))
 
 
-@pytest.mark.parametrize("text", ["", "[", "{}", "5", '{"format":1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "[" * 10_000, "{}", "5", '{"format":1}', '{"format":1,"version":1}'],
+)
 def test_text_that_is_none(text: str) -> None:
     with pytest.raises(sm.StoreError, match=r"no declared storage .*; give what to_json wrote"):
         Stored.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "what"),
+    [
+        ({"a": ((-4,), "int8")}, r"shape \(-4,\) has -4; sizes are from 0 to"),
+        ({"a": ((1 << 70,), "int8")}, "sizes are from 0 to"),
+        ({"a": (4, "int8")}, r"tensor 'a' is \(4, 'int8'\); give \(shape, dtype\)"),
+        ({1: ((4,), "int8")}, "the name of a tensor is 1; give a str"),
+        (5, "shapes are 5; give a mapping"),
+        ({"a." + "9" * 5000: ((4,), "int8")}, "no row stores a.9999"),
+    ],
+)
+def test_tensors_that_are_none(shapes: Any, what: str) -> None:
+    side = Stored(parse("a.{l} = a.{l}"), (sm.Mesh(),))
+    with pytest.raises(sm.StoreError, match=what):
+        bind(side, shapes)
+
+
+def test_numbers_as_nobody_writes_them_are_words() -> None:
+    """a.07 and a.7 were one tensor, and the other one was lost."""
+    side = Stored(parse("... = ..."), (sm.Mesh(),))
+    shapes = dict.fromkeys(("a.07", "a.7", "a.1000000000000000000"), ((1,), "int8"))
+    assert [native for _, native in bind(side, shapes).natives(0)] == list(shapes)
 
 
 def test_a_row_that_is_none_has_a_caret() -> None:
