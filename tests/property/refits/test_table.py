@@ -190,7 +190,7 @@ def test_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_there_are_not() -> None:
-    with pytest.raises(PlanError, match="row 99 of a table of 36"):
+    with pytest.raises(PlanError, match="row 99 of 36 rows; rows count from 0"):
         find_rows(row=99)
     with pytest.raises(PlanError, match="no row of model 'gpt-9'"):
         find_rows(model="gpt-9")
