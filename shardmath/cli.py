@@ -27,13 +27,16 @@ from shardmath.plans.plan import Plan, plan
 from shardmath.plans.uncovered import first_unheld
 from shardmath.proofs.verify import verify
 
-__all__ = ["main"]
+__all__ = ["INTERRUPTED", "main", "make_parser"]
 
 Command = Callable[[Sequence[str]], int]
 
+INTERRUPTED = 130
+"""Exit status, as shells have it: 128 and the number of SIGINT."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line."""
+    """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     commands = dict(BUILT_IN)
     for point in entry_points(group="shardmath.commands"):
@@ -44,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{arguments[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever reads has had enough, as `head`; Python would write what is left at exit, and fail again.
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -81,9 +87,21 @@ SUMMARIES = {
 """A line per command of this project; looking into those of backends would import them."""
 
 
+def _name_program() -> str:
+    """The program as it was typed: `shardmath`, or `python -m shardmath`."""
+    typed = os.path.basename(sys.argv[0])
+    return "shardmath" if typed.startswith("shardmath") else "python -m shardmath"
+
+
+def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser without arguments, whose usage names the command as it was typed."""
+    prog = f"{_name_program()} {command}"
+    return argparse.ArgumentParser(prog=prog, description=description)
+
+
 def _help(commands: Iterable[str]) -> str:
     """The usage, and a line per command."""
-    usage = "usage: python -m shardmath COMMAND ..."
+    usage = f"usage: {_name_program()} COMMAND ..."
     lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
     for name in sorted(commands):
         summary = SUMMARIES.get(name, "of another package")
@@ -118,7 +136,7 @@ def _read_shape(text: str) -> tuple[int, ...]:
 
 def _show(argv: Sequence[str]) -> int:
     """Print what each rank holds."""
-    parser = argparse.ArgumentParser(prog="python -m shardmath show", description=_show.__doc__)
+    parser = make_parser("show", _show.__doc__)
     parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
     parser.add_argument("shape", type=_read_shape, help="global shape: 9,4")
     parser.add_argument("layout", help='notation: "(tp dp n) h"')
@@ -142,7 +160,7 @@ def _plan(argv: Sequence[str]) -> int:
 
 def _plan_parser() -> argparse.ArgumentParser:
     """The command line of `plan`."""
-    parser = argparse.ArgumentParser(prog="python -m shardmath plan", description=_plan.__doc__)
+    parser = make_parser("plan", _plan.__doc__)
     parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
     parser.add_argument("dst_mesh", help='of the destination: "tp=2 ranks=4:6"')
     parser.add_argument("shape", type=_read_shape, help="global shape: 8,4")
@@ -190,9 +208,7 @@ def _show_progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _check_storage(argv: Sequence[str]) -> int:
     """Compare what rows say that ranks store with a file of what ranks stored."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath storage-check", description=_check_storage.__doc__
-    )
+    parser = make_parser("storage-check", _check_storage.__doc__)
     parser.add_argument("file", help="recorded vectors, JSON or gzipped JSON")
     parser.add_argument("models", nargs="*", help="of the file; all without any")
     given = parser.parse_args(argv)
@@ -207,12 +223,11 @@ def _check_storage(argv: Sequence[str]) -> int:
 
 def _show_refits(argv: Sequence[str]) -> int:
     """Plan, prove and certify refits of real models, and print them beside what was published."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath refit-table", description=_show_refits.__doc__
-    )
+    parser = make_parser("refit-table", _show_refits.__doc__)
     parser.add_argument("--model", help="rows of this model alone")
-    parser.add_argument("--row", type=int, help="this row alone, from 0")
-    parser.add_argument("--plans", action="store_true", help="without programs, which take longest")
+    parser.add_argument("--row", type=int, help="this row alone, from 0, of those of --model")
+    no_programs = "plans alone: programs take longest"
+    parser.add_argument("--no-programs", action="store_true", help=no_programs)
     parser.add_argument("--json", action="store_true", help="a list of rows")
     given = parser.parse_args(argv)
     # Only this command needs the shapes of real models.
@@ -224,7 +239,7 @@ def _show_refits(argv: Sequence[str]) -> int:
     with _show_progress() as started:
         for number, row in enumerate(rows, 1):
             started(number, len(rows), f"{row.model} {row.mapping}")
-            measured.append(measure(row, program=not given.plans))
+            measured.append(measure(row, program=not given.no_programs))
     if given.json:
         print(json.dumps([one.as_json() for one in measured], indent=2))
     else:
@@ -234,9 +249,7 @@ def _show_refits(argv: Sequence[str]) -> int:
 
 def _merge_traces(argv: Sequence[str]) -> int:
     """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath trace", description=_merge_traces.__doc__
-    )
+    parser = make_parser("trace", _merge_traces.__doc__)
     parser.add_argument("files", nargs="+", help="one of each rank")
     parser.add_argument("--out", help="where to write the trace of all of them")
     parser.add_argument("--svg", help="where to draw it")
@@ -258,9 +271,7 @@ def _merge_traces(argv: Sequence[str]) -> int:
 
 def _list_formats(argv: Sequence[str]) -> int:
     """List the quantised formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shardmath formats", description=_list_formats.__doc__
-    )
+    parser = make_parser("formats", _list_formats.__doc__)
     parser.add_argument("--json", action="store_true", help="a list of rows")
     given = parser.parse_args(argv)
     # Only this command needs formats.

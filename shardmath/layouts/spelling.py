@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, SupportsIndex, TypeAlias, cast
 
@@ -25,7 +26,7 @@ from shardmath.algebra.mesh import Mesh
 from shardmath.algebra.runs import Runs
 from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.arguments import as_integer, mapping, text
-from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.base.errors import LayoutError, NotationError, PlacementError
 from shardmath.base.memo import memo
 from shardmath.base.text import plural, shown
 from shardmath.layouts.notation import Partials, pad, parse
@@ -81,12 +82,27 @@ def from_text(
             f"stored={shown(stored)} beside the text {spec!r}; "
             f"write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
+    _check_notation(spec, mesh)
     named = {} if rules is None else mapping(rules, "rules=", "name to placement", LayoutError)
     if not named:
         return _parse(text(spec, "spec", LayoutError), shape, mesh.axes)
     for placement in named.values():
         check_protocol(placement)
     return parse(spec, shape, mesh.shape, named)
+
+
+PLACEMENTS = re.compile(r"\b_?(?:Shard|StridedShard|Replicate|Partial)\s*\(\s*(?:[-\d)'\"]|dim\b)")
+"""How placements print, and as people write them into a text."""
+
+
+def _check_notation(spec: str, mesh: Mesh) -> None:
+    """Raise NotationError for placements as text: in text, dimensions stand one after the other."""
+    match = PLACEMENTS.search(spec)
+    if match is None:
+        return
+    axis = next(iter(mesh.shape), "tp")
+    fix = f"write ({axis} n) h for Shard(0) on {axis}, n h for Replicate(), n h {{sum: {axis}}} for Partial()"
+    raise NotationError("a placement as text", spec, match.start(), f"{fix}, or give placements")
 
 
 @memo()

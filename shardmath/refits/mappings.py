@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardmath.base.errors import PlanError
+from shardmath.base.text import plural
 from shardmath.refits.models import MODELS
 
 __all__ = ["ROWS", "Engine", "Row", "Trainer", "find_rows"]
@@ -209,14 +210,16 @@ ROWS: tuple[Row, ...] = (
 
 
 def find_rows(model: str | None = None, row: int | None = None) -> tuple[Row, ...]:
-    """The rows of a model, or one by its number from 0; all if neither is given. Raises PlanError for none."""
-    if row is not None and not 0 <= row < len(ROWS):
-        raise PlanError(f"row {row} of a table of {len(ROWS)}; rows count from 0")
-    found = ROWS if row is None else (ROWS[row],)
-    chosen = tuple(one for one in found if model in (None, one.model))
-    if not chosen:
+    """The rows of a model (default: of all), or one of those by its number from 0. Raises PlanError for none."""
+    found = tuple(one for one in ROWS if model in (None, one.model))
+    if not found:
         raise PlanError(f"no row of model {model!r}; models are {', '.join(MODELS)}")
-    return chosen
+    if row is None:
+        return found
+    if not 0 <= row < len(found):
+        of = f" of {model}" if model else ""
+        raise PlanError(f"row {row} of {plural(found, 'row')}{of}; rows count from 0")
+    return (found[row],)
 
 
 def _show_trainer(trainer: Trainer) -> str:

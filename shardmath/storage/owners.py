@@ -95,7 +95,12 @@ class Owners:
         self.meshes: dict[object, tuple[Mesh, ...]] = {}
 
     def _find_stacked(self) -> str | None:
-        """The index that is a dimension, or spread in the native name. Raises StoreError for two."""
+        """The index that is a dimension, or spread in the native name. Raises StoreError for two, and for one twice."""
+        native = {word for index in self.row.native.indices for word in index.words}
+        both = native.intersection(self.in_dims.values())
+        if both:
+            what = f"index {min(both)} is a dimension, and in the stored name"
+            raise StoreError(f"{what}; write it in one of them")
         spread = self.row.spread
         words = spread.words if spread else ()
         found = [name for name in self.indices if name in words or name in self.in_dims.values()]

@@ -15,6 +15,7 @@ llama tp2 rank 1: lm_head.weight
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import math
@@ -121,12 +122,26 @@ class Recorded:
         return self.expanded[runs]
 
 
+MOST_TIMES = 64
+"""What is unpacked of a file at most, in its lengths: recorded storage has 7 to 14."""
+
+
+def _unpack(raw: bytes) -> bytes:
+    """The gzipped bytes. Raises ValueError for what is far longer than any recorded storage."""
+    most = MOST_TIMES * len(raw)
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"unpacked it is longer than {MOST_TIMES} times its {len(raw)} bytes")
+    return text
+
+
 def _read(path: str | Path) -> _Json:
     """The file's JSON. Raises StoreError for a file that has no recorded storage."""
     try:
         raw = Path(path).read_bytes()
         # By its first bytes, since a file may have lost its .gz on the way.
-        text = gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+        text = _unpack(raw) if raw.startswith(b"\x1f\x8b") else raw
         read: _Json = json.loads(text)
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error

@@ -99,6 +99,41 @@ def test_the_caret_is_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -
     assert "a mesh alone has no rules\n    dp=4: * ...\n        ^" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed", ["shardmath", "python -m shardmath"])
+def test_usage_names_the_command_that_was_typed(
+    typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "/bin/shardmath" if typed == "shardmath" else "/lib/shardmath/__main__.py"
+    monkeypatch.setattr(sys, "argv", [program])
+    cli.main([])
+    assert capsys.readouterr().out.startswith(f"usage: {typed} COMMAND")
+    with pytest.raises(SystemExit):
+        cli.main(["show", "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {typed} show ")
+
+
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 45 lines of traceback."""
+
+    def interrupted(argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.BUILT_IN, "show", interrupted)
+    assert cli.main(["show"]) == 130
+    assert capsys.readouterr() == ("", "show: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["Shard(0)", "[Replicate(), Partial('sum')]", "_StridedShard(dim=0)"]
+)
+def test_placements_as_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "tp=2", "8,4", text]) == 1
+    told = capsys.readouterr().err
+    assert "write (tp n) h for Shard(0) on tp, n h for Replicate(), n h {sum: tp} for" in told
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["move"]) == 2
     captured = capsys.readouterr()

@@ -14,16 +14,9 @@ import sys
 from collections.abc import Callable
 
 from shardmath import ShardError
+from shardmath.cli import INTERRUPTED, make_parser
 
 __all__ = ["make_parser", "read_count", "run_command"]
-
-INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
-
-
-def make_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser without arguments, for `python -m shardmath COMMAND`."""
-    return argparse.ArgumentParser(prog=f"python -m shardmath {command}", description=description)
 
 
 def read_count(text: str) -> int:
@@ -39,6 +32,9 @@ def run_command(command: str, work: Callable[[], object]) -> int:
         work()
     except ShardError as error:
         print(f"{command}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"{command}: needs {error.name}; pip install {error.name}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         # What it has left behind, where that is not what was there before.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -263,6 +264,14 @@ def test_errors_are_said_once(
     )
     status, _, err = run(capsys, model, "--dp", 2, "--dtype", "float5")
     assert status == 1 and "float5" in err and err.count("\n") == 1
+
+
+def test_without_transformers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, _, err = run(capsys, "llama", "--dp", 2)
+    assert (status, err) == (1, "buffers: needs transformers; pip install transformers\n")
 
 
 @pytest.mark.parametrize("setting", [{"hidden_size": -64}, {"hidden_size": "x"}])

@@ -143,7 +143,7 @@ def test_progress_is_seen_on_a_terminal_alone(
     """One line on stderr, cut to the width, and gone when the table comes."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: there)
     monkeypatch.setenv("COLUMNS", "30")
-    assert main(["refit-table", "--model", "qwen3-4b", "--plans"]) == 0
+    assert main(["refit-table", "--model", "qwen3-4b", "--no-programs"]) == 0
     captured = capsys.readouterr()
     assert " of 7" not in captured.out
     lines = captured.err.split("\r")
@@ -153,6 +153,16 @@ def test_progress_is_seen_on_a_terminal_alone(
         assert lines[-2:] == [" " * 29, ""]
     else:
         assert lines == [""]
+
+
+def test_rows_count_in_the_model_that_was_chosen() -> None:
+    """They counted over all models, so that --model with --row found nothing."""
+    kimi = find_rows("kimi-k2")
+    assert find_rows("kimi-k2", 0) == kimi[:1]
+    with pytest.raises(PlanError, match="row 1 of 1 row of kimi-k2; rows count from 0"):
+        find_rows("kimi-k2", 1)
+    with pytest.raises(PlanError, match="rows; rows count from 0"):
+        find_rows(row=-1)
 
 
 def test_a_mapping_in_its_own_words_and_in_ours() -> None:
@@ -180,7 +190,7 @@ def test_rows_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_there_are_not() -> None:
-    with pytest.raises(PlanError, match="row 99 of a table of 36"):
+    with pytest.raises(PlanError, match="row 99 of 36 rows; rows count from 0"):
         find_rows(row=99)
     with pytest.raises(PlanError, match="no row of model 'gpt-9'"):
         find_rows(model="gpt-9")

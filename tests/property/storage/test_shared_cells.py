@@ -56,6 +56,13 @@ def side(text: str, spots: dict[str, tuple[Spot, ...]] | None = None) -> Stored:
             "give them two names, or one row\n"
             "in the rows w{ep~ e} = experts.{e}.w\nand w1 = tail",
         ),
+        # Bound before, and a KeyError when a rank asked.
+        (
+            "w{e} = experts.{e}.w : e n h",
+            None,
+            "index e is a dimension, and in the stored name; write it in one of them\n"
+            "in the row w{e} = experts.{e}.w : e n h",
+        ),
         # Two stages are not each other's, and two layers of one stage are.
         (
             "{l}.x = layers.{l}.a.weight",

@@ -110,6 +110,14 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         Recorded(tmp_path / "absent.json")
 
 
+def test_what_is_unpacked_has_a_bound(tmp_path: Path) -> None:
+    """0.2 MB took 437 MiB."""
+    path = tmp_path / "long.json.gz"
+    path.write_bytes(gzip.compress(b"[" * (1 << 20)))
+    with pytest.raises(StoreError, match="cannot be read: unpacked it is longer than 64 times its"):
+        Recorded(path)
+
+
 @pytest.mark.parametrize("model", Recorded(VLLM).models)
 def test_vllm_stores_what_its_rows_say(model: str) -> None:
     found = compare(VLLM, [model])
