@@ -92,7 +92,7 @@ def _mesh_of_world() -> Mesh:
 def lift(layout: Layout, mesh: Mesh) -> Layout:
     """The same on all of `mesh`, if the layout is on the part of it that has this rank; else as it is."""
     own = layout.mesh
-    rank = compat.my_rank()
+    rank = compat.rank_or_0()
     if own == mesh or rank not in mesh or not own.axes:
         return layout
     if not set(own.axes) <= set(mesh.axes) or not _is_part(own, mesh, rank):
