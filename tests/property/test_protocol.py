@@ -75,6 +75,8 @@ def test_every_state_is_reached() -> None:
         (TWO_MOVES,) * 2,
         (BLOCK,) * 2,
         (BLOCK, LEFT_OUT),
+        # The first has said goodbye after its move.
+        (ONE_MOVE, TWO_MOVES),
         (ONE_MOVE,) * 3,
         pytest.param((ACKNOWLEDGED,) * 3, marks=pytest.mark.slow),
         pytest.param((BLOCK, BLOCK, LEFT_OUT), marks=pytest.mark.slow),

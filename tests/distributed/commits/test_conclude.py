@@ -15,6 +15,7 @@ from shardmath.protocol import TABLE, Event, State, Table
 from shardmath_torch.agreement.turns import Turns
 from shardmath_torch.agreement.wire import PeerFailure
 from shardmath_torch.commits import conclude as concluding
+from shardmath_torch.commits.blocks import Block, Member
 from shardmath_torch.commits.conclude import conclude
 
 SIZE = 3
@@ -138,3 +139,13 @@ def test_it_goes_by_the_table() -> None:
     table = {state: dict(row) for state, row in TABLE.items()}
     table[State.PROMISED][Event.LEAVE] = State.BROKEN
     assert find_faults(table, 60)
+
+
+def test_a_block_waits_as_long_as_its_movers() -> None:
+    """Of those that are named and those that have moved: an engine's may wait for the next step for an hour."""
+    slow, slower = (Member(object(), key, key, True, s) for key, s in (("a", 300.0), ("b", 3600.0)))  # type: ignore[arg-type]
+    assert Block(Turns(), {}).timeout == 60.0
+    block = Block(Turns(), {"a": slow})
+    assert block.timeout == 300.0
+    block.add(slower, object())  # type: ignore[arg-type]
+    assert block.timeout == 3600.0
