@@ -25,6 +25,7 @@ import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, plural, word_error
 from shardmath_torch import compat
+from shardmath_torch.agreement import notes
 from shardmath_torch.agreement.gather import gather
 from shardmath_torch.agreement.naming import word_objection
 
@@ -238,11 +239,12 @@ class Link:
         self, store: Store, what: str, places: Iterable[int], seconds: float
     ) -> set[int]:
         """The places that have not heard of it in time."""
-        heard = what.encode()
 
         def has_heard(place: int) -> bool:
-            key = f"heard/{place}"
-            return store.check([key]) and store.get(key) == heard
+            if notes.read(store, f"heard/{place}") == what:
+                return True
+            # Once all have left, the store has nothing of the group; before they left they heard.
+            return notes.read(store, f"heard/{self.place}") is None
 
         return _await(has_heard, places, min(seconds, self.timeout))
 
