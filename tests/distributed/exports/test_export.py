@@ -22,6 +22,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.store import flat_windows
 from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.observing.bars import Tally
 from shardmath_torch.safetensors import hf_folder
 from shardmath_torch.safetensors.headers import WeightsError
 from shardmath_torch.safetensors.hf_folder import LOCK
@@ -389,7 +390,7 @@ def test_a_draft_that_is_given_up_is_ones_own(tmp_path: Path, closed: bool) -> N
     if closed:
         late.close()
     draft = hf_folder.Draft(tmp_path, name, tensors, {})
-    draft.append(torch.ones(2))
+    draft.append(torch.ones(2), Tally(None))
     draft.close()
     hf_folder.discard([late])
     hf_folder.commit(tmp_path, {name: tensors}, {})
