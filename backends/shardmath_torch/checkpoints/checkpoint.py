@@ -53,7 +53,7 @@ from shardmath_torch.files.steps import (
     step_failed,
     step_lost,
 )
-from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.observing.bars import Progress
 
 __all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 
@@ -75,8 +75,8 @@ def save(
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
     None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
     `paths` is for torch's own tools, which make nested state dicts: `{"model.w": ("model", "w")}` is found by the key
-    "model", as `{"model": {"w": ...}}`; a name that is not in it is one key. `progress` is called with the bytes that
-    this rank has just written.
+    "model", as `{"model": {"w": ...}}`; a name that is not in it is one key. `progress` is called with this rank's
+    bytes that are written and all that it writes.
 
     Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every
     rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
@@ -206,7 +206,7 @@ def load(
     `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
     layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
     saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
-    different layouts. `progress` is called with the bytes that this rank has just read.
+    different layouts. `progress` is called with this rank's bytes that are read and all that it reads.
 
     What `save` wrote has a checksum for every 4 MiB of a box: of what any rank reads, each is looked at by one of the
     ranks that read it, unless not `verify`.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ from shardmath_torch.checkpoints.verifying import (
 from shardmath_torch.dtypes import dtype_of, flat
 from shardmath_torch.files.checksums import CHUNK
 from shardmath_torch.files.places import CheckpointError, Place, Remote, length_of, opened, place
-from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.observing.bars import TELL_BYTES, Progress, Tally
 from shardmath_torch.safetensors.strided import Strided
 
 __all__ = ["Reader"]
@@ -73,7 +74,7 @@ class Reader(storage.StorageReader):
         self._path = path
         self._names = None if names is None else tuple(names)
         self._share = share
-        self._progress = progress
+        self._tally = Tally(progress)
         self._verify = verify
         self._found: Checkpoint | None = None
         self._strided: dict[StoredBox, Strided] = {}
@@ -130,11 +131,13 @@ class Reader(storage.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
         """Copies what the plan's items say, file by file."""
-        for file, reads in self._list_reads(plan).items():
+        reads = self._list_reads(plan)
+        self._tally.begin(sum(read.nbytes for each in reads.values() for read in each))
+        for file, each in reads.items():
             if isinstance(file, Remote):
-                self._fetch(file, reads, planner)
+                self._fetch(file, each, planner)
             else:
-                self._read(file, reads, planner)
+                self._read(file, each, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -179,11 +182,11 @@ class Reader(storage.StorageReader):
                 target = planner.resolve_tensor(read.item)
                 source = _view(memory, file, read.lies, 0)
                 if _is_alike(source, target):
-                    _read_straight(stream, read, target, unchecked[read.box])
+                    _read_straight(stream, read, target, unchecked[read.box], self._tally)
                 else:
-                    target.copy_(source)
-                self._finish(read, target, planner)
-            _check_rest(stream, unchecked)
+                    self._tally.copy(target, source)
+                planner.commit_tensor(read.item, target)
+            _check_rest(stream, unchecked, self._tally)
 
     def _fetch(self, file: Remote, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
         """Of a file of a service, as much of each box as is between the first and the last byte that is read."""
@@ -193,18 +196,22 @@ class Reader(storage.StorageReader):
         for box, each in by_box.items():
             numbers = self._chunks.list_marked(box, self._marks)
             begin, end = _find_ends(box, each, numbers)
-            data = bytearray(file.read_part(begin, end))
+            data = self._fetch_part(file, begin, end)
             _check_fetched(box, numbers, memoryview(data), begin)
             memory = _as_memory(data)
             for read in each:
                 target = planner.resolve_tensor(read.item)
-                target.copy_(_view(memory, file, read.lies, begin))
-                self._finish(read, target, planner)
+                self._tally.copy(target, _view(memory, file, read.lies, begin))
+                planner.commit_tensor(read.item, target)
 
-    def _finish(self, read: _Read, target: Tensor, planner: theirs.LoadPlanner) -> None:
-        planner.commit_tensor(read.item, target)
-        if self._progress:
-            self._progress(target.nbytes)
+    def _fetch_part(self, file: Remote, begin: int, end: int) -> bytearray:
+        """Bytes of a file, with one request unless somebody wants to know how many there are."""
+        step = TELL_BYTES if self._tally.is_heard else max(1, end - begin)
+        data = bytearray()
+        for at in range(begin, end, step):
+            data += file.read_part(at, min(end, at + step))
+            self._tally.add(0)
+        return data
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -236,6 +243,11 @@ class _Read(NamedTuple):
     box: StoredBox
     item: ReadItem
     lies: Strided
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.lies.shape) * dtype_of(self.lies.dtype).itemsize
 
     @property
     def stop(self) -> int:
@@ -328,7 +340,9 @@ def _is_alike(source: Tensor, target: Tensor) -> bool:
     return source.is_contiguous() and target.is_contiguous() and target.is_cpu
 
 
-def _read_straight(stream: io.FileIO, read: _Read, target: Tensor, unchecked: set[int]) -> None:
+def _read_straight(
+    stream: io.FileIO, read: _Read, target: Tensor, unchecked: set[int], tally: Tally
+) -> None:
     """Reads bytes as they lie into the target, which takes half the time of copying from a mapped file.
 
     Of the chunks of these numbers, those that are read from end to end are checked while the cache has them, and left
@@ -349,18 +363,22 @@ def _read_straight(stream: io.FileIO, read: _Read, target: Tensor, unchecked: se
             unchecked.discard(number)
         left = left[len(part) :]
         at += len(part)
+        tally.add(len(part))
 
 
 # Checksums
 
 
-def _check_rest(stream: io.FileIO, unchecked: Mapping[StoredBox, Iterable[int]]) -> None:
+def _check_rest(
+    stream: io.FileIO, unchecked: Mapping[StoredBox, Iterable[int]], tally: Tally
+) -> None:
     """Reads and checks the chunks of which only parts were needed."""
     room = bytearray(CHUNK)
     for box, numbers in unchecked.items():
         for number in sorted(numbers):
             chunk = read_chunk(stream, box, number, room)
             check_chunk(box, number, chunk)
+            tally.add(0)
 
 
 def _check_fetched(box: StoredBox, numbers: Iterable[int], data: memoryview, base: int) -> None:

@@ -51,6 +51,7 @@ __all__ = [
     "as_tensor",
     "check_apart",
     "check_paths",
+    "count_bytes",
     "to_disk",
 ]
 
@@ -222,6 +223,12 @@ def _describe_box(
     data = TensorWriteData(chunk, properties, torch.Size(shape))
     index = MetadataIndex(name, offsets)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def count_bytes(items: Iterable[WriteItem]) -> int:
+    """The bytes of boxes."""
+    boxes = [item.tensor_data for item in items if item.tensor_data is not None]
+    return sum(box.chunk.sizes.numel() * box.properties.dtype.itemsize for box in boxes)
 
 
 def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetadata]:

@@ -47,6 +47,7 @@ from shardmath_torch.checkpoints.commits import (
 )
 from shardmath_torch.checkpoints.index import to_json
 from shardmath_torch.checkpoints.opening import BLOBS
+from shardmath_torch.checkpoints.saving import count_bytes
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.files.places import (
     CheckpointError,
@@ -59,9 +60,9 @@ from shardmath_torch.files.places import (
     sync,
 )
 from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
+from shardmath_torch.observing.bars import Progress, Tally
 from shardmath_torch.safetensors import archive
 from shardmath_torch.safetensors.archive import find_unused
-from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["MOST_FILES", "Writer"]
 
@@ -77,7 +78,7 @@ class Writer(storage.StorageWriter):
 
     def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
         self._folder = _as_readable(path)
-        self._progress = progress
+        self._tally = Tally(progress)
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
         self._save = ""
@@ -120,13 +121,14 @@ class Writer(storage.StorageWriter):
         """Writes this rank's files, all of them unfinished."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
+        self._tally.begin(count_bytes(plan.items))
         for i, items in enumerate(_divide_into_files(plan.items)):
             number = f"-{i}" if i else ""
             name = f"{plan.storage_data}{number}{DATA}"
             draft = self._folder / _name_unfinished(self._folder, name)
             self._drafts.append(draft)
             with _naming(self._folder / name, BEFORE):
-                results += _write_file(draft, name, items, planner, self._progress)
+                results += _write_file(draft, name, items, planner, self._tally)
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -315,17 +317,17 @@ def _write_file(
     name: str,
     items: Mapping[str, WriteItem],
     planner: theirs.SavePlanner,
-    progress: Progress | None,
+    tally: Tally,
 ) -> Iterator[storage.WriteResult]:
     """Writes the items to a file, which will have that name."""
     tensors: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
     for key, item in items.items():
         data = planner.resolve_data(item)
-        tensor = _prepare(item, data)
+        tensor = _prepare(item, data, tally)
         # a numbered box is not part of a tensor of that name
         offsets = _begin_of(item, tensor) if key == item.index.fqn else None
         tensors[key] = (offsets, tensor)
-    written = archive.write(file, tensors, progress=progress)
+    written = archive.write(file, tensors, tally)
     for key, item in items.items():
         at = written[key]
         _, tensor = tensors[key]
@@ -339,17 +341,18 @@ def _begin_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
     return tuple(item.index.offset or (0,) * tensor.ndim)
 
 
-def _prepare(item: WriteItem, data: object) -> Tensor:
+def _prepare(item: WriteItem, data: object, tally: Tally) -> Tensor:
     """An item's data on the CPU, contiguous and alone in their storage, as `archive.write` takes them."""
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
     chunk = item.tensor_data.chunk
     plain = data.detach().as_subclass(Tensor)
-    here = plain.cpu().contiguous()
-    if here.shape != chunk.sizes:
-        raise CheckpointError(f"{item.index.fqn!r}: {list(here.shape)} given, {chunk} planned")
-    if here.untyped_storage().nbytes() != here.nbytes:
-        return here.clone(memory_format=torch.contiguous_format)
-    return here
+    if plain.shape != chunk.sizes:
+        raise CheckpointError(f"{item.index.fqn!r}: {list(plain.shape)} given, {chunk} planned")
+    is_whole = plain.untyped_storage().nbytes() == plain.nbytes
+    if plain.is_cpu and plain.is_contiguous() and is_whole:
+        return plain
+    here = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    return tally.copy(here, plain, counts=False)
 
 
 # What was written, as a value
@@ -370,8 +373,7 @@ def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResu
     boxes: dict[str, _ByOffsets] = {}
     for result in wrote:
         index = result.index
-        offsets = tuple(index.offset or ())
-        boxes.setdefault(index.fqn, {})[offsets] = result.storage_data
+        boxes.setdefault(index.fqn, {})[tuple(index.offset or ())] = result.storage_data
     tensors: dict[str, StoredTensor] = {}
     files: set[Place] = set()
     for name, entry in metadata.state_dict_metadata.items():
@@ -393,8 +395,6 @@ def _describe_tensor(path: Place, entry: TensorStorageMetadata, boxes: _ByOffset
     for chunk in entry.chunks:
         offsets = tuple(chunk.offsets)
         at = boxes[offsets]
-        length = dtype.itemsize * chunk.sizes.numel()
-        file = path / at.file
-        pieces.append(StoredBox(offsets, tuple(chunk.sizes), file, at.start, length, sums=at.sums))
-    name = str(dtype).removeprefix("torch.")
-    return StoredTensor(tuple(entry.size), name, tuple(pieces))
+        size, length = tuple(chunk.sizes), dtype.itemsize * chunk.sizes.numel()
+        pieces.append(StoredBox(offsets, size, path / at.file, at.start, length, sums=at.sums))
+    return StoredTensor(tuple(entry.size), str(dtype).removeprefix("torch."), tuple(pieces))

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from shardmath_torch.commands.processes import Report
 from shardmath_torch.commands.refit_out import leave
 from shardmath_torch.dtypes import flat
 from shardmath_torch.movers.compile import compile
-from shardmath_torch.safetensors.slices import Progress, check, load, make_zeros
+from shardmath_torch.safetensors.slices import check, load, make_zeros
 from shardmath_torch.safetensors.weights import Weights
 
 __all__ = ["Job", "Outcome", "refit_rank"]
@@ -119,24 +118,7 @@ def _load(job: Job, layouts: Layouts, rank: int, report: Report) -> dict[str, to
     """The rank's part of the source, if it is on that side."""
     if rank not in job.src.mesh:
         return None
-    progress = _count_bytes(report, "load", layouts, rank)
-    return load(job.weights, layouts, rank, progress=progress)
-
-
-def _count_bytes(report: Report, phase: str, layouts: Layouts, rank: int) -> Progress:
-    """Says how many of the rank's bytes are done, each time that it is called with some more."""
-    done = 0
-    total = 0
-    for layout in layouts.values():
-        total += math.prod(layout.local_shape(rank)) * layout.itemsize
-    report(phase, 0, total)
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        report(phase, done, total)
-
-    return add
+    return load(job.weights, layouts, rank, progress=partial(report, "load"))
 
 
 def _race(
@@ -197,8 +179,7 @@ def _check(
     job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], report: Report
 ) -> int:
     """Bytes compared with the file; then what arrived is written out where that is asked."""
-    progress = _count_bytes(report, "check", layouts, rank)
-    checked = check(job.weights, layouts, rank, arriving, progress=progress)
+    checked = check(job.weights, layouts, rank, arriving, progress=partial(report, "check"))
     if job.out:
         leave(job.out, rank, arriving)
     return checked

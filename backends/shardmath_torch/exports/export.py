@@ -46,6 +46,7 @@ from shardmath_torch.exports.sources import (
 from shardmath_torch.files.places import CheckpointError, local_folder
 from shardmath_torch.files.steps import on_all
 from shardmath_torch.movers.compile import compile
+from shardmath_torch.observing.bars import Progress, Tally
 from shardmath_torch.safetensors.hf_folder import (
     Draft,
     check_folder,
@@ -55,8 +56,14 @@ from shardmath_torch.safetensors.hf_folder import (
     locked,
     told,
 )
-from shardmath_torch.safetensors.hf_split import File, check_entries, file_names, size_of, split
-from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.safetensors.hf_split import (
+    File,
+    check_entries,
+    count_bytes,
+    file_names,
+    size_of,
+    split,
+)
 
 __all__ = ["BATCH", "export"]
 
@@ -97,7 +104,8 @@ def export(
     ranks of `mesh`, by default the largest of the DTensors'. `tied` says, as {name: name of a tensor}, which names are
     another's; of a module that is known. They are in the index and the header's metadata, not stored twice.
     `max_shard_size` is of a file: bytes, or text as transformers has it, such as "5GB". A config.json is yours to add:
-    `model.config.save_pretrained(path)`. `progress` is called with the bytes that this rank has just written.
+    `model.config.save_pretrained(path)`. `progress` is called with this rank's bytes that are written and all that it
+    writes.
 
     Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
     is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
@@ -106,15 +114,27 @@ def export(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(shared(group))
-        check = partial(check_source, source, layouts, tied, mesh)
-        on_all("export", check, group, claim=lambda _: describe_source(source, layouts))
+        check = partial(_check, source, layouts, tied, mesh, progress)
+        tally = on_all("export", check, group, claim=lambda _: describe_source(source, layouts))
         given = lay_out(source, layouts, mesh, group)
         given = given._replace(tied={**given.tied, **(tied or {})})
         prepare = partial(_prepare, path, given, max_shard_size, group)
         task = on_all("export", prepare, group, claim=partial(_describe_task, given), fix=ALIKE)
         lock = partial(_lock, task, stack)
         on_all("lock the folder", lock, group)
-        _write(task, given, group, progress)
+        _write(task, given, group, tally)
+
+
+def _check(
+    source: object,
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+    tied: object,
+    mesh: object,
+    progress: Progress | None,
+) -> Tally:
+    """Checks what is given; what is told of it."""
+    check_source(source, layouts, tied, mesh)
+    return Tally(progress)
 
 
 def _lock(task: _Task, stack: contextlib.ExitStack) -> None:
@@ -182,7 +202,7 @@ def _describe_task(given: Source, task: _Task) -> dict[str, str]:
 # Files
 
 
-def _write(task: _Task, given: Source, group: Group | None, progress: Progress | None) -> None:
+def _write(task: _Task, given: Source, group: Group | None, tally: Tally) -> None:
     """Writes all files, and gives them their names when all are written."""
     names = list(task.files)
     count = len(task.ranks)
@@ -190,7 +210,7 @@ def _write(task: _Task, given: Source, group: Group | None, progress: Progress |
     try:
         for at in range(0, len(names), count):
             wave = names[at : at + count]
-            _write_wave(task, given, wave, drafts, group, progress)
+            _write_wave(task, given, wave, drafts, group, tally)
         on_all("name its files", partial(_commit, task, given), group)
         drafts.clear()
     finally:
@@ -203,25 +223,28 @@ def _write_wave(
     names: Sequence[str],
     drafts: list[Draft],
     group: Group | None,
-    progress: Progress | None,
+    tally: Tally,
 ) -> None:
     """Writes some files at once, the i-th of them on the i-th rank, whose drafts get one more."""
     number = task.ranks.index(compat.rank_or_0())
     name = names[number] if number < len(names) else None
-    draft = on_all("write its file", partial(_begin, task, given, name), group)
+    draft = on_all("write its file", partial(_begin, task, given, name, tally), group)
     if draft is not None:
         drafts.append(draft)
     batches = [_list_batches(task.files[each]) for each in names]
     for batch in zip_longest(*batches, fillvalue=()):
         by_rank = dict(zip(task.ranks, batch, strict=False))
         tensors = _gather(given, by_rank, group)
-        append = partial(_append, task, draft, tensors, progress)
+        append = partial(_append, task, draft, tensors, tally)
         on_all("write its file", append, group)
     on_all("write its file", partial(_close, task, draft), group)
 
 
-def _begin(task: _Task, given: Source, name: str | None) -> Draft | None:
+def _begin(task: _Task, given: Source, name: str | None, tally: Tally) -> Draft | None:
     """This rank's next file; None where the others write the last ones."""
+    number = task.ranks.index(compat.rank_or_0())
+    files = list(task.files.values())[number :: len(task.ranks)]
+    tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
     if name is None:
         return None
     tensors = task.files[name]
@@ -230,16 +253,12 @@ def _begin(task: _Task, given: Source, name: str | None) -> Draft | None:
         return Draft(task.folder, name, tensors, tied)
 
 
-def _append(
-    task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], progress: Progress | None
-) -> None:
+def _append(task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], tally: Tally) -> None:
     if draft is None:
         return
     with told(task.folder):
         for tensor in tensors.values():
-            draft.append(tensor)
-            if progress:
-                progress(tensor.nbytes)
+            draft.append(tensor, tally)
 
 
 def _close(task: _Task, draft: Draft | None) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -29,17 +30,22 @@ def count_checksums(nbytes: int) -> int:
     return -(-nbytes // CHUNK)
 
 
-def write(stream: BinaryIO, data: memoryview) -> str:
-    """Writes the bytes, and returns their checksums, made beside: both leave the interpreter to others."""
+def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
+    """Writes the bytes, and returns their checksums, made beside: both leave the interpreter to others.
+
+    `wrote` is called with how many bytes have just been written.
+    """
     chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
     if len(chunks) < 2:
         # To start a thread takes longer than one checksum.
         stream.write(data)
+        wrote(len(data))
         return "".join(map(_sum, chunks))
     with ThreadPoolExecutor(1) as beside:
         sums = beside.map(_sum, chunks)
         for chunk in chunks:
             stream.write(chunk)
+            wrote(len(chunk))
         return "".join(sums)
 
 

@@ -30,9 +30,9 @@ from torch.serialization import skip_data
 from shardmath_torch.dtypes import flat, see_words
 from shardmath_torch.files import checksums
 from shardmath_torch.files.places import Place, synced
+from shardmath_torch.observing.bars import Tally
 from shardmath_torch.safetensors.headers import NAMES, PREFIX, RESERVED, make_entry
 from shardmath_torch.safetensors.hf_sharded import SAVED, SHARDING
-from shardmath_torch.safetensors.slices import Progress
 
 __all__ = ["ALIGNMENT", "Written", "find_unused", "memory_of", "write"]
 
@@ -60,7 +60,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 """Tensors by name, each with the global index at which it begins, None where the name is not that of a whole tensor."""
 
 
-def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> dict[str, Written]:
+def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
     """Writes a file of tensors, in one pass from its beginning to its end. On disk when this returns.
 
     The tensors are contiguous, on the CPU, and alone in their storages.
@@ -75,14 +75,12 @@ def write(file: Place, tensors: Named, *, progress: Progress | None = None) -> d
             _, tensor = tensors[name]
             at = archives[name]
             stream.write(frame.before)
-            sums = checksums.write(stream, memory_of(tensor))
+            sums = checksums.write(stream, memory_of(tensor), tally.add)
             padding = _align(at.length) - at.length
             stream.write(frame.after + bytes(padding))
             begin = len(header) + at.archive
             start = len(header) + at.start
             out[name] = Written(begin, at.length, start, sums)
-            if progress:
-                progress(tensor.nbytes)
         synced(stream)
     return out
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shardmath_torch.files import locks
 from shardmath_torch.files.places import CheckpointError, content_of, sync, synced
+from shardmath_torch.observing.bars import TELL_BYTES, Tally
 from shardmath_torch.safetensors.archive import memory_of
 from shardmath_torch.safetensors.headers import (
     NAMES,
@@ -82,9 +83,12 @@ class Draft:
                 self.discard()
             raise
 
-    def append(self, tensor: Tensor) -> None:
+    def append(self, tensor: Tensor, tally: Tally) -> None:
         """The next tensor's bytes."""
-        self._stream.write(memory_of(tensor.cpu().contiguous()))
+        data = memory_of(tensor.cpu().contiguous())
+        for at in range(0, len(data), TELL_BYTES):
+            self._stream.write(data[at : at + TELL_BYTES])
+            tally.add(len(data[at : at + TELL_BYTES]))
 
     def close(self) -> None:
         """All of it is on disk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from shardmath import Layout
 from shardmath.base.text import plural
 from shardmath_torch.dtypes import dtype_of, flat
+from shardmath_torch.observing.bars import Progress, Tally
 from shardmath_torch.safetensors.headers import WeightsError, damaged
 from shardmath_torch.safetensors.weights import Weights
 
 __all__ = [
-    "Progress",
     "Slices",
     "assemble",
     "check",
@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 Slices: TypeAlias = tuple[slice, ...]
-Progress: TypeAlias = Callable[[int], None]
-"""Called with the bytes just done."""
 
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
@@ -98,16 +96,24 @@ def load(
 ) -> dict[str, torch.Tensor]:
     """This rank's local tensors, by name, on the CPU: shape `layout.local_shape(rank)`, holes zero.
 
-    Raises WeightsError where the checkpoint lacks a name or has it with another shape or dtype.
+    Raises WeightsError where the checkpoint lacks a name or has it with another shape or dtype. `progress` is called
+    with the bytes of local tensors that are done, and with all of them.
     """
     out = {}
+    tally = _begin(layouts, rank, progress)
     for name, layout, stored in _open_tensors(weights, layouts):
         out[name] = make_room(layout, rank)
         for local, glob in list_boxes(layout, rank):
             out[name][local] = stored[glob]
-        if progress:
-            progress(out[name].nbytes)
+        tally.add(out[name].nbytes)
     return {name: out[name] for name in layouts}
+
+
+def _begin(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
+    """What is told of all local tensors, holes among them."""
+    tally = Tally(progress)
+    tally.begin(sum(math.prod(one.local_shape(rank)) * one.itemsize for one in layouts.values()))
+    return tally
 
 
 def make_room(layout: Layout, rank: int) -> torch.Tensor:
@@ -135,16 +141,14 @@ def check(
 ) -> int:
     """Compare the local tensors of `rank` with the checkpoint, byte by byte; the number of bytes compared.
 
-    Raises WeightsError with the tensor, the rank and the first global index that differs.
+    Raises WeightsError with the tensor, the rank and the first global index that differs. `progress` is as in `load`.
     """
     total = 0
+    tally = _begin(layouts, rank, progress)
     for name, layout, stored in _open_tensors(weights, layouts):
-        done = 0
         for local, glob in list_boxes(layout, rank):
-            done += _compare(name, rank, glob, tensors[name][local], stored[glob])
-        if progress:
-            progress(done)
-        total += done
+            total += _compare(name, rank, glob, tensors[name][local], stored[glob])
+        tally.add(tensors[name].nbytes)
     return total
 
 

@@ -35,7 +35,7 @@ from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
-from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.observing.bars import Progress
 from shardmath_torch.states.index import INDEX, Index, read_index, write_index
 from shardmath_torch.states.matching import (
     Goal,

@@ -26,7 +26,7 @@ from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.compat import Group, rank_or_0
 from shardmath_torch.files.places import CheckpointError
 from shardmath_torch.files.steps import on_all
-from shardmath_torch.safetensors.slices import Progress
+from shardmath_torch.observing.bars import Progress
 from shardmath_torch.states.memory import fill
 from shardmath_torch.states.modules import Model, agree_on_model, check_one_value, check_slots
 from shardmath_torch.weights.dequantising import dequantise

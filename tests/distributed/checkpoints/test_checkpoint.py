@@ -156,13 +156,15 @@ def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
-    wrote: list[int] = []
-    read: list[int] = []
+    wrote: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
     layouts = {"w": whole_of(SHAPE), "v": whole_of((5,), "bfloat16"), "x": None}
     tensors = {"w": torch.ones(SHAPE), "v": torch.ones(5, dtype=torch.bfloat16), "x": b"abc"}
-    smt.save(tmp_path, tensors, layouts, progress=wrote.append)
-    smt.load(tmp_path, layouts, progress=read.append)
-    assert sorted(wrote) == sorted(read) == [3, 10, 4 * 13 * 6]
+    smt.save(tmp_path, tensors, layouts, progress=lambda *numbers: wrote.append(numbers))
+    smt.load(tmp_path, layouts, progress=lambda *numbers: read.append(numbers))
+    total = 3 + 10 + 4 * 13 * 6
+    for told in (wrote, read):
+        assert told[0] == (0, total) and told[-1] == (total, total)
 
 
 # Beside torch

@@ -31,7 +31,7 @@ def killed(call: str, path: Path) -> int:
     writer = os.fork()
     if not writer:
 
-        def fork(_: int) -> None:
+        def fork(*_: int) -> None:
             child = os.fork()
             if not child:
                 time.sleep(30.0)

@@ -187,7 +187,7 @@ def exported(
         hf_folder.Draft.append = before  # type: ignore[method-assign]
 
 
-def _full(draft: object, tensor: torch.Tensor) -> None:
+def _full(*_: object) -> None:
     raise OSError(28, "No space left on device", "the disk")
 
 

@@ -69,7 +69,7 @@ def nested(rank: int, path: str, outer: str, swallows: bool) -> list[Said]:
     smt.save(f"{path}/saved", _tensors(), HELD)
     said = []
 
-    def call_again(_: int) -> None:
+    def call_again(*_: int) -> None:
         if rank == 1:
             return
         if not swallows:
