@@ -90,8 +90,9 @@ def state_of(
     """The training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
 
     Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are taken to be the same on
-    all ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` where some ranks have DTensors on other meshes than other ranks, as
-    under tensor parallelism with DistributedDataParallel. Parameters that FSDP2 has gathered are resharded first.
+    all ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` where some
+    ranks have DTensors on other meshes than other ranks, as under tensor parallelism with DistributedDataParallel.
+    Parameters that FSDP2 has gathered are resharded first.
     Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of the group is not
     on the mesh of some parameter. Without a group, that is over the ranks of the DTensors' meshes together, if these
     are all ranks, or those of a mesh of one axis.
