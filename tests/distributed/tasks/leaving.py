@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.stores import check_served
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.combined import own_group
 
@@ -58,16 +59,19 @@ def end_with_the_store(rank: int, closes: bool) -> Any:
     move = smt.compile(rows.plan, timeout=30.0, commit="all")
     for _ in range(2):
         move(rows.src, out=rows.out)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        # The other rank still asks what was decided on the last move.
-        time.sleep(LATE_S)
+        # The other rank asks it what was decided on the last move.
+        store.wait(["moved"])
         if closes:
             move.close()
         os._exit(0)
     with tempfile.TemporaryFile() as written:
         kept = os.dup(2)
         os.dup2(written.fileno(), 2)
-        time.sleep(2 * LATE_S)
+        store.set("moved", "")
+        while not ends(lambda: check_served(store)):
+            time.sleep(0.01)
         told = timed(lambda: move(rows.src, out=rows.out))
         os.dup2(kept, 2)
         written.seek(0)
