@@ -76,6 +76,7 @@ class Link:
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
+    `beside` are groups of some of the ranks, which end with this one.
     """
 
     group: dist.ProcessGroup
@@ -87,10 +88,12 @@ class Link:
     timeout: float
     acknowledges: bool = False
     given_up: dict[int, str] = field(default_factory=dict)
+    beside: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def leave(self) -> None:
-        """End the group."""
-        smt.disconnect(self.group)
+        """End the group, and those beside it."""
+        for group in (*self.beside.values(), self.group):
+            smt.disconnect(group)
 
     def give_up(self, number: int, why: str) -> None:
         """Have an update not begin for which ranks do not come; from any thread at place 0."""
@@ -113,7 +116,7 @@ class Link:
         what = f"fail update {number}"
         why = ""
         try:
-            store = self._store
+            store = self.store
         except ExchangeError:
             return why
         # Place 0 may be gone, and the store with it.
@@ -135,14 +138,14 @@ class Link:
         """Raise ExchangeError, on all ranks, where one does not come or finds a fault."""
         what = f"begin update {number}"
         fault = _try(check)
-        self._store.set(f"{what}/{self.place}", fault)
+        self.store.set(f"{what}/{self.place}", fault)
         said = self._hear(what) if self.place else self._await_all(number, what)
         if said:
             raise ExchangeError(said)
 
     def _await_all(self, number: int, what: str) -> str:
         """Wait for all ranks, and say what is wrong; "" for nothing."""
-        store = self._store
+        store = self.store
         places = set(range(self.group.size()))
         late = _await(
             lambda place: store.check([f"{what}/{place}"]),
@@ -171,14 +174,14 @@ class Link:
         """What ranks that have come find wrong."""
         faults = []
         for place in range(self.group.size()):
-            said = self._store.get(f"{what}/{place}").decode()
+            said = self.store.get(f"{what}/{place}").decode()
             if said:
                 faults.append(f"place {place} could not {what}: {said}")
         return "\n".join(faults)
 
     def _forget(self, number: int) -> None:
         """Remove what was said of an update from the store: all have read it who come to the next."""
-        store = self._store
+        store = self.store
         for what in STEPS:
             store.delete_key(f"{what} update {number}")
         for place in range(self.group.size()):
@@ -203,13 +206,13 @@ class Link:
         self.relay(what, act)
         self._confirm(what)
         if self.place == 0:
-            late = self._await_heard(self._store, what, range(self.trainers), self.timeout)
+            late = self._await_heard(self.store, what, range(self.trainers), self.timeout)
             if late:
                 raise ExchangeError(self._word_late(what, late))
 
     def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
         """Say what place 0 finds wrong, "" for nothing. If it then raises, its process may end: wait for who hears."""
-        store = self._store
+        store = self.store
         store.set(what, fault)
         if fault:
             self._confirm(what)
@@ -217,7 +220,7 @@ class Link:
 
     def _hear(self, what: str) -> str:
         """What went wrong at place 0; "" for nothing."""
-        store = self._store
+        store = self.store
         try:
             store.wait([what], timedelta(seconds=self.timeout))
             said = store.get(what).decode()
@@ -233,7 +236,7 @@ class Link:
 
     def _confirm(self, what: str) -> None:
         """This rank has heard of that, the last thing it has heard."""
-        self._store.set(f"heard/{self.place}", what)
+        self.store.set(f"heard/{self.place}", what)
 
     def _await_heard(
         self, store: Store, what: str, places: Iterable[int], seconds: float
@@ -249,7 +252,8 @@ class Link:
         return _await(has_heard, places, min(seconds, self.timeout))
 
     @property
-    def _store(self) -> Store:
+    def store(self) -> Store:
+        """What its ranks have in common."""
         store = compat.store_of(self.group)
         if store is None:
             raise ExchangeError("the group was left; meet the engines again, by trainer_init")

@@ -32,6 +32,7 @@ from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from shardmath_vllm.workers.coverage import check_coverage, check_stays, check_types
 from shardmath_vllm.workers.loading import Loading
+from shardmath_vllm.workers.reducing import join_groups, reducing
 from shardmath_vllm.workers.refusing import accept, refuse
 
 __all__ = ["Engine"]
@@ -92,6 +93,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         given = Given(engine=init_info.engine, record=record, is_joint=is_joint)
         meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
         self._link = meeting.join(given)
+        if is_joint:
+            self._link.beside.update(join_groups(self._link.store, init_info))
         self._meeting = init_info.meeting
 
     def start_weight_update(self) -> None:
@@ -136,9 +139,10 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         """The portions of an update, one after the other."""
         try:
             self._loading.begin()
-            for portion in range(len(link.refits)):
-                self._receive_portion(link, portion)
-            self._loading.finish()
+            with reducing(link.beside):
+                for portion in range(len(link.refits)):
+                    self._receive_portion(link, portion)
+                self._loading.finish()
         except BaseException:
             self._loading.undo()
             raise

@@ -62,13 +62,13 @@ def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, A
 @contextmanager
 def _lagging(seconds: float) -> Iterator[None]:
     """Whatever is asked of the store of ranks that have met, as where others have the processor."""
-    find = Link._store
+    find = Link.store
 
     def find_late(link: Link) -> Store:
         time.sleep(seconds)
         return find.__get__(link)
 
-    with mock.patch.object(Link, "_store", property(find_late)):
+    with mock.patch.object(Link, "store", property(find_late)):
         yield
 
 

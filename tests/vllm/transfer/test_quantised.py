@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.vllm import checkpoints
-from tests.vllm.transfer import stored
-from tests.vllm.transfer.checking import check_refits
+from tests.vllm.transfer import inside, stored, trainers
+from tests.vllm.transfer.checking import TIMEOUT_S, check_refits, fails
 from tests.vllm.transfer.engines import Engines, ask, save
 
 
@@ -13,6 +15,29 @@ def test_engines_that_quantise_what_they_load(engines: Engines) -> None:
     folders = [save("llama", engines.folder, seed) for seed in range(3)]
     hosts = engines.start(*folders[:2], tp=2, quantization="fp8_per_channel")
     check_refits(engines.pool(2), ask(hosts, folders[0], "fsdp", 2), hosts, folders)
+
+
+def test_a_worker_that_fails_as_all_quantise_is_not_waited_for(engines: Engines) -> None:
+    """The other one is in a collective of vLLM's, and that is not over before half an hour is."""
+    folders = [save("llama", engines.folder, seed) for seed in range(2)]
+    (host,) = engines.start(folders[0], tp=2, quantization="fp8_per_channel")
+    before = host.ask(inside.generate)
+    pool = engines.pool(1)
+    pool.run(trainers.join, ask([host], folders[0], "none", 1), timeout=TIMEOUT_S)
+    host.ask(inside.ask_workers, inside.fail, 1, 1, "raise")
+    start = time.monotonic()
+    (said,) = fails(pool, trainers.send, folders[1])
+    assert "this layer cannot be processed" in said
+    assert host.ask(inside.ask_workers, inside.is_refusing) == [True, True]
+    assert time.monotonic() - start < trainers.TIMEOUT_S / 2
+    host.ask(inside.ask_workers, inside.mend)
+    # Its own groups are as they were: whole updates go on.
+    pool.run(trainers.rejoin, ask([host], folders[0], "none", 1), timeout=TIMEOUT_S)
+    pool.run(trainers.send, folders[1], timeout=TIMEOUT_S)
+    assert host.ask(inside.generate) != before
+    pool.run(trainers.send, folders[0], timeout=TIMEOUT_S)
+    assert host.ask(inside.generate) == before
+    pool.run(trainers.leave)
 
 
 def test_engines_of_quantised_checkpoints(engines: Engines) -> None:

@@ -1,0 +1,77 @@
+"""Reducing: workers that quantise together do so in groups of the meeting, which a worker that fails leaves.
+
+1. If a tensor is cut, vLLM's quantisation asks all ranks of a group for their largest magnitude. In vLLM's own group,
+   the other ranks would wait for a worker that failed until torch's limit, and would be out of step afterwards.
+2. A worker whose update fails leaves the groups of its meeting. Their connections close, and so the other ranks stop
+   waiting. The next meeting has other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.quantization.utils import quant_utils
+
+import shardmath_torch as smt
+from shardmath.base.errors import ExchangeError, ShardError
+from shardmath.base.text import word_error
+from shardmath_torch.agreement.wire import says_ended
+from shardmath_torch.compat import Store
+from shardmath_vllm.infos import Joining
+
+__all__ = ["join_groups", "reducing"]
+
+GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
+"""What vLLM's quantisation asks for a group, and what `parallel_state` keeps that group in."""
+
+
+def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
+    """A group of several workers for each of vLLM's, by what asks for it. Collective over the engine's workers.
+
+    They find each other in the meeting's own store.
+
+    Raises ExchangeError if one of them does not come.
+    """
+    groups: dict[str, dist.ProcessGroup] = {}
+    for getter, kept in GETTERS.items():
+        own = getattr(parallel_state, kept)
+        if own is None or own.world_size == 1:
+            continue
+        ranks = ",".join(map(str, own.ranks))
+        groups[getter] = smt.connect(
+            store,
+            own.rank_in_group,
+            own.world_size,
+            backend=told.transport,
+            timeout=told.timeout,
+            name=f"engine {told.engine}/{own.unique_name}/{ranks}",
+        )
+    return groups
+
+
+@contextmanager
+def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
+    """Have vLLM's quantisation reduce in these groups. Raises ExchangeError if another worker leaves one."""
+    own = {getter: getattr(quant_utils, getter) for getter in groups}
+    try:
+        # Only what quantisation sees: torch does not know these groups, which other parts of vLLM would ask it.
+        for getter, group in groups.items():
+            setattr(quant_utils, getter, partial(SimpleNamespace, device_group=group))
+        yield
+    except ShardError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        # torch logs a collective that failed, and that log raises for a group that torch does not know.
+        cause = error.__context__ or error
+        if groups and says_ended(str(cause)):
+            what = f"another worker of this engine left as both quantised ({word_error(cause)})"
+            raise ExchangeError(what) from cause
+        raise
+    finally:
+        for getter, get in own.items():
+            setattr(quant_utils, getter, get)
