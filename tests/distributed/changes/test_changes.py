@@ -122,7 +122,6 @@ FAULTS = {
     "name": "rank 1: positions of 'w', which is no source tensor of this rank",
     "kind": "rank 1: positions of '' are .*; pass a row of int64",
     "no snapshot": "rank 1: no snapshots are kept; pass positions= on every rank",
-    "label": "ranks disagree",
 }
 
 

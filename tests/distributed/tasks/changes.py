@@ -93,7 +93,6 @@ def fails(rank: int, name: str) -> tuple[str, list[float]]:
         "name": lambda: send(src, out=out, positions={"w": torch.tensor([1])}),
         "kind": lambda: send(src, out=out, positions={"": torch.tensor([1.0])}),
         "no snapshot": lambda: send(src, out=out),
-        "label": lambda: send(src, out=out, label="other"),
     }
     all_cells = {"": torch.arange(4)} if name == "no snapshot" else None
     try:
