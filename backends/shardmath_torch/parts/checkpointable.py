@@ -20,6 +20,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,11 +32,12 @@ from torch.distributed.tensor import DTensor
 from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import instance
 from shardmath.base.errors import LayoutError, ShardError
-from shardmath.base.text import shown
+from shardmath.base.text import show_ranks, shown
 from shardmath.layouts.layout import Layout
 from shardmath.storage.fitting import from_holdings
 from shardmath_torch import compat
 from shardmath_torch.agreement.gather import gather
+from shardmath_torch.agreement.naming import attempt
 
 __all__ = ["Boxes", "checkpointable", "from_boxes", "is_checkpointable", "keep_boxes", "read_boxes"]
 
@@ -128,8 +130,10 @@ def _show(tensor: Any) -> str:
 def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
     """The layouts of those tensors that are checkpointable, by name.
 
-    Collective over the default group, unless `ask` knows what all ranks have. Raises LayoutError for ranks that say
-    other global shapes, and for what is no one layout.
+    Collective over the default group, unless `ask` knows what all ranks have: every rank has the
+    attributes, or none. Raises LayoutError, on all ranks, if one has attributes that are not a
+    part, or lacks those of a tensor, if ranks have other global shapes, and if their parts together
+    are not one layout.
     """
     parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
     if not parts:
@@ -140,11 +144,29 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
 
 def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, Boxes]]:
     """The boxes that ranks of the default group have, by name and rank."""
-    mine = {name: read_boxes(name, tensor) for name, tensor in tensors.items()}
-    if not dist.is_initialized():
-        return {name: {0: boxes} for name, boxes in mine.items()}
-    said = gather(mine, None, "find out how checkpointable tensors lie")
-    return {name: {rank: each[name] for rank, each in enumerate(said)} for name in mine}
+    # A rank with wrong attributes tells the others, who wait for it.
+    mine, why = attempt(partial(_read_all, tensors))
+    said = [(mine or {}, why)]
+    if dist.is_initialized():
+        said = gather(said[0], None, "find out how checkpointable tensors lie")
+    faults = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]
+    if faults:
+        raise LayoutError("; ".join(faults))
+    by_rank = [boxes for boxes, _ in said]
+    return {name: _pick(name, by_rank) for name in tensors}
+
+
+def _read_all(tensors: Mapping[str, Tensor]) -> dict[str, Boxes]:
+    return {name: read_boxes(name, tensor) for name, tensor in tensors.items()}
+
+
+def _pick(name: str, by_rank: Sequence[Mapping[str, Boxes]]) -> dict[int, Boxes]:
+    """The boxes of one tensor by rank. Raises LayoutError if a rank has none."""
+    without = [rank for rank, boxes in enumerate(by_rank) if name not in boxes]
+    if without:
+        what = f"tensor {name!r} says here which part it is, and not on {show_ranks(without)}"
+        raise LayoutError(f"{what}; give it the attributes on all ranks")
+    return {rank: boxes[name] for rank, boxes in enumerate(by_rank)}
 
 
 def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, Boxes]) -> Layout:

@@ -32,8 +32,14 @@ def test_no_rows_are_lost(pool: Pool, tmp_path: Path) -> None:
 
 def test_ranks_that_say_other_shapes(pool: Pool) -> None:
     """An error on all ranks, that names two of them."""
-    for said in pool.run(work.disagreeing):
+    for said in pool.run(work.disagreeing, (10, 4)):
         assert "tensor 'w': global_shape is (9, 4) on rank" in said and "(10, 4) on rank 3" in said
+
+
+def test_attributes_that_are_wrong_on_one_rank(pool: Pool) -> None:
+    """The others waited for that rank until the group's timeout."""
+    for said in pool.run(work.disagreeing, (1, 4)):
+        assert said.startswith("rank 3: tensor 'w': ") and "is outside dimension 0 of 1" in said
 
 
 def layout_of(tensor: torch.Tensor) -> sm.Layout:

@@ -74,11 +74,11 @@ def kept(rank: int, folder: str) -> list[bool]:
     return found
 
 
-def disagreeing(rank: int) -> str:
-    """What is said where ranks speak of other shapes."""
+def disagreeing(rank: int, shape: tuple[int, ...]) -> str:
+    """What is said if one rank speaks of another shape."""
     module = Parts(ROWS, rank)
     if rank == 3:
-        module.w.global_shape = (10, 4)  # type: ignore[assignment]
+        module.w.global_shape = shape  # type: ignore[assignment]
     try:
         smt.layout_of(module)
     except sm.LayoutError as error:
