@@ -35,9 +35,12 @@ __all__ = ["TELL_BYTES", "Meter", "Progress", "Tally", "check_progress", "progre
 Progress: TypeAlias = Callable[[int, int], object]
 """Called with this rank's bytes that are done, and with all that are to be done."""
 
-TELL_BYTES = 16 << 20
+TELL_BYTES = 8 << 20
+"""Of files: bytes go in parts of at most so many, and after at least so many the function is called. So there are less
+than twice as many between two calls."""
+
 TELL_S = 0.2
-"""The most bytes and time of a call on files between two times at which the function is called."""
+"""The most time of a call on files between two times at which the function is called."""
 
 SHOW_EVERY_S = 0.02
 """Between two times at which a bar is told: it is drawn less often, and messages may be many."""

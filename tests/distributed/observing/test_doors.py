@@ -19,6 +19,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath import transforms
 from shardmath_torch.observing import bars
+from shardmath_torch.observing.bars import Tally
 
 Told = list[tuple[int, int]]
 WIDTH = 2048
@@ -163,3 +164,14 @@ def test_what_takes_long_is_told_between_bytes(monkeypatch: pytest.MonkeyPatch) 
     assert told == [(0, 10), (2, 10), (4, 10)]
     tally.add(6)
     assert told[-1] == (10, 10)
+
+
+def test_parts_that_do_not_divide_16_mib_are_told_as_often() -> None:
+    """Parts a little smaller than 16 MiB were told two at a time."""
+    told: list[int] = []
+    tally = Tally(lambda done, _: told.append(done))
+    source = torch.zeros(1 << 21, 24)[:, ::2]
+    tally.begin(source.nbytes)
+    tally.copy(torch.empty(1 << 21, 12), source)
+    assert told[-1] == source.nbytes
+    assert max(b - a for a, b in pairwise(told)) <= 16 << 20
