@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -212,6 +212,7 @@ class Moving:
     """A link on which this rank does its part, and another fails: before, or after."""
 
     refits = ()
+    beside: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, acts: bool) -> None:
         self.acts = acts
@@ -227,7 +228,7 @@ def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> N
     """Refuses too: the other may be of its engine. Not where nothing has begun."""
     engine: Any = object.__new__(Engine)
     config: Any = SimpleNamespace(dtype=torch.float32)
-    engine.model, engine._link, engine._trainer = model, Moving(acts), ""
+    engine.model, engine._link, engine._meeting = model, Moving(acts), ""
     engine._loading = Loading(model, config)
     with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
         engine.receive_weights(Updating(1))
@@ -241,7 +242,7 @@ def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> N
 
 def test_a_trainer_that_another_has_replaced_is_told_at_once(model: Model) -> None:
     engine: Any = object.__new__(Engine)
-    engine.model, engine._link, engine._trainer = model, Moving(True), "later"
+    engine.model, engine._link, engine._meeting = model, Moving(True), "later"
     with pytest.raises(ExchangeError, match="has joined another trainer since"):
         engine.receive_weights(Updating(1, "earlier"))
     assert model.compute_logits(torch.ones(1)) == 1.0
@@ -255,7 +256,7 @@ def test_a_reload_that_fails_at_its_end(model: Model, monkeypatch: pytest.Monkey
 
     engine: Any = object.__new__(Engine)
     config: Any = None
-    engine.model, engine._link, engine._trainer = model, Moving(True), ""
+    engine.model, engine._link, engine._meeting = model, Moving(True), ""
     engine._loading = Loading(model, config)
     monkeypatch.setattr(engine._loading, "finish", fail)
     with pytest.raises(RuntimeError, match="no memory"):

@@ -6,6 +6,7 @@ one kills a worker.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +131,8 @@ def test_a_worker_that_fails_leaves_its_engine_torn_until_a_whole_update(pair: P
     finally:
         pair.hosts[0].ask(inside.ask_workers, inside.mend)
     assert time.monotonic() - start < SOON_S
-    assert all("rank 3 failed" in one for one in said), said
+    # It says why, and leaves the group: which of both a rank hears of first is open.
+    assert all(re.match("rank 3 (failed|left)", one) for one in said), said
     assert all("this layer cannot be processed" in one for one in said), said
     # Both have some layers of either checkpoint. They are not asked for tokens: by that vLLM ends an engine.
     for host in pair.hosts:
