@@ -22,8 +22,9 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
-__all__ = ["Errand", "leaving", "make_bell", "start"]
+__all__ = ["Errand", "leaving", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """What they get at exit, all together: time for a call that a broken connection ends."""
@@ -33,6 +34,8 @@ LAST_CALL_SECONDS = 1.0
 
 LOOK_AGAIN_S = 1.0
 """While an errand is under way, whether its thread still is: in a forked process it is not."""
+
+_T = TypeVar("_T")
 
 leaving = threading.Event()
 """Set once the process is about to end: loops on threads beside end with it."""
@@ -48,6 +51,30 @@ def start(act: Callable[[], None]) -> threading.Thread:
     _started.add(thread)
     thread.start()
     return thread
+
+
+def within(limit: float, make: Callable[[], _T]) -> _T:
+    """What it gives, made on its own thread: torch, which waits in it for other processes, is deaf to Ctrl-C.
+
+    Raises what it raises, and RuntimeError once `limit` seconds are over.
+    """
+    made: list[_T] = []
+    failed: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            # Raised below, where somebody can take it.
+            failed.append(error)
+
+    start(act).join(limit)
+    if failed:
+        # Not kept: the error's frames, which hold what was used, hold this list.
+        raise failed.pop()
+    if not made:
+        raise RuntimeError(f"no answer in {limit:.0f} s")
+    return made.pop()
 
 
 def make_bell() -> threading.Event:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -226,6 +227,25 @@ def test_an_address_that_is_taken() -> None:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         said = ends(lambda: smt.connect(where, 0, 2, timeout=5.0))
     assert said.startswith(f"rank 0 cannot serve a store at {where}: ")
+
+
+def within(seconds: float, act: Callable[[], Any]) -> str:
+    """How it ends, on a thread beside: where it does not, the test does."""
+    said: list[str] = []
+    beside = Thread(target=lambda: said.append(ends(act)), daemon=True)
+    beside.start()
+    beside.join(seconds)
+    return said[0] if said else "no end"
+
+
+def test_a_server_that_has_stopped() -> None:
+    """The system accepts connections for it, and torch waits for its answer without an end."""
+    with socket.socket() as stopped:
+        stopped.bind(("127.0.0.1", 0))
+        stopped.listen()
+        where = f"127.0.0.1:{stopped.getsockname()[1]}"
+        said = within(15.0, lambda: smt.connect(where, 1, 2, timeout=0.5))
+    assert said.startswith("rank 0 did not come in time, or does not serve a store at")
 
 
 def test_a_store_of_the_caller_s() -> None:
