@@ -3,7 +3,7 @@
 1. They are daemons, since a call of torch may take its whole time limit and a process that is done
    should end before.
 2. Python ends daemons on their way back from C++, which ends the process with SIGABRT. So at exit
-   they are told to leave (`leaving`), and are waited for a little; errands that go on all the same
+   they are told to leave (`make_bell`), and are waited for a little; errands that go on all the same
    are called off.
 3. An errand is a thread for whose end others wait. A wait that is left by Ctrl-C leaves it as it is:
    after `Thread.join` CPython 3.11 would take it for ended.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["Errand", "leaving", "make_bell", "start", "within"]
+__all__ = ["Errand", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """What they get at exit, all together: time for a call that a broken connection ends."""
@@ -36,9 +36,6 @@ LOOK_AGAIN_S = 1.0
 """While an errand is under way, whether its thread still is: in a forked process it is not."""
 
 _T = TypeVar("_T")
-
-leaving = threading.Event()
-"""Set once the process is about to end: loops on threads beside end with it."""
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _errands: weakref.WeakSet[Errand] = weakref.WeakSet()
@@ -147,7 +144,6 @@ class Errand:
 
 def _wait_for_all() -> None:
     """At exit: tell the threads to leave, and wait a little."""
-    leaving.set()
     for bell in list(_bells):
         bell.set()
     _join_all(LAST_SECONDS)

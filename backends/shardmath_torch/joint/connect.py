@@ -23,6 +23,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks, shown
 from shardmath_torch import compat
 from shardmath_torch.agreement import notes, threads
+from shardmath_torch.agreement.failure import stop_asking
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.turns import turns_of
 from shardmath_torch.compat import PrefixStore, Store
@@ -227,4 +228,6 @@ def disconnect(group: dist.ProcessGroup) -> None:
     compat.check_not_forked(group)
     patience = compat.time_limit_of(group)
     with turns_of(group).ending(patience, "its process group was disconnected"):
+        if group.store is not None:
+            stop_asking(group.store)
         group.close()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.agreement.failure import FailureDetector, Report
 from shardmath_torch.agreement.notes import add_line
 from shardmath_torch.joint import connect as connecting
 from shardmath_torch.joint.rendezvous import Seat
@@ -297,6 +298,18 @@ def test_nothing_is_left_in_the_store(kind: str, tmp_path: Path) -> None:
         assert "did not come in time" in ends(lambda: smt.connect(where, rank, 2, timeout=0.1))  # noqa: B023
     smt.disconnect(other.pop())
     assert where.num_keys() == before + (kind == "file"), where.list_keys()
+
+
+@pytest.mark.parametrize("host", [None, 0])
+def test_nothing_is_left_of_who_failed(host: int | None) -> None:
+    """Which a rank still asks, on a thread beside, as it disconnects."""
+    store = dist.HashStore()
+    group = smt.connect(store, 0, 1)
+    detector = FailureDetector(group.store, host, "key", 0, (0, 1), grace=1.0)
+    asking = detector.report(Report(None, None, "left in the middle"), lambda: None)
+    smt.disconnect(group)
+    asking.join()
+    assert store.num_keys() == 0
 
 
 def make_store(kind: str, folder: Path) -> Any:
