@@ -21,19 +21,47 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from shardmath_torch.agreement import notes, threads
 from shardmath_torch.agreement.wire import says_ended
 from shardmath_torch.compat import Store
 from shardmath_torch.stores import apart_from
 
-__all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed"]
+__all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed", "stop_asking"]
 
 UNTOLD = -1
 """In place of the rank that serves the store, until ranks have told each other."""
 
 LOOK_AGAIN_S = 0.02
 """While the store lacks a report."""
+
+STOP_S = 1.0
+"""For a thread that asks to end: the store may not answer."""
+
+
+class _Asking(NamedTuple):
+    """A thread that asks, the bell that ends it, and how long it is to be waited for before."""
+
+    thread: threading.Thread
+    bell: threading.Event
+    patience: float
+
+
+_asking: WeakKeyDictionary[Store, list[_Asking]] = WeakKeyDictionary()
+"""Those that may go on, by the group's store."""
+
+
+def stop_asking(store: Store) -> None:
+    """Have nothing more written into the store of a group that ends here.
+
+    Waits for threads that ask, and before for those that others ask, at most a grace period.
+    """
+    for one in _asking.pop(store, []):
+        one.thread.join(one.patience)
+        one.bell.set()
+        one.thread.join(STOP_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +108,7 @@ class FailureDetector:
     grace: float
     reports: dict[int, Report] = field(default_factory=dict)
     answered: bool = False
+    bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, mine: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
         """The rank that failed first, and the report against it. `let_go` is called once this rank has reported."""
@@ -92,6 +121,10 @@ class FailureDetector:
         """Report and let go, and wait no longer than that takes. Gives the thread that asks the others."""
         reported = threading.Event()
         asking = threads.start(lambda: self._ask(mine, reported))
+        if self.store is not None:
+            # Others read what the host's process serves for as long as it does.
+            patience = self.grace if self.host == self.rank else 0.0
+            _asking.setdefault(self.store, []).append(_Asking(asking, self.bell, patience))
         # Others notice that connections end, and then look for a report: it has to be there first.
         reported.wait(self.grace / 4)
         let_go()
@@ -142,12 +175,12 @@ class FailureDetector:
         is_gone = len(self.ranks) == 2 and says_ended(mine.cause)
         settled = start if is_gone else start + self.grace / 4
         until = start + self.grace * 0.8
-        while time.monotonic() < until and not threads.leaving.is_set():
+        while time.monotonic() < until and not self.bell.is_set():
             self._read_reports(store)
             self.answered = True
             if time.monotonic() >= settled and self._has_enough():
                 return
-            time.sleep(LOOK_AGAIN_S)
+            self.bell.wait(LOOK_AGAIN_S)
 
     def _read_reports(self, store: Store) -> None:
         """Take what the store has by now."""

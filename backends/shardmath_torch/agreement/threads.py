@@ -3,7 +3,7 @@
 1. They are daemons, since a call of torch may take its whole time limit and a process that is done
    should end before.
 2. Python ends daemons on their way back from C++, which ends the process with SIGABRT. So at exit
-   they are told to leave (`leaving`), and are waited for a little; errands that go on all the same
+   they are told to leave (`make_bell`), and are waited for a little; errands that go on all the same
    are called off.
 3. An errand is a thread for whose end others wait. A wait that is left by Ctrl-C leaves it as it is:
    after `Thread.join` CPython 3.11 would take it for ended.
@@ -22,8 +22,9 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
-__all__ = ["Errand", "leaving", "make_bell", "start"]
+__all__ = ["Errand", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """What they get at exit, all together: time for a call that a broken connection ends."""
@@ -34,8 +35,7 @@ LAST_CALL_SECONDS = 1.0
 LOOK_AGAIN_S = 1.0
 """While an errand is under way, whether its thread still is: in a forked process it is not."""
 
-leaving = threading.Event()
-"""Set once the process is about to end: loops on threads beside end with it."""
+_T = TypeVar("_T")
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _errands: weakref.WeakSet[Errand] = weakref.WeakSet()
@@ -48,6 +48,30 @@ def start(act: Callable[[], None]) -> threading.Thread:
     _started.add(thread)
     thread.start()
     return thread
+
+
+def within(limit: float, make: Callable[[], _T]) -> _T:
+    """What it gives, made on its own thread: torch, which waits in it for other processes, is deaf to Ctrl-C.
+
+    Raises what it raises, and RuntimeError once `limit` seconds are over.
+    """
+    made: list[_T] = []
+    failed: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            # Raised below, where somebody can take it.
+            failed.append(error)
+
+    start(act).join(limit)
+    if failed:
+        # Not kept: the error's frames, which hold what was used, hold this list.
+        raise failed.pop()
+    if not made:
+        raise RuntimeError(f"no answer in {limit:.0f} s")
+    return made.pop()
 
 
 def make_bell() -> threading.Event:
@@ -120,7 +144,6 @@ class Errand:
 
 def _wait_for_all() -> None:
     """At exit: tell the threads to leave, and wait a little."""
-    leaving.set()
     for bell in list(_bells):
         bell.set()
     _join_all(LAST_SECONDS)

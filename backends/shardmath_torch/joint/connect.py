@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +23,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks, shown
 from shardmath_torch import compat
 from shardmath_torch.agreement import notes, threads
+from shardmath_torch.agreement.failure import stop_asking
 from shardmath_torch.agreement.party import is_time, word_bad_time
 from shardmath_torch.agreement.turns import turns_of
 from shardmath_torch.compat import PrefixStore, Store
@@ -56,8 +55,6 @@ TRIED, FAILED = "tried", "failed"
 """Below a full meeting: the ranks that have tried to connect to the others, and those that could not."""
 
 TOKEN_BYTES = 8
-
-_T = TypeVar("_T")
 
 
 def connect(
@@ -165,9 +162,9 @@ def _check_text(what: str, given: object) -> None:
 def _make(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessGroup:
     """The group of those who have met. Raises ExchangeError, with the ranks that were gone then."""
     try:
-        made = _beside(
-            lambda: make_channel(seat.backend, store, seat.rank, seat.size, left, label),
+        made = threads.within(
             left + GRACE_S,
+            lambda: make_channel(seat.backend, store, seat.rank, seat.size, left, label),
         )
         notes.add_line(store, TRIED, str(seat.rank))
     except RuntimeError as error:
@@ -214,29 +211,6 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     threads.start(act).join(LEAVING_S)
 
 
-def _beside(make: Callable[[], _T], limit: float) -> _T:
-    """What it gives, made on its own thread: torch, which waits in it for one rank after the other, is deaf to Ctrl-C.
-
-    Raises RuntimeError once `limit` seconds are over.
-    """
-    made: list[_T] = []
-    failed: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:
-            # Raised below, where somebody can take it.
-            failed.append(error)
-
-    threads.start(act).join(limit)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise RuntimeError(f"not connected in {limit:.0f} s")
-    return made.pop()
-
-
 def disconnect(group: dist.ProcessGroup) -> None:
     """End what `connect` gave: connections and store are given back, also where movers still hold it.
 
@@ -254,4 +228,6 @@ def disconnect(group: dist.ProcessGroup) -> None:
     compat.check_not_forked(group)
     patience = compat.time_limit_of(group)
     with turns_of(group).ending(patience, "its process group was disconnected"):
+        if group.store is not None:
+            stop_asking(group.store)
         group.close()

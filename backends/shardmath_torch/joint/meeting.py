@@ -9,10 +9,12 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
+from shardmath_torch.agreement import threads
 from shardmath_torch.compat import Store, TCPStore
 
 __all__ = ["Address", "meet_at", "read_where"]
@@ -22,6 +24,9 @@ LOOK_AGAIN_S = 0.02
 
 LEAST_S = 1.0
 """For an answer of a store that is there."""
+
+GRACE_S = 1.0
+"""For torch to say itself that its time is over; it never does if a server that has stopped accepted."""
 
 LAST_PORT = 65535
 
@@ -95,17 +100,19 @@ def _open(address: Address, serves: bool, until: float) -> Store:
     else:
         _knock(address, until)
     left = max(LEAST_S, until - time.monotonic())
-    try:
+    make = partial(
+        TCPStore,
+        address.host,
+        address.port,
+        None,
+        is_master=serves,
+        timeout=timedelta(seconds=left),
+        wait_for_workers=False,
         # Several groups of a process may meet at one address: the last to end it ends the server.
-        return TCPStore(
-            address.host,
-            address.port,
-            None,
-            is_master=serves,
-            timeout=timedelta(seconds=left),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        multi_tenant=True,
+    )
+    try:
+        return threads.within(left + GRACE_S, make)
     except RuntimeError as error:
         if not serves:
             raise _make_lost_error(address, error) from error

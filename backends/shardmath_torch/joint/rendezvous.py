@@ -35,6 +35,7 @@ from shardmath_torch.joint.steps import (
     Linger,
     Pause,
     Purge,
+    Quit,
     Read,
     Steps,
     Swap,
@@ -150,10 +151,22 @@ def _lead(seat: Seat) -> Steps[Met]:
     doubtful: set[str] = set()
     for number in itertools.count(1):
         own = Met(f"{seat.token}.{number}", seat.run or seat.token)
-        yield from _announce(own)
-        if (yield from _gather(own, seat, doubtful)):
-            return own
+        try:
+            yield from _announce(own)
+            if (yield from _gather(own, seat, doubtful)):
+                return own
+        except Quit:
+            yield from _withdraw(own)
+            yield from _undo(own, seat)
+            raise
     raise AssertionError
+
+
+def _undo(own: Met, seat: Seat) -> Steps[None]:
+    """Leave the meeting if it is full; else remove it."""
+    yield from _remove(own.meeting)
+    if _parse((yield Read(own.meeting))).state == FULL:
+        yield from leave(own, seat.rank, seat.size)
 
 
 def _announce(own: Met) -> Steps[None]:
@@ -281,13 +294,24 @@ def _follow(seat: Seat) -> Steps[Met]:
         if seat.run not in ("", lead.run):
             why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"
         elif lead.meeting != ended:
-            found, why = yield from _sit(lead, seat)
+            found, why = yield from _come(lead, seat)
             if found:
                 return lead
             ended = lead.meeting
             continue
         if (yield Pause()) == LATE:
             raise ExchangeError(why or _word_ranks([(0, 0)], seat.size))
+
+
+def _come(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
+    """As `_sit`; whoever quits leaves the meeting, or the group if it is full."""
+    try:
+        return (yield from _sit(lead, seat))
+    except Quit:
+        log = yield from _say(lead.meeting, f"{LEAVES}{seat.token}")
+        if log.has(seat):
+            yield from leave(lead, seat.rank, seat.size)
+        raise
 
 
 def _sit(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:

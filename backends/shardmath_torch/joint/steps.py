@@ -4,13 +4,14 @@ So how processes find each other (`rendezvous`) is tested in every order in whic
 and clocks.
 
 1. A process is a generator of steps. It is sent what each step gives, a text or None.
-2. No step waits for another process. `Pause` is the only one that takes time: it gives LATE once the time is over.
+2. If the process does not go on, as after Ctrl-C, `Quit` is raised in the generator, whose next steps undo what it did.
+3. No step waits for another process. `Pause` is the only one that takes time: it gives LATE once the time is over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -24,6 +25,7 @@ __all__ = [
     "Linger",
     "Pause",
     "Purge",
+    "Quit",
     "Read",
     "Step",
     "Steps",
@@ -83,6 +85,10 @@ class Linger(NamedTuple):
     """Leaves others time to read what this process has written last."""
 
 
+class Quit(Exception):
+    """The process does not go on."""
+
+
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger
 Steps: TypeAlias = Generator[Step, str | None, _T]
 
@@ -90,9 +96,9 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
     """What the steps come to in the store, whose time is over then.
 
-    Raises what they raise, and RuntimeError if the store is lost.
+    Raises what they raise, RuntimeError if the store is lost, and whatever comes in between, once they have quit.
     """
-    pause, longest = PAUSES_S
+    pauses = _list_pauses(until)
     answer: str | None = None
     while True:
         try:
@@ -100,13 +106,31 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
         except StopIteration as end:
             made: _T = end.value
             return made
-        if not isinstance(step, Pause):
-            answer = _act(step, store)
-            continue
+        try:
+            answer = next(pauses) if isinstance(step, Pause) else _act(step, store)
+        except RuntimeError:
+            raise
+        except BaseException:
+            _quit(steps, store)
+            raise
+
+
+def _list_pauses(until: float) -> Iterator[str | None]:
+    """What each pause gives, after it."""
+    pause, longest = PAUSES_S
+    while True:
         left = until - time.monotonic()
-        answer = LATE if left <= 0 else None
         time.sleep(max(0.0, min(pause, left)))
+        yield LATE if left <= 0 else None
         pause = min(2 * pause, longest)
+
+
+def _quit(steps: Steps[_T], store: Store) -> None:
+    """Have the steps undo what they did, as far as the store is there."""
+    with suppress(Quit, RuntimeError):
+        step = steps.throw(Quit())
+        while True:
+            step = steps.send(_act(step, store))
 
 
 def _act(step: Step, store: Store) -> str | None:

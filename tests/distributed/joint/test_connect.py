@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.agreement.failure import FailureDetector, Report
 from shardmath_torch.agreement.notes import add_line
 from shardmath_torch.joint import connect as connecting
 from shardmath_torch.joint.rendezvous import Seat
@@ -228,6 +230,25 @@ def test_an_address_that_is_taken() -> None:
     assert said.startswith(f"rank 0 cannot serve a store at {where}: ")
 
 
+def within(seconds: float, act: Callable[[], Any]) -> str:
+    """How it ends, on a thread beside: where it does not, the test does."""
+    said: list[str] = []
+    beside = Thread(target=lambda: said.append(ends(act)), daemon=True)
+    beside.start()
+    beside.join(seconds)
+    return said[0] if said else "no end"
+
+
+def test_a_server_that_has_stopped() -> None:
+    """The system accepts connections for it, and torch waits for its answer without an end."""
+    with socket.socket() as stopped:
+        stopped.bind(("127.0.0.1", 0))
+        stopped.listen()
+        where = f"127.0.0.1:{stopped.getsockname()[1]}"
+        said = within(15.0, lambda: smt.connect(where, 1, 2, timeout=0.5))
+    assert said.startswith("rank 0 did not come in time, or does not serve a store at")
+
+
 def test_a_store_of_the_caller_s() -> None:
     """By one name as often as wanted, one group after the other and two at once."""
     store = dist.HashStore()
@@ -277,6 +298,18 @@ def test_nothing_is_left_in_the_store(kind: str, tmp_path: Path) -> None:
         assert "did not come in time" in ends(lambda: smt.connect(where, rank, 2, timeout=0.1))  # noqa: B023
     smt.disconnect(other.pop())
     assert where.num_keys() == before + (kind == "file"), where.list_keys()
+
+
+@pytest.mark.parametrize("host", [None, 0])
+def test_nothing_is_left_of_who_failed(host: int | None) -> None:
+    """Which a rank still asks, on a thread beside, as it disconnects."""
+    store = dist.HashStore()
+    group = smt.connect(store, 0, 1)
+    detector = FailureDetector(group.store, host, "key", 0, (0, 1), grace=1.0)
+    asking = detector.report(Report(None, None, "left in the middle"), lambda: None)
+    smt.disconnect(group)
+    asking.join()
+    assert store.num_keys() == 0
 
 
 def make_store(kind: str, folder: Path) -> Any:

@@ -6,13 +6,16 @@ import collections
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.compat import Store
+from shardmath_torch.joint import steps
 from shardmath_torch.joint.rendezvous import Met, Seat, call_off, leave, meet
-from shardmath_torch.joint.steps import carry_out
+from shardmath_torch.joint.steps import Step, carry_out
 from tests.distributed.joint.walks import DEAD, End, Walk, World, wander
 
 SIZE = 3
@@ -150,6 +153,34 @@ def test_meetings_are_whole(seed: int) -> None:
         for one in seats:
             carry_out(leave(Met(meeting, ""), one.rank, SIZE), comers.store, 0.0)
     assert comers.store.num_keys() == 0
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
+    """After whichever step it comes: the other rank is there, or not, and the store is empty in the end."""
+    act = steps._act
+    store = dist.HashStore()
+    done: list[Step] = []
+
+    def interrupted(step: Step, store: Store) -> str | None:
+        answer = act(step, store)
+        if threading.current_thread() is not threading.main_thread():
+            return answer
+        done.append(step)
+        if len(done) == number + 1:
+            raise KeyboardInterrupt
+        return answer
+
+    comers = Comers()
+    comers.store = store
+    if rank:
+        comers.come(seat(0, "a"), 0.0, 0.5)
+        time.sleep(0.1)
+    with mock.patch.object(steps, "_act", interrupted), pytest.raises(KeyboardInterrupt):
+        carry_out(meet(seat(rank, "b")), store, time.monotonic() + LONG_S)
+    comers.wait()
+    assert store.num_keys() == 0
 
 
 def test_who_has_time_left_meets_in_the_next_meeting() -> None:
