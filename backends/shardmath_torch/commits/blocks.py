@@ -167,14 +167,17 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
     `what` are the movers that move in it, compiled with commit="all", or their group (default: all ranks), for any of
     them. `timeout`: seconds to wait for all ranks to come to the end; the longest that its movers were compiled with
     if not given. Raises ExchangeError on all ranks where one leaves it by an exception or makes other moves; and for a
-    block inside another of the group.
+    block inside another of the group, or inside a move.
     """
     group, named = _read(what)
     if timeout is not None and not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
     if group in _here.blocks:
         raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
-    block = Block(turns_of(group), named)
+    turns = turns_of(group)
+    # Leaving it by that error would break the group in the middle of the move.
+    turns.refuse_nested()
+    block = Block(turns, named)
     _here.blocks[group] = block
     try:
         try:

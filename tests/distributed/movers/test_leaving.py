@@ -64,7 +64,7 @@ def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> N
 def test_nothing_is_done_to_a_mover_within_its_move(pool: Pool, commit: str) -> None:
     """From a callback that is an error, of which the move hears nothing; another thread waits."""
     for *within, moved, again, let_go, wrong in pool.run(leaving.knock, commit):
-        assert len(within) == 5 and all(said.startswith(NESTED) for said in within), within
+        assert len(within) == 6 and all(said.startswith(NESTED) for said in within), within
         assert [moved, again, let_go, wrong] == [""] * 4
 
 

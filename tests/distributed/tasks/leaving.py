@@ -126,7 +126,14 @@ def knock(rank: int, commit: str) -> list[Said]:
     group, other = own_group(), smt_group()
     rows = Rows(rank, 8, 64)
     move = smt.compile(rows.plan, timeout=20.0, group=group, commit=commit)
+    once = smt.compile(rows.plan, timeout=20.0, group=group, commit="all", agree="once")
+
+    def in_block() -> None:
+        with smt.commit(once):
+            once(rows.src, out=rows.out)
+
     doors = {
+        "block": in_block,
         "let_go": move.let_go,
         "close": move.close,
         "replan": lambda: move.replan(rows.plan),
