@@ -160,6 +160,7 @@ class Party:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
                 left = self._find_left(self.turns.votes + 1)
                 if left:
+                    self.turns.heard.goodbyes += 1
                     raise ExchangeError(left)
                 with self._hearing():
                     return self._guard(act, describe)

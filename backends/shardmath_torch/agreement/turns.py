@@ -117,9 +117,11 @@ class _Seat:
 
 
 class _Heard(threading.local):
-    """What the calling thread has heard: how many of its turns were refused; and whether it moves beside another."""
+    """What the calling thread has heard: how many of its turns were refused, or not begun since a rank has left; and
+    whether it moves beside another."""
 
     refusals = 0
+    goodbyes = 0
     is_beside = False
 
 

@@ -56,6 +56,17 @@ def test_who_disconnects_has_left() -> None:
         assert took < SOON_S
 
 
+def test_a_block_ends_at_once_by_a_goodbye(pool: Pool) -> None:
+    """Whoever left before it does not come to its end; whoever is in it does. The group goes on."""
+    mine, *others = pool.run(leaving.leave_before_blocks)
+    assert mine[0][0] == mine[2][0] == "" and "left smt.commit by" in mine[1][0], mine
+    for told in others:
+        assert told[0][0].startswith("rank 0 left: "), told
+        assert told[1][0].startswith("rank 0 left: "), told
+        assert told[2][0] == "", told
+    assert max(took for told in (mine, *others) for _, took in told) < SOON_S
+
+
 def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> None:
     assert pool.run(leaving.all_leave) == [[""] * 4] * 8
 

@@ -90,6 +90,35 @@ def disconnect(rank: int, where: str) -> Any:
     return timed(lambda: move(rows.src, out=rows.out))
 
 
+def leave_before_blocks(rank: int) -> list[Told]:
+    """Rank 0 closes two movers, before a block and in one; how blocks of those end, and the group's next move."""
+    group = own_group()
+    rows, others = Rows(rank, 8, 16), Rows(rank, 8, 8)
+    first, second, other = (
+        smt.compile(one.plan, timeout=30.0, group=group, commit="all")
+        for one in (rows, rows, others)
+    )
+
+    def last_of(move: smt.Mover) -> None:
+        if rank == 0:
+            move.close()
+        else:
+            time.sleep(LATE_S)
+            move(rows.src, out=rows.out)
+
+    def begin() -> None:
+        with smt.commit(first):
+            last_of(first)
+
+    def go_on() -> None:
+        with smt.commit(group):
+            other(others.src, out=others.out)
+            last_of(second)
+
+    before = timed(first.close if rank == 0 else begin)
+    return [before, timed(go_on), timed(lambda: other(others.src, out=others.out))]
+
+
 def all_leave(rank: int) -> list[Said]:
     """All close one mover, each in its time, and go on with the group: with another mover, a new one, torch's own."""
     group = own_group()
