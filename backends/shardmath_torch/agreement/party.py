@@ -203,7 +203,9 @@ class Party:
         try:
             yield
         finally:
-            self.turns.give_up = None
+            # Whoever gives up ends with the turn: the next may be of a mover that nobody has left.
+            with self.turns.giving_up:
+                self.turns.give_up = None
 
     def _find_left(self, number: int, blamed: int | None = None) -> str:
         """As `Goodbyes.find` has it for a turn of this party whose latest vote has that number, with what to do."""
@@ -327,9 +329,9 @@ def _give_up_if_left(turns: Turns | None) -> bool:
     """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
     if turns is None or turns.broken:
         return False
-    give_up = turns.give_up
-    if give_up is not None:
-        give_up()
+    with turns.giving_up:
+        if turns.give_up is not None:
+            turns.give_up()
     return True
 
 
