@@ -196,8 +196,7 @@ class Party:
         def give_up() -> None:
             left = self._find_left(self.turns.votes)
             if left and not self.turns.broken:
-                self.turns.broken = left
-                self.wire.abandon()
+                self._pass_on(left)
 
         self.turns.give_up = give_up
         try:
@@ -248,9 +247,18 @@ class Party:
             goodbyes.look(self.grace / 5)
         left = self._find_left(number, failure.rank)
         if left:
-            self.turns.broken = left
-            self.wire.abandon()
+            self._pass_on(left)
         return left
+
+    def _pass_on(self, left: str) -> None:
+        """Break the group, since a rank has left: the others hear that, and do not take this one for failed."""
+        self.turns.broken = left
+        try:
+            mine = Report(None, None, left, is_goodbye=True)
+            self._make_detector().report(mine, self.wire.abandon)
+        except BaseException:
+            self.wire.abandon()
+            raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
         """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
@@ -297,6 +305,8 @@ class Party:
         mine = Report(failure.rank, failure.tensor, failure.cause)
         detector = self._make_detector()
         first, report = detector.detect(mine, self.wire.abandon)
+        if report.is_goodbye:
+            return report.cause
         if first == self.rank:
             what = f"rank {first} (this one) failed or was given up by the others"
             return f"{what}: {_word_fix(report.cause)}"

@@ -67,6 +67,13 @@ def test_a_block_ends_at_once_by_a_goodbye(pool: Pool) -> None:
     assert max(took for told in (mine, *others) for _, took in told) < SOON_S
 
 
+def test_who_gives_up_for_a_goodbye_has_not_failed() -> None:
+    """Of three ranks, one waits for the one that left; all are told who that was, also in moves of another mover."""
+    for *told, other in alone(3, leaving.leave_one_waiting):
+        assert all("left: it closed plan" in said for said in told), told
+        assert other.startswith("rank 0 left: it closed plan "), other
+
+
 def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> None:
     assert pool.run(leaving.all_leave) == [[""] * 4] * 8
 

@@ -119,6 +119,23 @@ def leave_before_blocks(rank: int) -> list[Told]:
     return [before, timed(go_on), timed(lambda: other(others.src, out=others.out))]
 
 
+def leave_one_waiting(rank: int) -> list[Said]:
+    """Rank 0 leaves; rank 1 waits for it, rank 2 calls later, and then 0 and 2 go on with another mover."""
+    rows = Rows(rank, 3, 6)
+    move, other = (smt.compile(rows.plan, timeout=20.0) for _ in range(2))
+    move(rows.src, out=rows.out)
+
+    def act(one: smt.Mover) -> Said:
+        return ends(lambda: one(rows.src, out=rows.out))
+
+    if rank == 0:
+        time.sleep(LATE_S / 2)
+        move.close()
+        return [act(other)]
+    time.sleep(2 * LATE_S * (rank - 1))
+    return [act(move), act(other).removeprefix("this mover is broken: ")]
+
+
 def all_leave(rank: int) -> list[Said]:
     """All close one mover, each in its time, and go on with the group: with another mover, a new one, torch's own."""
     group = own_group()
