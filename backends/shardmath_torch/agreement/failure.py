@@ -66,11 +66,15 @@ def stop_asking(store: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Whom a rank blames (None: it cannot tell), for which tensor (None: none was on its way), and what it saw."""
+    """Whom a rank blames (None: it cannot tell), for which tensor (None: none was on its way), and what it saw.
+
+    Of a goodbye, that is what it says: nobody has failed.
+    """
 
     blames: int | None
     tensor: str | None
     cause: str
+    is_goodbye: bool = False
 
 
 def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) -> int | None:
@@ -111,7 +115,10 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, mine: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """The rank that failed first, and the report against it. `let_go` is called once this rank has reported."""
+        """The rank that failed first, and the report against it; or None, and the report of a goodbye.
+
+        `let_go` is called once this rank has reported.
+        """
         deadline = time.monotonic() + self.grace
         asking = self.report(mine, let_go)
         asking.join(max(0.0, deadline - time.monotonic()))
@@ -133,6 +140,9 @@ class FailureDetector:
     def _judge(self, mine: Report) -> tuple[int | None, Report]:
         """Who failed first by the reports that have come, and the report that says most of it."""
         reports = {**self.reports, self.rank: mine}
+        for report in reports.values():
+            if report.is_goodbye:
+                return None, report
         if self.answered:
             blamed = {rank: report.blames for rank, report in reports.items()}
             first = find_first_failed(blamed, self.ranks)
@@ -189,11 +199,15 @@ class FailureDetector:
             self.reports.setdefault(rank, Report(**report))
 
     def _has_enough(self) -> bool:
-        """Whether all have reported but those who are blamed, at least one; of two ranks, the other one is."""
+        """Whether all have reported but those who are blamed, at least one; of two ranks, the other one is.
+
+        A goodbye is enough.
+        """
         silent = {rank for rank in self.ranks if rank not in self.reports}
         blamed = {report.blames for report in self.reports.values()}
         is_clear = len(self.ranks) == 2 or silent <= blamed
-        return bool(silent) and is_clear
+        has_goodbye = any(report.is_goodbye for report in self.reports.values())
+        return has_goodbye or (bool(silent) and is_clear)
 
     def _wait_for_readers(self, store: Store) -> None:
         """As the store's host, stay until all who reported have read the others' reports."""

@@ -6,7 +6,8 @@
    waits for. So ranks have heard it before their next call, even if the process that served the store has ended.
 3. Who hears it in a later turn of the mover waits in vain, and gives up at once. A turn in which the rank took part
    goes on.
-4. The process that serves the store stays until the others have heard, or have left the group, at most LINGER_S.
+4. The process that serves the store stays until the others have heard, or have left the group, at most LINGER_S. So
+   long does another wait for a store that does not answer, and once only.
 
 >>> import torch.distributed as dist
 >>> store = dist.HashStore()
@@ -41,7 +42,7 @@ LOOK_AGAIN_S = 0.2
 """Between two looks: a goodbye is said once, and a look takes the store a tenth of a millisecond."""
 
 LINGER_S = 1.0
-"""What the process that serves the store gives the others to hear a goodbye."""
+"""What the process that serves the store gives the others to hear a goodbye, and another gives the store to take it."""
 
 SOON_S = 0.01
 """Between two looks at who has heard."""
@@ -72,6 +73,7 @@ class Goodbyes:
         self._rank = rank
         self._ranks = ranks
         self._serves = serves
+        self._is_lost = False
         self._heard: dict[int, Goodbye] = {}
         self._is_over = threads.make_bell()
 
@@ -91,7 +93,11 @@ class Goodbyes:
                     break
                 time.sleep(SOON_S)
 
-        self._beside(write).join(2 * LINGER_S)
+        saying = self._beside(write)
+        # The first wait has shown that the store does not answer: another would take as long, for each mover.
+        if not self._is_lost:
+            saying.join(LINGER_S * (1 + self._serves))
+            self._is_lost = saying.is_alive()
 
     def _has_heard(self, store: Store, number: int, rank: int) -> bool:
         """Whether the rank has heard that one, or does nothing more in the group."""

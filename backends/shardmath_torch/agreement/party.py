@@ -160,6 +160,7 @@ class Party:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
                 left = self._find_left(self.turns.votes + 1)
                 if left:
+                    self.turns.heard.goodbyes += 1
                     raise ExchangeError(left)
                 with self._hearing():
                     return self._guard(act, describe)
@@ -195,14 +196,15 @@ class Party:
         def give_up() -> None:
             left = self._find_left(self.turns.votes)
             if left and not self.turns.broken:
-                self.turns.broken = left
-                self.wire.abandon()
+                self._pass_on(left)
 
         self.turns.give_up = give_up
         try:
             yield
         finally:
-            self.turns.give_up = None
+            # Whoever gives up ends with the turn: the next may be of a mover that nobody has left.
+            with self.turns.giving_up:
+                self.turns.give_up = None
 
     def _find_left(self, number: int, blamed: int | None = None) -> str:
         """As `Goodbyes.find` has it for a turn of this party whose latest vote has that number, with what to do."""
@@ -245,9 +247,18 @@ class Party:
             goodbyes.look(self.grace / 5)
         left = self._find_left(number, failure.rank)
         if left:
-            self.turns.broken = left
-            self.wire.abandon()
+            self._pass_on(left)
         return left
+
+    def _pass_on(self, left: str) -> None:
+        """Break the group, since a rank has left: the others hear that, and do not take this one for failed."""
+        self.turns.broken = left
+        try:
+            mine = Report(None, None, left, is_goodbye=True)
+            self._make_detector().report(mine, self.wire.abandon)
+        except BaseException:
+            self.wire.abandon()
+            raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
         """What goes wrong here once others rely on this rank is this rank's failure, and they are told."""
@@ -294,6 +305,8 @@ class Party:
         mine = Report(failure.rank, failure.tensor, failure.cause)
         detector = self._make_detector()
         first, report = detector.detect(mine, self.wire.abandon)
+        if report.is_goodbye:
+            return report.cause
         if first == self.rank:
             what = f"rank {first} (this one) failed or was given up by the others"
             return f"{what}: {_word_fix(report.cause)}"
@@ -326,9 +339,9 @@ def _give_up_if_left(turns: Turns | None) -> bool:
     """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
     if turns is None or turns.broken:
         return False
-    give_up = turns.give_up
-    if give_up is not None:
-        give_up()
+    with turns.giving_up:
+        if turns.give_up is not None:
+            turns.give_up()
     return True
 
 

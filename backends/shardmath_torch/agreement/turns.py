@@ -117,9 +117,11 @@ class _Seat:
 
 
 class _Heard(threading.local):
-    """What the calling thread has heard: how many of its turns were refused; and whether it moves beside another."""
+    """What the calling thread has heard: how many of its turns were refused, or not begun since a rank has left; and
+    whether it moves beside another."""
 
     refusals = 0
+    goodbyes = 0
     is_beside = False
 
 
@@ -138,7 +140,7 @@ class Turns:
     group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
     drawn by the first rank and told in the first vote, so that what an earlier group has left in
     the store is not taken for this one's. `goodbyes` are heard from the first mover on;
-    `give_up` ends the turn that goes on if a rank has left before it.
+    `give_up` ends the turn that goes on if a rank has left before it; whoever calls it holds `giving_up`.
     """
 
     def __init__(self) -> None:
@@ -153,6 +155,7 @@ class Turns:
         self.nonce = ""
         self.goodbyes: Goodbyes | None = None
         self.give_up: Callable[[], None] | None = None
+        self.giving_up = threading.Lock()
         self._turn = _Seat("had the turn")
         self._call = _Seat("been in a call of several steps")
         self._step = _Seat("been in a step")

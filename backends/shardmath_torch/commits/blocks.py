@@ -9,7 +9,7 @@ with smt.commit(first, second):         # or smt.commit(group), for all movers o
 2. Its end is one promise of all ranks, for all that was moved. One that left by an exception says so
    in its own, and all others raise it; where they are still in a move, that move does.
 3. What any call inside is refused by, all ranks have heard of: the block has then ended on all of
-   them, and makes no promise.
+   them, and makes no promise. So it is if the first call inside hears that a rank has left.
 4. Left by Ctrl-C, as any call is that is under way, it breaks the group. So it does where it is left by an exception
    while others may be in a move about which ranks agreed before: there they would not hear of it.
 """
@@ -71,6 +71,7 @@ class Block:
         self._turns = turns
         self._named = named
         self._refusals = turns.heard.refusals
+        self._goodbyes = turns.heard.goodbyes
         self._keys: set[str] = set()
         self._agrees_once = any(one.agrees_once for one in named.values())
         self._timeouts = [one.timeout for one in named.values()]
@@ -80,8 +81,11 @@ class Block:
 
     @property
     def was_refused(self) -> bool:
-        """Whether all ranks have heard that it comes to nothing."""
-        return self._turns.heard.refusals != self._refusals
+        """Whether all ranks that are in it have heard that it comes to nothing."""
+        heard = self._turns.heard
+        # Who left before anything moved does not come to its end; who left later does.
+        has_nobody = heard.goodbyes != self._goodbyes and not self.entries
+        return heard.refusals != self._refusals or has_nobody
 
     def check(self, member: Member) -> None:
         """Raise ExchangeError for a mover that cannot be part of it."""
@@ -167,14 +171,17 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
     `what` are the movers that move in it, compiled with commit="all", or their group (default: all ranks), for any of
     them. `timeout`: seconds to wait for all ranks to come to the end; the longest that its movers were compiled with
     if not given. Raises ExchangeError on all ranks where one leaves it by an exception or makes other moves; and for a
-    block inside another of the group.
+    block inside another of the group, or inside a move.
     """
     group, named = _read(what)
     if timeout is not None and not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
     if group in _here.blocks:
         raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
-    block = Block(turns_of(group), named)
+    turns = turns_of(group)
+    # Leaving it by that error would break the group in the middle of the move.
+    turns.refuse_nested()
+    block = Block(turns, named)
     _here.blocks[group] = block
     try:
         try:

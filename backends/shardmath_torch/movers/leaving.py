@@ -38,8 +38,9 @@ class Leaves(ABC):
 
         Calls of other ranks raise an ExchangeError that says that this one left, at once, also those that wait for it.
         The group stays whole here, and its other movers go on. If this process serves the group's store, it first
-        waits at most 1 s for the others to hear. Closing twice does nothing. Raises ExchangeError in the middle of a
-        move, and where what has moved waits for the end of a `smt.commit`.
+        waits at most 1 s for the others to hear; if not, as long for a store that does not answer, once. Closing twice
+        does nothing. Raises ExchangeError in the middle of a move, and where what has moved waits for the end of a
+        `smt.commit`.
         """
         self._part(f"it closed {self._name}")
 

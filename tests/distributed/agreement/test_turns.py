@@ -6,10 +6,13 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import shardmath as sm
+from shardmath_torch.agreement import party as parties
 from shardmath_torch.agreement.turns import Refused, Turns, in_thread
 from tests.distributed.pool import Lost, Pool, alone
 from tests.distributed.tasks import breaks
@@ -317,3 +320,25 @@ def test_a_call_that_waits_in_vain_leaves_what_another_has_told() -> None:
         thread.join()
         assert said == ["in vain"] and turns.told is not None
     assert turns.told is None
+
+
+def test_a_turn_outlasts_whoever_may_give_it_up() -> None:
+    """Otherwise that would break the next turn, of a mover that nobody has left."""
+    wire: Any = SimpleNamespace()
+    party = parties.Party(None, 0, (0, 1), wire, Turns(), 1.0, 1.0)
+    looks = threading.Event()
+    ends: list[str] = []
+
+    def find(*_: object) -> str:
+        looks.set()
+        time.sleep(0.2)
+        ends.append("")
+        return ""
+
+    party.turns.goodbyes = SimpleNamespace(find=find)
+    with party._hearing():
+        listener = threading.Thread(target=parties._give_up_if_left, args=(party.turns,))
+        listener.start()
+        looks.wait(60.0)
+    assert ends == [""]
+    listener.join()

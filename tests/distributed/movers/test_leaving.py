@@ -56,6 +56,24 @@ def test_who_disconnects_has_left() -> None:
         assert took < SOON_S
 
 
+def test_a_block_ends_at_once_by_a_goodbye(pool: Pool) -> None:
+    """Whoever left before it does not come to its end; whoever is in it does. The group goes on."""
+    mine, *others = pool.run(leaving.leave_before_blocks)
+    assert mine[0][0] == mine[2][0] == "" and "left smt.commit by" in mine[1][0], mine
+    for told in others:
+        assert told[0][0].startswith("rank 0 left: "), told
+        assert told[1][0].startswith("rank 0 left: "), told
+        assert told[2][0] == "", told
+    assert max(took for told in (mine, *others) for _, took in told) < SOON_S
+
+
+def test_who_gives_up_for_a_goodbye_has_not_failed() -> None:
+    """Of three ranks, one waits for the one that left; all are told who that was, also in moves of another mover."""
+    for *told, other in alone(3, leaving.leave_one_waiting):
+        assert all("left: it closed plan" in said for said in told), told
+        assert other.startswith("rank 0 left: it closed plan "), other
+
+
 def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> None:
     assert pool.run(leaving.all_leave) == [[""] * 4] * 8
 
@@ -64,7 +82,7 @@ def test_the_group_goes_on_without_a_mover_that_all_have_closed(pool: Pool) -> N
 def test_nothing_is_done_to_a_mover_within_its_move(pool: Pool, commit: str) -> None:
     """From a callback that is an error, of which the move hears nothing; another thread waits."""
     for *within, moved, again, let_go, wrong in pool.run(leaving.knock, commit):
-        assert len(within) == 5 and all(said.startswith(NESTED) for said in within), within
+        assert len(within) == 6 and all(said.startswith(NESTED) for said in within), within
         assert [moved, again, let_go, wrong] == [""] * 4
 
 

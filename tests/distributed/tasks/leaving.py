@@ -90,6 +90,52 @@ def disconnect(rank: int, where: str) -> Any:
     return timed(lambda: move(rows.src, out=rows.out))
 
 
+def leave_before_blocks(rank: int) -> list[Told]:
+    """Rank 0 closes two movers, before a block and in one; how blocks of those end, and the group's next move."""
+    group = own_group()
+    rows, others = Rows(rank, 8, 16), Rows(rank, 8, 8)
+    first, second, other = (
+        smt.compile(one.plan, timeout=30.0, group=group, commit="all")
+        for one in (rows, rows, others)
+    )
+
+    def last_of(move: smt.Mover) -> None:
+        if rank == 0:
+            move.close()
+        else:
+            time.sleep(LATE_S)
+            move(rows.src, out=rows.out)
+
+    def begin() -> None:
+        with smt.commit(first):
+            last_of(first)
+
+    def go_on() -> None:
+        with smt.commit(group):
+            other(others.src, out=others.out)
+            last_of(second)
+
+    before = timed(first.close if rank == 0 else begin)
+    return [before, timed(go_on), timed(lambda: other(others.src, out=others.out))]
+
+
+def leave_one_waiting(rank: int) -> list[Said]:
+    """Rank 0 leaves; rank 1 waits for it, rank 2 calls later, and then 0 and 2 go on with another mover."""
+    rows = Rows(rank, 3, 6)
+    move, other = (smt.compile(rows.plan, timeout=20.0) for _ in range(2))
+    move(rows.src, out=rows.out)
+
+    def act(one: smt.Mover) -> Said:
+        return ends(lambda: one(rows.src, out=rows.out))
+
+    if rank == 0:
+        time.sleep(LATE_S / 2)
+        move.close()
+        return [act(other)]
+    time.sleep(2 * LATE_S * (rank - 1))
+    return [act(move), act(other).removeprefix("this mover is broken: ")]
+
+
 def all_leave(rank: int) -> list[Said]:
     """All close one mover, each in its time, and go on with the group: with another mover, a new one, torch's own."""
     group = own_group()
@@ -126,7 +172,14 @@ def knock(rank: int, commit: str) -> list[Said]:
     group, other = own_group(), smt_group()
     rows = Rows(rank, 8, 64)
     move = smt.compile(rows.plan, timeout=20.0, group=group, commit=commit)
+    once = smt.compile(rows.plan, timeout=20.0, group=group, commit="all", agree="once")
+
+    def in_block() -> None:
+        with smt.commit(once):
+            once(rows.src, out=rows.out)
+
     doors = {
+        "block": in_block,
         "let_go": move.let_go,
         "close": move.close,
         "replan": lambda: move.replan(rows.plan),
