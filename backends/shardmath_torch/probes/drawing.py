@@ -105,12 +105,14 @@ class Kind:
     def _draw_part(self, numbers: _Flat, run: Run) -> Words:
         part = real(self.dtype)
         if run.way == "digit" and run.seed < self.digits:
-            table = _permute(*self._digits, run.seed)
+            table = _permute(*self._digits, (run.seed, self.place))
             digit: Words = table[numbers // self.base**run.seed % self.base]
             return digit
         # The upper bits of a product with an odd number: neighbors are far apart.
-        places = (numbers.astype(np.uint64) * _draw_odd(run.seed, self.place)) >> np.uint64(48)
-        drawn: Words = _tabulate(part, run.way, run.seed)[places]
+        # From 1 on, as 0 would be in the same place in every run.
+        factors = numbers.astype(np.uint64) + np.uint64(1)
+        places = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
+        drawn: Words = _tabulate(part, run.way, (run.seed, self.place))[places]
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
@@ -118,7 +120,7 @@ class Kind:
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
-            _order_images(*self._digits, 0, real(dtype))
+            _order_images(*self._digits, (0, self.place), real(dtype))
         except (RuntimeError, TypeError):
             # torch has no such cast.
             return False
@@ -129,7 +131,7 @@ class Kind:
         numbers = np.zeros(len(seen[0]), np.int64)
         right = np.ones(len(seen[0]), np.bool_)
         for run in range(self.digits):
-            images, places = _order_images(*self._digits, run, real(dtype))
+            images, places = _order_images(*self._digits, (run, self.place), real(dtype))
             at = np.searchsorted(images, seen[run])
             at = np.minimum(at, self.base - 1)
             right &= images[at] == seen[run]
@@ -180,17 +182,17 @@ def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
 
 
 @memo()
-def _permute(dtype: torch.dtype, wanted: tuple[torch.dtype, ...], digit: int) -> Words:
-    """The numbers for a digit."""
-    return np.random.default_rng(digit).permutation(_list_digits(dtype, wanted))
+def _permute(dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[int, int]) -> Words:
+    """The numbers for a digit, of elements of the type at a place."""
+    return np.random.default_rng(seed).permutation(_list_digits(dtype, wanted))
 
 
 @memo()
 def _order_images(
-    dtype: torch.dtype, wanted: tuple[torch.dtype, ...], digit: int, to: torch.dtype
+    dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[int, int], to: torch.dtype
 ) -> tuple[Words, _Flat]:
     """What a cast makes of the numbers for a digit, in order, and the digit of each."""
-    images = cast(_permute(dtype, wanted, digit), dtype, to)
+    images = cast(_permute(dtype, wanted, seed), dtype, to)
     places = np.argsort(images, kind="stable")
     return images[places], places
 
@@ -203,8 +205,8 @@ def _draw_odd(seed: int, place: int) -> np.uint64:
 
 
 @memo()
-def _tabulate(dtype: torch.dtype, way: str, seed: int) -> Words:
-    """The values from which a run draws."""
+def _tabulate(dtype: torch.dtype, way: str, seed: tuple[int, int]) -> Words:
+    """The values from which a run draws, for elements of the type at a place."""
     pool = list_finite(dtype)
     if way in SPECIAL:
         special = SPECIAL[way](dtype)

@@ -97,14 +97,18 @@ class Reading:
         self._first = [(run, seen[:0]) for run, seen in self._first]
 
     def find_fault(self) -> str:
-        """What is wrong with the first cell that has no element; "" if there is none."""
-        wrong = ~(self.unwritten | self.zero)
+        """What is wrong with the first cell that has no element, or several; "" if there is none."""
+        written = ~(self.unwritten | self.zero)
+        found = np.zeros(written.shape, np.int64)
         for guess in self.guesses:
-            wrong = wrong & ~guess.right
-        cells = np.flatnonzero(wrong)
+            found = found + guess.right
+        cells = np.flatnonzero(written & (found != 1))
         if not len(cells):
             return ""
         cell = int(cells[0])
+        if found[cell] > 1:
+            names = [g.kind.name(int(g.numbers[cell])) for g in self.guesses if g.right[cell]]
+            return f"cell {cell} may be {' or '.join(names)}"
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]

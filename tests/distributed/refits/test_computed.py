@@ -273,3 +273,26 @@ def test_a_tensor_of_another_shape_in_place_of_a_target() -> None:
 
     with pytest.raises(sm.StoreError, match=r"'x' has shape \[4\], and \[8\] once it is loaded"):
         smt.record(load, {"w": ((4,), "float32")}, into)
+
+
+def test_elements_with_equal_numbers_of_two_types_differ() -> None:
+    """Element 0 of the one is not element 0 of the other, nor are parts of complex numbers."""
+    into = {"x": torch.zeros(6, 4, dtype=torch.float8_e4m3fn)}
+    shapes = {"norm": ((4,), "float32"), "w": ((6, 4), "bfloat16")}
+    found = smt.record(lambda given: into["x"].copy_(given["w"].flip(0)), shapes, into)
+    assert {piece.tensor for piece in found.natives[0].pieces} == {"w"}
+    part = {"x": torch.zeros(1)}
+    with pytest.raises(sm.StoreError, match="'x' is computed"):
+        smt.record(
+            lambda given: part["x"].copy_(torch.cat([given["z"]]).real),
+            {"s": ((1,), "float32"), "z": ((1,), "complex64")},
+            part,
+        )
+
+
+def test_a_cell_that_may_be_of_two_tensors() -> None:
+    """Almost all numbers are the same truth."""
+    into = {"x": torch.zeros(1, dtype=torch.bool)}
+    shapes = {"a": ((1,), "float8_e8m0fnu"), "b": ((1,), "int64")}
+    with pytest.raises(sm.StoreError, match="may be element 0 of 'a' or element 0 of 'b'"):
+        smt.record(lambda given: into["x"].copy_(torch.cat([given["a"]])), shapes, into)
