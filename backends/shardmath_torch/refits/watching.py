@@ -29,6 +29,8 @@ aten = torch.ops.aten
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
 """What makes the same elements in new memory."""
+STORES = {aten.copy_.default, aten.fill_.Tensor}
+"""What puts its second argument into its first."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """What fills padding before or after the weights are written."""
 
@@ -126,7 +128,7 @@ class Watch(TorchDispatchMode):
             pass
         elif _is_blank(func):
             write = Write((), ())
-        elif func is aten.copy_.default:
+        elif func in STORES:
             write = self.explain(args[1], target)
             dtype = self._find_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
@@ -218,7 +220,7 @@ def _find_dtypes(targets: Iterable[Tensor]) -> dict[int, torch.dtype | None]:
 
 
 def _is_blank(func: Any) -> bool:
-    return func.overloadpacket.__name__ in BLANKS
+    return func not in STORES and func.overloadpacket.__name__ in BLANKS
 
 
 def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -385,6 +385,18 @@ def test_a_tensor_that_the_loader_empties_before_it_is_stored() -> None:
     assert found.unwritten == {"a": 12}
 
 
+def test_a_cell_that_is_filled_with_a_tensor() -> None:
+    into = {"a": torch.zeros(1), "b": torch.zeros(())}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].fill_(given["q"])
+        # What is filled with a tensor is no blank, either.
+        into["b"].copy_(torch.zeros(()).fill_(given["k"]))
+
+    found = smt.record(load, dict.fromkeys("qk", ((), "float32")), into)
+    assert not found.unwritten
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
     into = {"a": torch.zeros(6, 3)}
