@@ -470,3 +470,29 @@ def test_transformers_own_conversion_of_experts() -> None:
     fused = {n: s for n, s in shapes.items() if n.endswith(("gate_proj.weight", "up_proj.weight"))}
     declared = bind(Stored(parse(row), (sm.Mesh(),)), fused)
     assert declared.slots(0).items() <= seen.slots(0).items()
+
+
+def test_a_target_of_which_a_part_is_stored_as_it_is() -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][:2].copy_(given["q"][:2])
+        into["a"][2:].copy_(-torch.exp(given["q"][2:]))
+
+    with pytest.raises(sm.StoreError, match="'a' is in part stored as it is"):
+        record(load, into, functions={"a": "neg_exp"})
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    with pytest.raises(sm.StoreError, match=r"'a' is torch.bfloat16, and torch.float32 once"):
+        record(lambda given: into.update(a=given["q"].clone()), into, ways=ways)
+    tied = torch.zeros(4, 3)
+    both = {"a": tied, "b": tied}
+    with pytest.raises(sm.StoreError, match="'b' is in the memory of 'a', and is not once"):
+        record(
+            lambda given: both.update(a=given["q"].clone(), b=given["k"].clone()), both, ways=ways
+        )
+    with pytest.raises(sm.StoreError, match="'a' is gone once it is loaded"):
+        record(lambda given: both.pop("a"), both, ways=ways)
