@@ -112,12 +112,17 @@ class _Recording:
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
         kept = self.kept
         watch = Watch(sources, list(kept.targets.values()))
+        before = {name: _version_of(target) for name, target in kept.targets.items()}
         try:
             with watch:
                 self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
             now = kept.find()
             self._check(now)
             found = {name: self._list_writes(watch, name, now) for name in kept.targets}
+            for name, target in kept.targets.items():
+                # Modes are of one thread, and versions of all.
+                if key_of(target) not in watch.noted and _version_of(target) > before[name]:
+                    found[name].append(Write(None, ("another thread",)))
         finally:
             kept.put_back()
         return {name for name, writes in found.items() if not self._take(name, writes)}
@@ -250,6 +255,10 @@ class _Recording:
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _version_of(target: Tensor) -> int:
+    return 0 if target.is_inference() else target._version
 
 
 def _give(tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
+        self.noted: set[int] = set()
         # Memory is known by its key as long as it lives, so all that is known is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
@@ -120,6 +121,7 @@ class Watch(TorchDispatchMode):
     def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
         """A write into a target."""
         key = key_of(target)
+        self.noted.add(key)
         write = Write(None, (str(func),))
         content = dtype = None
         stored = self._stored[key]
