@@ -141,22 +141,20 @@ class _Recording:
 
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Whether the writes explain the target."""
-        pieces: list[Piece] = []
         made: list[str] = []
         last: dict[Piece, bool] = {}
         for write in writes:
-            pieces += write.pieces or ()
             last.update(dict.fromkeys(write.pieces or (), bool(write.made)))
             if write.pieces != ():
                 made += write.made
         self.made[name] = tuple(made)
         if any(write.pieces is None for write in writes):
             return False
-        if pieces:
+        if last:
             self._check_function(name, all(last.values()))
         # A loader that is called twice, or for an alias too, writes the same again.
-        self.pieces[name] = list(dict.fromkeys(pieces))
-        self.ways[name] = "views" if pieces else ""
+        self.pieces[name] = list(last)
+        self.ways[name] = "views" if last else ""
         return True
 
     def _check_function(self, name: str, is_made: bool) -> None:
