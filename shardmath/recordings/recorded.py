@@ -134,10 +134,11 @@ class Recorded:
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
         """What the rank stores of these logical arrays, without functions; other cells have the value `empty`."""
-        dtypes = {array.dtype for array in arrays.values()}
-        kind = np.result_type(*dtypes)
         stored = {}
         for native in self.natives:
+            # A type that holds those of its own pieces; of all, where it has none.
+            own = {piece.tensor for piece in native.pieces} or arrays
+            kind = np.result_type(*{arrays[name].dtype for name in own})
             cells = np.full(math.prod(native.shape), empty, kind)
             for piece in native.pieces:
                 flat = arrays[piece.tensor].ravel()

@@ -3,7 +3,7 @@
 1. In the first runs it is a digit of the element's number: one of the type's numbers, in an order that differs by run.
    They remain distinct in the types of targets, as far as these have them.
 2. In further runs it is drawn by the number from all numbers of the type; negated, or else mirrored; large where it was
-   small; one of four, zeros among them; and at last NaN, and infinite.
+   small; one of four, zeros among them; of those that fit targets; and at last NaN, and infinite.
 3. Types of few values have more runs.
 """
 
@@ -103,7 +103,6 @@ class Kind:
         return np.stack([first, self._draw_part(numbers, other)], axis=1).reshape(-1)
 
     def _draw_part(self, numbers: _Flat, run: Run) -> Words:
-        part = real(self.dtype)
         if run.way == "digit" and run.seed < self.digits:
             table = _permute(*self._digits, (run.seed, self.place))
             digit: Words = table[numbers // self.base**run.seed % self.base]
@@ -112,7 +111,7 @@ class Kind:
         # From 1 on, as 0 would be in the same place in every run.
         factors = numbers.astype(np.uint64) + np.uint64(1)
         places = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
-        drawn: Words = _tabulate(part, run.way, (run.seed, self.place))[places]
+        drawn: Words = _tabulate(*self._digits, run.way, (run.seed, self.place))[places]
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
@@ -144,6 +143,7 @@ def list_runs(kinds: Sequence[Kind]) -> list[Run]:
     """The runs for elements of all these types."""
     digits = max((kind.digits for kind in kinds), default=1)
     least = min((kind.base for kind in kinds), default=TABLE)
+    is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
     few = sum(kind.size for kind in kinds) <= FEW
     further = max(FURTHER[few], math.ceil(BITS / math.log2(least)))
     # No seed twice, but for one run in three ways.
@@ -151,6 +151,8 @@ def list_runs(kinds: Sequence[Kind]) -> list[Run]:
     ways.append(("few", digits))
     ways += [(way, digits + 1) for way in ("drawn", "mirrored", "inverse")]
     ways += [("drawn", digits + 2 + i) for i in range(further)]
+    # Most numbers of a wide type are too large or too small for a target of few bits.
+    ways += [("held", digits + 2 + further + i) for i in range(further * is_wide)]
     ways += [(way, 0) for way in _list_special(kinds)]
     drawn = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
     # Equal before a run and its mirror image, so that no element has both.
@@ -205,9 +207,11 @@ def _draw_odd(seed: int, place: int) -> np.uint64:
 
 
 @memo()
-def _tabulate(dtype: torch.dtype, way: str, seed: tuple[int, int]) -> Words:
+def _tabulate(
+    dtype: torch.dtype, wanted: tuple[torch.dtype, ...], way: str, seed: tuple[int, int]
+) -> Words:
     """The values from which a run draws, for elements of the type at a place."""
-    pool = list_finite(dtype)
+    pool = _list_digits(dtype, wanted) if way == "held" else list_finite(dtype)
     if way in SPECIAL:
         special = SPECIAL[way](dtype)
         pool = special if len(special) else pool

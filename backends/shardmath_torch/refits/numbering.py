@@ -167,7 +167,7 @@ class _Guess:
 def _flatten(after: Tensor, dtype: torch.dtype) -> Words:
     """The words of each cell, in a row of one or two."""
     plain = after.detach().to("cpu", dtype)
-    words: Words = as_words(plain).reshape(after.numel(), -1).numpy()
+    words: Words = as_words(plain).reshape(after.numel(), 1 + dtype.is_complex).numpy()
     return words
 
 

@@ -112,11 +112,17 @@ class _Recording:
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
         kept = self.kept
         watch = Watch(sources, list(kept.targets.values()))
+        before = {name: _version_of(target) for name, target in kept.targets.items()}
         try:
             with watch:
                 self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
             now = kept.find()
+            self._check(now)
             found = {name: self._list_writes(watch, name, now) for name in kept.targets}
+            for name, target in kept.targets.items():
+                # Modes are of one thread, and versions of all.
+                if key_of(target) not in watch.noted and _version_of(target) > before[name]:
+                    found[name].append(Write(None, ("another thread",)))
         finally:
             kept.put_back()
         return {name for name, writes in found.items() if not self._take(name, writes)}
@@ -135,29 +141,30 @@ class _Recording:
 
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Whether the writes explain the target."""
-        pieces: list[Piece] = []
         made: list[str] = []
+        last: dict[Piece, bool] = {}
         for write in writes:
-            pieces += write.pieces or ()
+            last.update(dict.fromkeys(write.pieces or (), bool(write.made)))
             if write.pieces != ():
                 made += write.made
         self.made[name] = tuple(made)
         if any(write.pieces is None for write in writes):
             return False
-        if pieces:
-            self._check_function(name)
+        if last:
+            self._check_function(name, all(last.values()))
         # A loader that is called twice, or for an alias too, writes the same again.
-        self.pieces[name] = list(dict.fromkeys(pieces))
-        self.ways[name] = "views" if pieces else ""
+        self.pieces[name] = list(last)
+        self.ways[name] = "views" if last else ""
         return True
 
-    def _check_function(self, name: str) -> None:
+    def _check_function(self, name: str, is_made: bool) -> None:
         """Raise StoreError where a target is computed and not declared so, and the other way round."""
         function = self.functions.get(name)
         if self.made[name] and function is None:
             raise _Computed(self._word(name, "is computed"))
-        if function is not None and not self.made[name]:
-            raise _Computed(f"{name!r} is stored as it is, and functions= says {function!r}")
+        if function is not None and not is_made:
+            part = "in part " if self.made[name] else ""
+            raise _Computed(f"{name!r} is {part}stored as it is, and functions= says {function!r}")
 
     # By numbers
 
@@ -186,8 +193,8 @@ class _Recording:
         try:
             self._call(tensors)
             now = kept.find()
+            self._check(now)
             for name, reading in readings.items():
-                self._check_shape(name, now[name])
                 reading.add(run, now[name])
         # A loader may refuse what is not finite.
         except Exception:
@@ -197,15 +204,36 @@ class _Recording:
             kept.put_back()
             kept.fill(before)
 
-    def _check_shape(self, name: str, now: Tensor) -> None:
-        target = self.kept.targets[name]
-        if now.shape != target.shape:
-            raise StoreError(
-                f"{name!r} has shape {list(target.shape)}, and {list(now.shape)} once it is loaded; record into "
-                f"tensors of the shapes that are stored"
-            )
-
     # Together
+
+    def _check(self, now: Mapping[str, Tensor]) -> None:
+        """Raise StoreError where the loader put something else in the place of a target or of its alias."""
+        for name, target in self.kept.targets.items():
+            if name not in now:
+                raise _Computed(
+                    f"{name!r} is gone once it is loaded; record a loader that keeps it"
+                )
+            own = now[name]
+            if own.shape != target.shape:
+                raise _Computed(
+                    f"{name!r} has shape {list(target.shape)}, and {list(own.shape)} once it is "
+                    f"loaded; record into tensors of the shapes that are stored"
+                )
+            if own.dtype != target.dtype:
+                raise _Computed(
+                    f"{name!r} is {target.dtype}, and {own.dtype} once it is loaded; record into "
+                    f"tensors of the types that are stored"
+                )
+        self._check_aliases(now)
+
+    def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
+        """Raise StoreError where the loader parted what is in one memory."""
+        for alias, name in self.kept.aliases.items():
+            if alias not in now or key_of(now[alias]) != key_of(now[name]):
+                raise _Computed(
+                    f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
+                    f"record into tensors that do not share it"
+                )
 
     def _word(self, name: str, what: str) -> str:
         """What is wrong with a target, and with which operations it was made."""
@@ -225,6 +253,10 @@ class _Recording:
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _version_of(target: Tensor) -> int:
+    return 0 if target.is_inference() else target._version
 
 
 def _give(tensor: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ aten = torch.ops.aten
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
 """What makes the same elements in new memory."""
+STORES = {aten.copy_.default, aten.fill_.Tensor}
+"""What puts its second argument into its first."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """What fills padding before or after the weights are written."""
 
@@ -46,6 +48,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
+        self.noted: set[int] = set()
         # Memory is known by its key as long as it lives, so all that is known is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
@@ -118,6 +121,7 @@ class Watch(TorchDispatchMode):
     def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
         """A write into a target."""
         key = key_of(target)
+        self.noted.add(key)
         write = Write(None, (str(func),))
         content = dtype = None
         stored = self._stored[key]
@@ -126,7 +130,7 @@ class Watch(TorchDispatchMode):
             pass
         elif _is_blank(func):
             write = Write((), ())
-        elif func is aten.copy_.default:
+        elif func in STORES:
             write = self.explain(args[1], target)
             dtype = self._find_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
@@ -218,7 +222,7 @@ def _find_dtypes(targets: Iterable[Tensor]) -> dict[int, torch.dtype | None]:
 
 
 def _is_blank(func: Any) -> bool:
-    return func.overloadpacket.__name__ in BLANKS
+    return func not in STORES and func.overloadpacket.__name__ in BLANKS
 
 
 def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

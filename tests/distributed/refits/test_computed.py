@@ -296,3 +296,22 @@ def test_a_cell_that_may_be_of_two_tensors() -> None:
     shapes = {"a": ((1,), "float8_e8m0fnu"), "b": ((1,), "int64")}
     with pytest.raises(sm.StoreError, match="may be element 0 of 'a' or element 0 of 'b'"):
         smt.record(lambda given: into["x"].copy_(torch.cat([given["a"]])), shapes, into)
+
+
+@pytest.mark.parametrize("size", range(1, 41, 3))
+def test_few_cells_in_fewer_bits_are_rounded_once(size: int) -> None:
+    """Most numbers are infinite in either type."""
+    into = {"x": torch.zeros(1, dtype=torch.float8_e4m3fn)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["x"].copy_(torch.cat([given["w"]])[-1:].to(torch.float8_e5m2))
+
+    with pytest.raises(sm.StoreError, match="'x' is computed"):
+        smt.record(load, {"w": ((size,), "float32")}, into)
+
+
+def test_an_empty_target_by_numbers() -> None:
+    into = {"x": torch.zeros(0, 3)}
+    shapes = {"w": ((0, 3), "float32")}
+    found = smt.record(lambda given: into["x"].copy_(torch.cat([given["w"]])), shapes, into)
+    assert not found.unwritten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -385,6 +386,18 @@ def test_a_tensor_that_the_loader_empties_before_it_is_stored() -> None:
     assert found.unwritten == {"a": 12}
 
 
+def test_a_cell_that_is_filled_with_a_tensor() -> None:
+    into = {"a": torch.zeros(1), "b": torch.zeros(())}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].fill_(given["q"])
+        # What is filled with a tensor is no blank, either.
+        into["b"].copy_(torch.zeros(()).fill_(given["k"]))
+
+    found = smt.record(load, dict.fromkeys("qk", ((), "float32")), into)
+    assert not found.unwritten
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
     into = {"a": torch.zeros(6, 3)}
@@ -458,3 +471,41 @@ def test_transformers_own_conversion_of_experts() -> None:
     fused = {n: s for n, s in shapes.items() if n.endswith(("gate_proj.weight", "up_proj.weight"))}
     declared = bind(Stored(parse(row), (sm.Mesh(),)), fused)
     assert declared.slots(0).items() <= seen.slots(0).items()
+
+
+def test_a_target_of_which_a_part_is_stored_as_it_is() -> None:
+    into = {"a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][:2].copy_(given["q"][:2])
+        into["a"][2:].copy_(-torch.exp(given["q"][2:]))
+
+    with pytest.raises(sm.StoreError, match="'a' is in part stored as it is"):
+        record(load, into, functions={"a": "neg_exp"})
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    with pytest.raises(sm.StoreError, match=r"'a' is torch.bfloat16, and torch.float32 once"):
+        record(lambda given: into.update(a=given["q"].clone()), into, ways=ways)
+    tied = torch.zeros(4, 3)
+    both = {"a": tied, "b": tied}
+    with pytest.raises(sm.StoreError, match="'b' is in the memory of 'a', and is not once"):
+        record(
+            lambda given: both.update(a=given["q"].clone(), b=given["k"].clone()), both, ways=ways
+        )
+    with pytest.raises(sm.StoreError, match="'a' is gone once it is loaded"):
+        record(lambda given: both.pop("a"), both, ways=ways)
+
+
+def test_a_loader_that_copies_in_threads() -> None:
+    into = {"a": torch.empty(4, 3, device="meta")}
+
+    def load(given: dict[str, Tensor]) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda row: into["a"][row].copy_(given["q"][row]), range(4)))
+
+    assert record(load, into).natives[0].way == "numbers"
+    with pytest.raises(sm.StoreError, match="'a' is not explained by views by another thread"):
+        record(load, into, ways=("views",))

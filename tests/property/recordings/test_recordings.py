@@ -306,3 +306,12 @@ def test_text_that_was_changed_is_refused() -> None:
     ):
         with pytest.raises(sm.StoreError, match=what):
             sm.Recorded.from_json(broken)
+
+
+def test_what_is_filled_has_the_type_of_its_own_pieces() -> None:
+    """float64, which would hold all of these types, loses the number."""
+    native = Native("x", (2,), "int64", (Piece("a", 0, 0, ()),), "views", "")
+    found = sm.Recorded((("a", (1,), "int64"), ("b", (1,), "float32")), (native,))
+    large = np.array([2**60 + 1])
+    filled = found.fill({"a": large, "b": np.zeros(1, np.float32)})
+    assert filled["x"].tolist() == [2**60 + 1, 0]
