@@ -142,10 +142,8 @@ class Kind:
 def list_runs(kinds: Sequence[Kind]) -> list[Run]:
     """The runs for elements of all these types."""
     digits = max((kind.digits for kind in kinds), default=1)
-    least = min((kind.base for kind in kinds), default=TABLE)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
-    few = sum(kind.size for kind in kinds) <= FEW
-    further = max(FURTHER[few], math.ceil(BITS / math.log2(least)))
+    further = _count_further(kinds)
     # No seed twice, but for one run in three ways.
     ways = [("digit", digit) for digit in range(digits)]
     ways.append(("few", digits))
@@ -158,6 +156,13 @@ def list_runs(kinds: Sequence[Kind]) -> list[Run]:
     # Equal before a run and its mirror image, so that no element has both.
     drawn[digits + 2] = drawn[digits + 1]
     return [Run(*way, byte) for way, byte in zip(ways, drawn, strict=True)]
+
+
+def _count_further(kinds: Sequence[Kind]) -> int:
+    """How many runs there are in which chance alone must not give a cell an element's value."""
+    least = min((kind.base for kind in kinds), default=TABLE)
+    few = sum(kind.size for kind in kinds) <= FEW
+    return max(FURTHER[few], math.ceil(BITS / math.log2(least)))
 
 
 def _list_special(kinds: Sequence[Kind]) -> list[str]:
