@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Protocol, runtime_checkable
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, shown, word_error
@@ -105,10 +105,20 @@ class HTTPClient:
             raise ExchangeError(f"{url} {fault}")
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Urllib would follow a redirect by GET, of which an engine hears nothing; without one, it is an error."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: nothing is asked in its place."""
+
+
+OPENER = build_opener(_NoRedirects)
+
+
 def _ask(request: Request, timeout: float) -> str:
     """What is wrong with the answer; "" for nothing."""
     try:
-        with urlopen(request, timeout=timeout) as answer:
+        with OPENER.open(request, timeout=timeout) as answer:
             answer.read()
     except HTTPError as error:
         return f"answered {error.code}: {_explain(error)}"
@@ -131,5 +141,5 @@ def _explain(error: HTTPError) -> str:
         return f"an answer that broke off ({word_error(broken)})"
     try:
         return message_of(str(json.loads(text)["error"]["message"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return message_of(text)

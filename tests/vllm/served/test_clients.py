@@ -36,9 +36,15 @@ def answering(
             with suppress(BrokenPipeError):
                 self._answer()
 
+        def do_GET(self) -> None:
+            """A page for people, such as a proxy's."""
+            self.send_response(200)
+            self.end_headers()
+
         def _answer(self) -> None:
             if code:
                 self.send_response(code)
+                self.send_header("Location", "/elsewhere")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -78,6 +84,8 @@ def test_an_update_is_said_as_vllm_s_routes_have_it() -> None:
         (400, b'{"error": "bad"}', 'answered 400: {"error": "bad"}'),
         (502, b"<html>\xff", "answered 502: <html>"),
         (404, b"", "answered 404: no such route; start the server with VLLM_SERVER_DEV_MODE=1"),
+        (302, b"", "answered 302"),
+        (500, b"[" * 200_000, r"answered 500: \[\["),
         (0, b"", "gave no answer .*; is a vLLM server up there?"),
     ],
 )
