@@ -85,8 +85,14 @@ class Trainer:
             for engine, one in enumerate(clients):
                 told = init_info.tell(engine, name)
                 calls.append(partial(one.init_weight_transfer_engine, told))
-            with calling(calls, meeting.call_off, init_info.timeout):
+            with calling(calls, meeting.call_off, init_info.timeout) as finish:
                 link = meeting.join(Given(own.tell()))
+                try:
+                    # All have met; an engine may yet say that it has not joined.
+                    link.relay("join its engines", finish)
+                except BaseException:
+                    link.leave()
+                    raise
         return cls(client, own, link, name)
 
     @property

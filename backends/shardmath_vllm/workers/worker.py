@@ -92,9 +92,14 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         is_joint = self.vllm_config.quant_config is not None and parallel.world_size > 1
         given = Given(engine=init_info.engine, record=record, is_joint=is_joint)
         meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
-        self._link = meeting.join(given)
-        if is_joint:
-            self._link.beside.update(join_groups(self._link.store, init_info))
+        link = meeting.join(given)
+        try:
+            if is_joint:
+                link.beside.update(join_groups(link.store, init_info))
+        except BaseException:
+            link.leave()
+            raise
+        self._link = link
         self._meeting = init_info.meeting
 
     def start_weight_update(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,33 @@ def test_a_rank_that_was_started_anew_meets() -> None:
         one.shutdown()
     assert engine.link is not None
     engine.link.leave()
+
+
+class Unheard(PlainEngine):
+    """It joins, and its answer is lost."""
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        super().init_weight_transfer_engine(init_info)
+        raise ConnectionError("answer lost")
+
+
+def test_all_hear_of_an_engine_that_fails_once_all_have_met() -> None:
+    """The other rank had a trainer, and waited in its next call."""
+    info = sv.TrainerInfo(
+        f"127.0.0.1:{free_port()}", 2, workers=1, rank=0, timeout=transfers.TIMEOUT_S
+    )
+    port = int(info.address.rpartition(":")[2])
+    other = Pool(1)
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.extend(other.run(transfers.second, port)))
+    thread.start()
+    engine = Unheard(nn.Linear(2, 4, bias=False))
+    source = transfers.halves(torch.ones(2, 2))
+    with pytest.raises(ExchangeError, match="ConnectionError: answer lost"):
+        sv.Trainer.trainer_init(info, client=engine, source=source)
+    thread.join()
+    other.close()
+    assert "could not join its engines: engine 0: ConnectionError: answer lost" in said[0]
 
 
 def test_what_fsdp_has_gathered(pool: Pool) -> None:
