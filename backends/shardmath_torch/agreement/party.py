@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -162,10 +163,14 @@ class Party:
                 if left:
                     self.turns.heard.goodbyes += 1
                     raise ExchangeError(left)
-                with self._hearing():
-                    return self._guard(act, describe)
+                return self._guard(partial(self._hear_within, act), describe)
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
+
+    def _hear_within(self, act: Callable[[], _T]) -> _T:
+        """Act, and hear of ranks that have left: inside of the guard, which tells others of a Ctrl-C at any moment."""
+        with self._hearing():
+            return act()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
