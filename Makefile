@@ -38,7 +38,7 @@ VLLM := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 VLLM_INSTALL := $(VLLM_PIP) install -c constraints-vllm.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-PACKAGES := shardmath backends
+PACKAGES := shardmath backends bench
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 

@@ -7,8 +7,6 @@ need is imported when it is first asked for.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, from_ranges
 from shardmath.base.errors import (
     DigestError,
     ExchangeError,
@@ -24,6 +22,9 @@ from shardmath.base.errors import (
     StoreError,
 )
 from shardmath.base.memo import clear_caches
+from shardmath.base.moved import forward
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import (
     Balanced,
@@ -39,88 +40,113 @@ from shardmath.layouts.placement import (
 )
 
 if TYPE_CHECKING:
-    from shardmath.amaxes.amaxes import Amaxes, plan_amaxes
-    from shardmath.collectives.collective import Collective, recognise
-    from shardmath.digests.content import Difference, digest_of, find_difference
-    from shardmath.flows.certificate import Certificate
-    from shardmath.flows.topology import Topology
     from shardmath.layouts.edits import window
+    from shardmath.layouts.fitting import from_holdings
     from shardmath.layouts.holdings import equivalent
-    from shardmath.membership.leaving import without
+    from shardmath.models.recordings.recorded import Recorded
+    from shardmath.models.recordings.sides import RecordedSide
+    from shardmath.models.refits.dividing import divide
+    from shardmath.models.refits.refit import Refit, refit
     from shardmath.plans.adjoint import Transposed, adjoint
+    from shardmath.plans.collectives.collective import Collective, recognise
+    from shardmath.plans.flows.certificate import Certificate
+    from shardmath.plans.flows.topology import Topology
+    from shardmath.plans.membership.leaving import without
     from shardmath.plans.plan import Plan, Transfer, plan
-    from shardmath.portions.dividing import divide
-    from shardmath.programs.certify import certify, crossing_bytes
-    from shardmath.programs.program import Program
-    from shardmath.programs.scheduling import schedule
+    from shardmath.plans.programs.certify import certify, crossing_bytes
+    from shardmath.plans.programs.program import Program
+    from shardmath.plans.programs.scheduling import schedule
+    from shardmath.plans.relabelling.relabelling import Relabelling, relabel
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
-    from shardmath.recordings.recorded import Recorded
-    from shardmath.recordings.sides import RecordedSide
-    from shardmath.refits.refit import Refit, refit
-    from shardmath.relabelling.relabelling import Relabelling, relabel
-    from shardmath.storage.fitting import from_holdings
-    from shardmath.transforms.transformed import Transformed, transformed
+    from shardmath.values.amaxes.amaxes import Amaxes, plan_amaxes
+    from shardmath.values.digests.content import Difference, digest_of, find_difference
+    from shardmath.values.transforms.transformed import Transformed, transformed
 
     __version__: str
 
 LATE = {
-    "Amaxes": "amaxes.amaxes",
-    "Certificate": "flows.certificate",
-    "Collective": "collectives.collective",
-    "Difference": "digests.content",
+    "Amaxes": "values.amaxes.amaxes",
+    "Certificate": "plans.flows.certificate",
+    "Collective": "plans.collectives.collective",
+    "Difference": "values.digests.content",
     "Plan": "plans.plan",
-    "Program": "programs.program",
-    "Recorded": "recordings.recorded",
-    "RecordedSide": "recordings.sides",
-    "Refit": "refits.refit",
-    "Relabelling": "relabelling.relabelling",
-    "Topology": "flows.topology",
+    "Program": "plans.programs.program",
+    "Recorded": "models.recordings.recorded",
+    "RecordedSide": "models.recordings.sides",
+    "Refit": "models.refits.refit",
+    "Relabelling": "plans.relabelling.relabelling",
+    "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
-    "Transformed": "transforms.transformed",
+    "Transformed": "values.transforms.transformed",
     "Transposed": "plans.adjoint",
     "adjoint": "plans.adjoint",
-    "certify": "programs.certify",
-    "crossing_bytes": "programs.certify",
-    "digest_of": "digests.content",
-    "divide": "portions.dividing",
+    "certify": "plans.programs.certify",
+    "crossing_bytes": "plans.programs.certify",
+    "digest_of": "values.digests.content",
+    "divide": "models.refits.dividing",
     "equivalent": "layouts.holdings",
-    "find_difference": "digests.content",
-    "from_holdings": "storage.fitting",
+    "find_difference": "values.digests.content",
+    "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
-    "plan_amaxes": "amaxes.amaxes",
-    "recognise": "collectives.collective",
-    "refit": "refits.refit",
-    "relabel": "relabelling.relabelling",
-    "schedule": "programs.scheduling",
+    "plan_amaxes": "values.amaxes.amaxes",
+    "recognise": "plans.collectives.collective",
+    "refit": "models.refits.refit",
+    "relabel": "plans.relabelling.relabelling",
+    "schedule": "plans.programs.scheduling",
     "simulate": "proofs.simulate",
-    "transformed": "transforms.transformed",
+    "transformed": "values.transforms.transformed",
     "verify": "proofs.verify",
     "window": "layouts.edits",
-    "without": "membership.leaving",
+    "without": "plans.membership.leaving",
 }
 """Where names are that are imported on use."""
 
-FACES = {
-    "buffers": "buffers",
-    "families": "families",
-    "formats": "formats",
-    "pictures": "pictures",
-    "rules": "families.rules",
-    "storage": "storage",
-    "store": "layouts.store",
-    "traces": "traces",
-    "transforms": "transforms",
-}
-"""Modules that people use by name, and where they are."""
+FACES = (
+    "buffers",
+    "formats",
+    "models",
+    "pictures",
+    "rules",
+    "storage",
+    "store",
+    "traces",
+    "transforms",
+)
+"""Modules that people use by name."""
+
+forward(
+    {
+        "shardmath.algebra": "shardmath.layouts.algebra",
+        "shardmath.amaxes": "shardmath.values.amaxes",
+        "shardmath.changes": "shardmath.values.changes",
+        "shardmath.cli": "shardmath.display.cli",
+        "shardmath.collectives": "shardmath.plans.collectives",
+        "shardmath.digests": "shardmath.values.digests",
+        "shardmath.engines": "shardmath.models.systems",
+        "shardmath.families": "shardmath.models.systems",
+        "shardmath.families.styles": "shardmath.layouts.styles",
+        "shardmath.flows": "shardmath.plans.flows",
+        "shardmath.membership": "shardmath.plans.membership",
+        "shardmath.numbers": "shardmath.values.formats",
+        "shardmath.portions": "shardmath.models.refits",
+        "shardmath.programs": "shardmath.plans.programs",
+        "shardmath.protocol": "shardmath.plans.protocol",
+        "shardmath.recordings": "shardmath.models.recordings",
+        "shardmath.refits": "shardmath.models.refits",
+        "shardmath.relabelling": "shardmath.plans.relabelling",
+    }
+)
 
 
 def __getattr__(name: str) -> object:
     """What is imported on its first use. Raises AttributeError for what is not here."""
     if name in LATE:
         value = getattr(import_module(f"shardmath.{LATE[name]}"), name)
+    elif name == "families":
+        value = import_module("shardmath.families")
     elif name in FACES:
-        value = import_module(f"shardmath.{FACES[name]}")
+        value = import_module(f"shardmath.{name}")
     elif name == "__version__":
         value = _version()
     else:

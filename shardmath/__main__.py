@@ -2,6 +2,6 @@
 
 import sys
 
-from shardmath.cli import main
+from shardmath.display.cli import main
 
 sys.exit(main())

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from shardmath_gloo.broadcast import Broadcast
 from shardmath_gloo.wire import LONG, GlooWire
-from shardmath_torch.exchange.engine import Exchange
-from shardmath_torch.exchange.task import Engine, Task
+from shardmath_torch.moves.exchange.engine import Exchange
+from shardmath_torch.moves.exchange.task import Engine, Task
 
 __all__ = ["ENGINES", "open_wire"]
 

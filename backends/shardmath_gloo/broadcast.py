@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.plan import Transfer
-from shardmath.programs.messages import Round
-from shardmath.programs.part import stored_on
+from shardmath.plans.programs.messages import Round
+from shardmath.plans.programs.part import stored_on
 from shardmath_gloo.wire import GlooWire
-from shardmath_torch import dtypes
-from shardmath_torch.exchange.task import Task
-from shardmath_torch.exchange.views import divide, fill
-from shardmath_torch.observing.laps import ARRIVED
-from shardmath_torch.observing.stopwatch import Stopwatch
+from shardmath_torch.groups import dtypes
+from shardmath_torch.moves.exchange.task import Task
+from shardmath_torch.moves.exchange.views import divide, fill
+from shardmath_torch.moves.observing.laps import ARRIVED
+from shardmath_torch.moves.observing.stopwatch import Stopwatch
 
 __all__ = ["Broadcast"]
 

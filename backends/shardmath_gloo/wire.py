@@ -21,9 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.agreement import threads
-from shardmath_torch.agreement.wire import LATE, PeerFailure, Pending, check_is_torchs, says_ended
-from shardmath_torch.compat import Group, channel_of, check_there, ranks_of
+from shardmath_torch.groups.agreement import threads
+from shardmath_torch.groups.agreement.wire import (
+    LATE,
+    PeerFailure,
+    Pending,
+    check_is_torchs,
+    says_ended,
+)
+from shardmath_torch.groups.compat import Group, channel_of, check_there, ranks_of
 
 __all__ = ["LONG", "GlooWire"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardmath_nccl.wire import NcclWire
-from shardmath_torch.exchange.engine import Exchange
-from shardmath_torch.exchange.task import Engine, Task
+from shardmath_torch.moves.exchange.engine import Exchange
+from shardmath_torch.moves.exchange.task import Engine, Task
 
 __all__ = ["ENGINES", "open_wire"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from shardmath_torch import compat
+from shardmath_torch.groups import compat
 
 __all__ = ["Message", "start_batch", "start_gather"]
 

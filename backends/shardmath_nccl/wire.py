@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
-from shardmath.programs.messages import MOST_OPS
+from shardmath.plans.programs.messages import MOST_OPS
 from shardmath_nccl import batches
 from shardmath_nccl.batches import Message, start_batch, start_gather
-from shardmath_torch import compat
-from shardmath_torch.agreement import notes
-from shardmath_torch.agreement.wire import LATE, PeerFailure, check_is_torchs
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, check_is_torchs
 
 __all__ = ["NcclWire"]
 

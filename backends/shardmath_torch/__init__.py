@@ -31,36 +31,36 @@ export(path, module)                        # whole, as transformers and engines
 
 from __future__ import annotations
 
-from shardmath_torch.changes.changes import Changes, compile_changes
 from shardmath_torch.checkpoints.checkpoint import load, save
+from shardmath_torch.checkpoints.exports.export import export
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.opening import open_checkpoint
-from shardmath_torch.commits.blocks import commit
-from shardmath_torch.contents.digest import digest
-from shardmath_torch.dtensors.dtensor import from_dtensor, to_dtensor
-from shardmath_torch.dtensors.modules import layout_of
-from shardmath_torch.dtensors.redistribute import redistribute
-from shardmath_torch.dtensors.scales import amax
-from shardmath_torch.dtensors.styles import Fused
-from shardmath_torch.dtensors.tensor_parallel import set_device_mesh
-from shardmath_torch.exports.export import export
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.formats.quantising import dequantise, quantise
-from shardmath_torch.formats.views import quantised_parts, sendable
-from shardmath_torch.joint.connect import connect, disconnect
-from shardmath_torch.movers.compile import compile
-from shardmath_torch.movers.handles import Handle
-from shardmath_torch.movers.mover import Mover
-from shardmath_torch.observing.bars import progress_bar
-from shardmath_torch.observing.moved import Moved
-from shardmath_torch.observing.tracing import trace
-from shardmath_torch.parts.checkpointable import checkpointable
-from shardmath_torch.refits.recording import record
-from shardmath_torch.refits.refit import Refit
-from shardmath_torch.states.training import load_state, save_state, state_of
-from shardmath_torch.transforms.amaxes import Quantiser, compile_quantise
-from shardmath_torch.transforms.compile import TransformedMover, compile_transformed
-from shardmath_torch.transforms.megatron import megatron_hook
-from shardmath_torch.weights.filling import load_weights
+from shardmath_torch.checkpoints.states.training import load_state, save_state, state_of
+from shardmath_torch.checkpoints.weights.filling import load_weights
+from shardmath_torch.groups.joint.connect import connect, disconnect
+from shardmath_torch.moves.commits.blocks import commit
+from shardmath_torch.moves.movers.compile import compile
+from shardmath_torch.moves.movers.handles import Handle
+from shardmath_torch.moves.movers.mover import Mover
+from shardmath_torch.moves.observing.bars import progress_bar
+from shardmath_torch.moves.observing.moved import Moved
+from shardmath_torch.moves.observing.tracing import trace
+from shardmath_torch.tensors.changes.changes import Changes, compile_changes
+from shardmath_torch.tensors.contents.digest import digest
+from shardmath_torch.tensors.dtensors.dtensor import from_dtensor, to_dtensor
+from shardmath_torch.tensors.dtensors.modules import layout_of
+from shardmath_torch.tensors.dtensors.redistribute import redistribute
+from shardmath_torch.tensors.dtensors.scales import amax
+from shardmath_torch.tensors.dtensors.styles import Fused
+from shardmath_torch.tensors.dtensors.tensor_parallel import set_device_mesh
+from shardmath_torch.tensors.formats.quantising import dequantise, quantise
+from shardmath_torch.tensors.formats.views import quantised_parts, sendable
+from shardmath_torch.tensors.parts.checkpointable import checkpointable
+from shardmath_torch.tensors.refits.recording import record
+from shardmath_torch.tensors.refits.refit import Refit
+from shardmath_torch.tensors.transforms.amaxes import Quantiser, compile_quantise
+from shardmath_torch.tensors.transforms.compile import TransformedMover, compile_transformed
+from shardmath_torch.tensors.transforms.megatron import megatron_hook
 
 __all__ = [
     "Changes",

@@ -14,8 +14,8 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, shown, word_error
-from shardmath_torch.agreement import threads
-from shardmath_torch.agreement.party import is_time, word_bad_time
+from shardmath_torch.groups.agreement import threads
+from shardmath_torch.groups.agreement.party import is_time, word_bad_time
 
 __all__ = ["Client", "HTTPClient", "LLMClient"]
 

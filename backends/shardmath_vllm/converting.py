@@ -1,14 +1,14 @@
 """Converting: a trainer's tensors by the names, and in the shapes, that checkpoints of it have.
 
 1. transformers keeps some models otherwise than it saves them, such as experts in a stack; vLLM's loaders know what it
-   saves. How the one is made of the other is recorded (`shardmath_torch.conversions.saved`).
+   saves. How the one is made of the other is recorded (`shardmath_torch.tensors.conversions.saved`).
 2. Whose tensors are those that rows speak of, as Megatron-Core's, has rows for what is saved of them, too.
 3. Either is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
    way: workers run it to record their loaders.
 
 >>> import torch
->>> from shardmath.recordings.pieces import Piece
->>> from shardmath.recordings.recorded import Native
+>>> from shardmath.models.recordings.pieces import Piece
+>>> from shardmath.models.recordings.recorded import Native
 >>> second = Native("experts.1.weight", (2,), "int64", (Piece("experts", 0, 2, ((2, 1, 1),)),), "views", "")
 >>> recorded = sm.Recorded((("experts", (3, 2), "int64"), ("norm", (1,), "int64")), (second,))
 >>> given = {"experts": torch.arange(6).reshape(3, 2)}
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 import shardmath as sm
-from shardmath.engines.hf_core import hf_checkpoint
-from shardmath.recordings.declared import record_declared
-from shardmath.recordings.pieces import Piece
-from shardmath.recordings.recorded import Native
-from shardmath.storage import bind
-from shardmath.storage.stored import Shapes
+from shardmath.models.recordings.declared import record_declared
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.recordings.recorded import Native
+from shardmath.models.storage import bind
+from shardmath.models.storage.stored import Shapes
+from shardmath.models.systems.hf_core import hf_checkpoint
 
 __all__ = ["convert", "declare_conversion"]
 

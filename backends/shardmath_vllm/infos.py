@@ -11,9 +11,9 @@ from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
-from shardmath_torch.agreement.party import is_time, word_bad_time
-from shardmath_torch.joint.meeting import read_where
-from shardmath_torch.joint_group import BACKENDS
+from shardmath_torch.groups.agreement.party import is_time, word_bad_time
+from shardmath_torch.groups.joint.meeting import read_where
+from shardmath_torch.groups.joint_group import BACKENDS
 
 __all__ = ["BACKEND", "Joining", "TrainerInfo", "Updating"]
 

@@ -24,10 +24,10 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, plural, word_error
-from shardmath_torch import compat
-from shardmath_torch.agreement import notes
-from shardmath_torch.agreement.gather import gather
-from shardmath_torch.agreement.naming import word_objection
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.groups.agreement.naming import word_objection
 
 __all__ = ["Link", "together"]
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.agreement.gather import gather
-from shardmath_torch.joint.connect import call_off
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.groups.joint.connect import call_off
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told

@@ -1,7 +1,7 @@
 """Megatron-Core: what a trainer's rank holds of a GPTModel, and how all of its ranks do.
 
-1. Megatron's configuration says how tensors are divided (`shardmath.families.megatron_core`), that of Hugging Face what
-   vLLM's loader calls them, and which of them it has fused (`shardmath.engines.hf_core`). Megatron is not imported.
+1. Megatron's configuration says how tensors are divided (`models.systems.megatron_core`), that of Hugging Face what
+   vLLM's loader calls them, and which of them it has fused (`models.systems.hf_core`). Megatron is not imported.
 2. Tensors are the model's own, so that what a step changes in them is what is sent.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
-from shardmath.engines.config import Config
-from shardmath.families.megatron_core import ORDER, logical_shapes, megatron
-from shardmath.storage import Stored, bind
-from shardmath.storage.stored import Shapes
-from shardmath_torch.agreement.gather import gather
+from shardmath.models.storage import Stored, bind
+from shardmath.models.storage.stored import Shapes
+from shardmath.models.systems.config import Config
+from shardmath.models.systems.megatron_core import ORDER, logical_shapes, megatron
+from shardmath_torch.groups.agreement.gather import gather
 from shardmath_vllm.converting import declare_conversion
 from shardmath_vllm.source import Source
 

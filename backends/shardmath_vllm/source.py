@@ -18,21 +18,21 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
-from shardmath.refits.coverage import show_native
-from shardmath.storage import Stored
-from shardmath.storage.stored import Shapes, Side
-from shardmath.transforms import Cast
-from shardmath_torch import compat
-from shardmath_torch.conversions.saved import record_conversion
-from shardmath_torch.refits.gathered import check_not_gathered
-from shardmath_torch.refits.holders import (
+from shardmath.models.refits.coverage import show_native
+from shardmath.models.storage import Stored
+from shardmath.models.storage.stored import Shapes, Side
+from shardmath.values.transforms import Cast
+from shardmath_torch.groups import compat
+from shardmath_torch.tensors.conversions.saved import record_conversion
+from shardmath_torch.tensors.refits.gathered import check_not_gathered
+from shardmath_torch.tensors.refits.holders import (
     Watched,
     find_owners,
     find_removed,
     find_replaced,
     watch,
 )
-from shardmath_torch.refits.views import name_natives
+from shardmath_torch.tensors.refits.views import name_natives
 
 __all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import word_error
-from shardmath_torch.agreement.gather import gather
-from shardmath_torch.agreement.turns import as_main
-from shardmath_torch.refits.views import to_local
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.groups.agreement.turns import as_main
+from shardmath_torch.tensors.refits.views import to_local
 from shardmath_vllm.calls import calling
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating

@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `moved`: modules by names that they had before;
 - `public`: classes by the name that users know;
 - `errors`: every error that is raised on purpose;
 - `text`: values as people read them, and sizes as people write them;

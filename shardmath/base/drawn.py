@@ -1,6 +1,6 @@
-"""Drawn: values on lower floors have pictures; what draws them is imported when a picture is asked for.
+"""Drawn: values of every wing have pictures; what draws them is imported when a picture is asked for.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> svg(Mesh(tp=2)) == Mesh(tp=2).svg()
 True
 """
@@ -11,8 +11,8 @@ from importlib import import_module
 
 __all__ = ["html", "svg"]
 
-DRAWING = "shardmath.pictures.drawing"
-"""By name: a floor does not import what stands on it."""
+DRAWING = "shardmath.display.pictures.drawing"
+"""By name: nothing imports what displays it."""
 
 
 def svg(value: object, **options: object) -> str:

@@ -1,4 +1,4 @@
-"""Public: classes that users meet by the package's name alone, not by the floor that they stand on.
+"""Public: classes that users meet by the package's name alone, not by the wing that has them.
 
 >>> from shardmath import PlanError
 >>> PlanError
@@ -15,6 +15,6 @@ _C = TypeVar("_C", bound=type)
 
 
 def public(cls: _C) -> _C:
-    """Name the class in tracebacks and pickles as the package gives it, whatever its floor."""
+    """Name the class in tracebacks and pickles as the package gives it, whatever its wing."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls

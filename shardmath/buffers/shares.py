@@ -17,11 +17,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.param import read_positive
 from shardmath.buffers.param_layout import PerBufferParamLayout, check_even
+from shardmath.layouts.algebra.mesh import Mesh
 
 __all__ = [
     "SHARD",

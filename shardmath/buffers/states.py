@@ -24,8 +24,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias, overload
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, identity
 from shardmath.base.arguments import as_integer, instance, known, listed, mapping
 from shardmath.base.errors import ParamLayoutError
 from shardmath.base.text import shown
@@ -42,6 +40,8 @@ from shardmath.buffers.shares import (
     list_shares,
 )
 from shardmath.buffers.windows import GroupShares, make_windows
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, identity
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Ragged

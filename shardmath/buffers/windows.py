@@ -5,7 +5,7 @@
 2. Ranks that have the same of a tensor in buffers that are cut elsewhere hold the pieces between all of these cuts.
 3. Tensors that are cut alike have the same windows; a tensor without elements has one, on its first rank.
 
->>> from shardmath.algebra.runs import identity
+>>> from shardmath.layouts.algebra.runs import identity
 >>> shares = Shares((Cut(0, 0, 4), Cut(1, 4, 6)), 0, 0)
 >>> groups = [GroupShares((0, 1), (identity(2), identity(3)), shares)]
 >>> windows, store = make_windows({"w": (2, 3)}, {"w": groups}, "float32", None, "shard")
@@ -22,11 +22,11 @@ import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.box import Box, flat_boxes, volume
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, compose, from_ranges
 from shardmath.base.errors import ParamLayoutError
 from shardmath.buffers.shares import Cut, Shares
+from shardmath.layouts.algebra.box import Box, flat_boxes, volume
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, compose, from_ranges
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.store import Store, View

@@ -1,6 +1,6 @@
 """Edits: layouts made from another one, of the same local tensors or with other labels.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> layout = Layout((9, 4), Mesh(tp=2), "(tp n) h")
 >>> print(window(layout, ((2, 6), (0, 4))))
 float32[9, 4] (tp n)=<-2 2:6 -3> h on tp=2
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast as typed
 
-from shardmath.algebra.box import Box, shape
-from shardmath.algebra.dimension import Dimension
-from shardmath.algebra.runs import Runs, identity, restrict
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, instance, listed
 from shardmath.base.errors import LayoutError
+from shardmath.layouts.algebra.box import Box, shape
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.runs import Runs, identity, restrict
 from shardmath.layouts.layout import Layout, intern
 
 __all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"]

@@ -13,7 +13,7 @@
    that of window i is `name[i]`. Where all ranks of a window leave, the other windows go on to be called
    as they were.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> one = Layout((8, 4), Mesh(dp=2, tp=2), "(dp tp n) h")
 >>> equivalent(one, Layout((8, 4), Mesh(dp=4), "(dp n) h"))
 True
@@ -34,15 +34,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardmath.algebra.dimension import Dimension
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.partition import partition
-from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import instance
 from shardmath.base.digest import digest
 from shardmath.base.errors import LayoutError
 from shardmath.base.memo import memo
 from shardmath.base.text import shown
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 
 __all__ = [
@@ -196,7 +196,7 @@ class Windows(tuple[Layout, ...]):
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
         """What stays of them, by place, under the names that they have.
 
-        >>> from shardmath.algebra.mesh import Mesh
+        >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
         >>> both.keep({1: both[1]}).local_names("w")
         ['w[1]']

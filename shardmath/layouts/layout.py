@@ -29,10 +29,6 @@ from typing import SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.algebra.box import Box
-from shardmath.algebra.dimension import Dimension
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, known, listed
 from shardmath.base.drawn import html, svg
@@ -40,6 +36,10 @@ from shardmath.base.errors import LayoutError, MeshError
 from shardmath.base.memo import memo
 from shardmath.base.public import public
 from shardmath.base.text import shown
+from shardmath.layouts.algebra.box import Box
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.notation import Partials
 from shardmath.layouts.placement import Placement
 from shardmath.layouts.reader import Rules

@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from shardmath.algebra.dimension import Dimension, Field
-from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.errors import NotationError, ShardError
 from shardmath.base.text import plural
+from shardmath.layouts.algebra.dimension import Dimension, Field
+from shardmath.layouts.algebra.runs import Runs, from_ranges, identity
 from shardmath.layouts.placement import OPS
 from shardmath.layouts.reader import Axes, Reader, Rules, Token, listed
 from shardmath.layouts.words import Word, make_field

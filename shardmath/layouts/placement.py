@@ -23,14 +23,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeAlias, cast
 
-from shardmath.algebra.cuts import Balanced as BalancedCut
-from shardmath.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
-from shardmath.algebra.runs import Runs, from_ranges
-from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.arguments import as_integer, known, listed
 from shardmath.base.errors import PlacementError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
+from shardmath.layouts.algebra.cuts import Balanced as BalancedCut
+from shardmath.layouts.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
+from shardmath.layouts.algebra.runs import Runs, from_ranges
+from shardmath.layouts.algebra.stages import Digit, Stage
 
 __all__ = [
     "OPS",

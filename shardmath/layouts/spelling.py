@@ -20,15 +20,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, SupportsIndex, TypeAlias, cast
 
-from shardmath.algebra.cuts import Chunks
-from shardmath.algebra.dimension import Dimension, divided
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
-from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.arguments import as_integer, mapping, text
 from shardmath.base.errors import LayoutError, NotationError, PlacementError
 from shardmath.base.memo import memo
 from shardmath.base.text import plural, shown
+from shardmath.layouts.algebra.cuts import Chunks
+from shardmath.layouts.algebra.dimension import Dimension, divided
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.algebra.stages import Digit, Stage
 from shardmath.layouts.notation import Partials, pad, parse
 from shardmath.layouts.placement import (
     Partial,

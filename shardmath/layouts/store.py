@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.algebra.box import Box, flat_boxes, volume
-from shardmath.algebra.mesh import Mesh, strides
-from shardmath.algebra.runs import from_ranges
 from shardmath.base.arguments import as_integer, instance, listed, mapping, text
 from shardmath.base.errors import StoreError
 from shardmath.base.text import shown
+from shardmath.layouts.algebra.box import Box, flat_boxes, volume
+from shardmath.layouts.algebra.mesh import Mesh, strides
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, windows_of
 from shardmath.layouts.layout import Layout
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, Splits, UserCut
-from shardmath.algebra.dimension import Dimension, Field
-from shardmath.algebra.runs import identity, spanning
-from shardmath.algebra.stages import Digit, Stage
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, Splits, UserCut
+from shardmath.layouts.algebra.dimension import Dimension, Field
+from shardmath.layouts.algebra.runs import identity, spanning
+from shardmath.layouts.algebra.stages import Digit, Stage
 from shardmath.layouts.notation import Partials
 from shardmath.layouts.reader import Axes
 

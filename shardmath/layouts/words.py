@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardmath.algebra.cuts import Balanced, Chunks, Cut, FixedBlock, Sizes, UserCut
-from shardmath.algebra.dimension import Field, divided, lengths_at
-from shardmath.algebra.stages import Digit, Stage
 from shardmath.base.text import plural
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, Cut, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.dimension import Field, divided, lengths_at
+from shardmath.layouts.algebra.stages import Digit, Stage
 from shardmath.layouts.reader import Reader, listed
 
 __all__ = ["Word", "make_field"]

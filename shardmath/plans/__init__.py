@@ -1,7 +1,8 @@
-"""Plans: what moves, and who sends it.
+"""Plans: who sends what to whom, and when.
 
 In reading order:
 
+- `flows`: integers on a network of ranks; nothing here knows of tensors;
 - `reduction`: what Partial asks for;
 - `template`: all that a move depends on, but for the ranks' names;
 - `pieces`: the boxes of a unit, and where it may be cut;
@@ -11,5 +12,10 @@ In reading order:
 - `uncovered`: that everything asked for is held;
 - `groups`: the tensors that are held alike on both sides;
 - `plan`: plans and transfers;
-- `adjoint`: the transposed plan.
+- `adjoint`: the transposed plan;
+- `relabelling`: which rank should take which destination coordinate;
+- `collectives`: plans that are one textbook operation;
+- `programs`: in which rounds a plan is carried out;
+- `membership`: ranks that leave a plan, and what stays for those that do not;
+- `protocol`: what a rank goes through when ranks act together, as a table of states and events.
 """

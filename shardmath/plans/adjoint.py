@@ -6,7 +6,7 @@
 3. The adjoint of the adjoint is the plan itself.
 4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> mesh = Mesh(tp=2)
 >>> gather = plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n"))
@@ -20,16 +20,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, overload
 
-from shardmath.algebra.partition import overlapping
 from shardmath.base.digest import digest
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
 from shardmath.base.public import public
-from shardmath.flows.topology import Topology
+from shardmath.layouts.algebra.partition import overlapping
 from shardmath.layouts.edits import repartialed
 from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.layouts.layout import Layout
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, Transfer, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
 from shardmath.plans.uncovered import find_not_whole

@@ -17,9 +17,9 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, lengths, pick
 from shardmath.base.memo import memo
-from shardmath.flows.flow import shares
-from shardmath.flows.topology import Topology
 from shardmath.plans.demands import Batch, Demands, Ranks
+from shardmath.plans.flows.flow import shares
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.pieces import snap, unit_grains, unit_rows
 from shardmath.plans.stretches import block_at, row_at
 from shardmath.plans.template import Template

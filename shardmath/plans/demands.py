@@ -23,7 +23,7 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, ranges
 from shardmath.base.errors import PlanError
-from shardmath.flows.topology import Topology
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.pieces import stripe_unit
 from shardmath.plans.template import Batch, Ranks, Sets, Template, unit_addends
 

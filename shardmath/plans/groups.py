@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias
 from shardmath.base.arguments import text
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
-from shardmath.flows.topology import Topology
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.plans.template import Template, make_template
 from shardmath.plans.uncovered import check_disjoint, find_meeting, first_unheld, holds_all

@@ -16,14 +16,14 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardmath.algebra.box import row_size
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.partition import Partition
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.base.public import public
+from shardmath.layouts.algebra.box import row_size
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.layouts.algebra.partition import Partition
 from shardmath.plans.template import Template
 
 __all__ = [

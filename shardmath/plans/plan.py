@@ -13,7 +13,7 @@
 6. What reads only which tensors both sides hold takes any `Movable`: a plan, its transpose
    (`adjoint`), or a program of it.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
 >>> mesh = Mesh(tp=2)
 >>> p = plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)"))
@@ -36,10 +36,10 @@ from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
-from shardmath.flows.topology import Topology, checked
 from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, Demands, Ranks, gather_lines
+from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.groups import (
     NOTHING,
     Group,

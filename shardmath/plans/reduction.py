@@ -12,7 +12,7 @@ reductions: *each destination replica receives each source addend of each elemen
    value itself is right there.
 4. What differs between operations is a row of `base.operations`.
 
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
 >>> find_reduction(Layout((4,), mesh, "n {sum: dp}"), Layout((4,), mesh, "(dp n)")).folded
 ('dp',)
@@ -26,9 +26,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 
 __all__ = ["Reduction", "check_arithmetic", "find_reduction", "identity_of", "ranks_along"]

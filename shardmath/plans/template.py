@@ -12,7 +12,7 @@ ranks' names.
    folded axes are one that the source divides and the destination holds whole.
 
 >>> from shardmath.layouts.layout import Layout
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> src = Layout((6,), Mesh(tp=2), "(tp n)")
 >>> dst = Layout((6,), Mesh(dp=2, tp=3), "(tp n)")
 >>> t = make_template(src, dst, Reduction())
@@ -30,12 +30,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh, strides
-from shardmath.algebra.overlay import Overlay, Parts, overlay, overlay_dimensions
-from shardmath.algebra.partition import Partition
-from shardmath.algebra.runs import Runs, identity
 from shardmath.base.arrays import Ints, distinct, lengths, ranges
 from shardmath.base.memo import memo
+from shardmath.layouts.algebra.mesh import Mesh, strides
+from shardmath.layouts.algebra.overlay import Overlay, Parts, overlay, overlay_dimensions
+from shardmath.layouts.algebra.partition import Partition
+from shardmath.layouts.algebra.runs import Runs, identity
 from shardmath.layouts.layout import Layout
 from shardmath.plans.reduction import Reduction
 

@@ -17,14 +17,14 @@ from typing import NoReturn
 
 import numpy as np
 
-from shardmath.algebra.box import Box, first_gap, from_slices
-from shardmath.algebra.dimension import Dimension
-from shardmath.algebra.gaps import Product, find_gap
-from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.partition import list_spans, partition
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
+from shardmath.layouts.algebra.box import Box, first_gap, from_slices
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.gaps import Product, find_gap
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.layouts.algebra.partition import list_spans, partition
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.pieces import expand

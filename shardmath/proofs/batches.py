@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
 from shardmath.base.errors import PlanError
+from shardmath.layouts.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, flip_of, swap_ends

@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardmath.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.base.errors import PlanError
+from shardmath.layouts.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan, Transfer
-from shardmath.programs.messages import Message, Step, align
-from shardmath.programs.part import Part
+from shardmath.plans.programs.messages import Message, Step, align
+from shardmath.plans.programs.part import Part
 
 __all__ = ["prove_parts"]
 

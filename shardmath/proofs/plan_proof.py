@@ -13,7 +13,7 @@ The cost is that of the tables: rows, batches and distinct sets of ranks, not pa
 
 >>> from dataclasses import replace
 >>> from shardmath.layouts.layout import Layout
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> p = plan(Layout((4,), Mesh(tp=2), "(tp n)"), Layout((4,), Mesh(ranks=[2]), "n"))
 >>> prove(p)
@@ -32,11 +32,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from shardmath.algebra.box import Box, first_gap, from_slices
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints, Offsets, begins, distinct, pick
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
+from shardmath.layouts.algebra.box import Box, first_gap, from_slices
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.pieces import expand, unit_boxes
 from shardmath.plans.plan import Plan

@@ -14,23 +14,23 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.partition import Partition
-from shardmath.algebra.runs import Runs
 from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, shown
-from shardmath.flows.topology import Topology
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.layouts.algebra.partition import Partition
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Batch, Demands
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.programs.legs import Bands, Legs
+from shardmath.plans.programs.program import Program
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Template
-from shardmath.programs.legs import Bands, Legs
-from shardmath.programs.program import Program
 
 __all__ = [
     "check_integers",

@@ -6,7 +6,7 @@ average is divided at the end.
 
 >>> import numpy as np
 >>> from shardmath.layouts.layout import Layout
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
 >>> mesh = Mesh(tp=2)
 >>> p = plan(Layout((4,), mesh, "(tp n)"), Layout((4,), mesh, "n"))
@@ -28,7 +28,7 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 
 if TYPE_CHECKING:
-    from shardmath.programs.program import Program
+    from shardmath.plans.programs.program import Program
 
 __all__ = ["Array", "Shards", "as_program", "simulate"]
 
@@ -84,7 +84,7 @@ def as_program(given: object) -> Program:
 
     Raises PlanError for anything else.
     """
-    from shardmath.programs.program import Program
+    from shardmath.plans.programs.program import Program
 
     if not isinstance(given, Program):
         what = "pass what plan(src, dst) or schedule(plan) returns"

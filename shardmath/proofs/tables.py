@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick, ranges
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.pieces import is_legal_cut
+from shardmath.plans.programs.legs import Bands, Legs
 from shardmath.plans.template import unit_addends
-from shardmath.programs.legs import Bands, Legs
 from shardmath.proofs.shapes import check_integers, require
 
 __all__ = ["Members", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]

@@ -7,7 +7,7 @@
 3. At either **end** a position has a unit if it holds the unit's part in every dimension.
 
 >>> from shardmath.layouts.layout import Layout
->>> from shardmath.algebra.mesh import Mesh
+>>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.plans.reduction import Reduction
 >>> from shardmath.plans.template import make_template
 >>> t = make_template(Layout((4,), Mesh(), "n"), Layout((4,), Mesh(), "n"), Reduction())
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.algebra.overlay import Overlay, Parts
-from shardmath.algebra.partition import Partition, partition
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths
 from shardmath.base.memo import memo
 from shardmath.base.text import plural
+from shardmath.layouts.algebra.overlay import Overlay, Parts
+from shardmath.layouts.algebra.partition import Partition, partition
 from shardmath.plans.template import Template, hidden_pairs
 from shardmath.proofs.shapes import check_integers, require
 

@@ -28,7 +28,7 @@ from shardmath.proofs.shapes import check_sides, require
 from shardmath.proofs.simulate import as_program
 
 if TYPE_CHECKING:
-    from shardmath.programs.program import Program
+    from shardmath.plans.programs.program import Program
 
 __all__ = ["verify"]
 
@@ -171,7 +171,7 @@ def _check_digest(p: Plan | Transposed | Program) -> None:
         _check_digest(p.forward)
         found = flip_digest(p.forward.digest)
     else:
-        from shardmath.programs.program import digest_program
+        from shardmath.plans.programs.program import digest_program
 
         _check_digest(p.plan)
         found = digest_program(p)

@@ -1,7 +1,7 @@
 """Content laws: what digests of tensors' content keep, and what is sent of it where little has changed.
 
 The definition of a digest stands here once more, element by element in Python's integers: it shares no
-code with `shardmath.digests`.
+code with `shardmath.values.digests`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import DigestError
-from shardmath.changes.placing import Lying, Receivers
-from shardmath.changes.routing import Asked, Senders, count_elements
-from shardmath.digests.content import Difference, digest_of, find_difference
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
-from shardmath.programs.messages import Message
-from shardmath.programs.part import make_parts
+from shardmath.plans.programs.messages import Message
+from shardmath.plans.programs.part import make_parts
 from shardmath.testing.oracle import Array, addends, distribute, run
 from shardmath.testing.strategies import tilings
+from shardmath.values.changes.placing import Lying, Receivers
+from shardmath.values.changes.routing import Asked, Senders, count_elements
+from shardmath.values.digests.content import Difference, digest_of, find_difference
 
 __all__ = [
     "any_change_is_found",

@@ -9,9 +9,9 @@ import pickle
 
 import numpy as np
 
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, compose, invert
-from shardmath.algebra.stages import pieces_runs, stage_runs
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, compose, invert
+from shardmath.layouts.algebra.stages import pieces_runs, stage_runs
 from shardmath.layouts.edits import relabelled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout

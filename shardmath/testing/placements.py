@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmath.algebra.cuts import UserCut
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
 from shardmath.base.arrays import Ints
+from shardmath.layouts.algebra.cuts import UserCut
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Placement, check_protocol
 from shardmath.plans.plan import plan

@@ -17,8 +17,8 @@ from shardmath.layouts.edits import cast as cast_layout
 from shardmath.layouts.edits import relabelled, sliced, transposed
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
-from shardmath.membership.leaving import without
 from shardmath.plans.adjoint import adjoint
+from shardmath.plans.membership.leaving import without
 from shardmath.plans.plan import Side, plan
 from shardmath.plans.reduction import find_reduction
 from shardmath.proofs.simulate import simulate

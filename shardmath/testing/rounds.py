@@ -4,7 +4,7 @@
 ends when all of them are posted at their other ends too; between two ranks, one way, the first that
 is sent meets the first that is received.
 
->>> from shardmath.programs.messages import gather_rounds
+>>> from shardmath.plans.programs.messages import gather_rounds
 >>> one = make_message((0, 0, 0), src_rank=0, dst_rank=1, leg=1, pieces=())
 >>> walk({0: gather_rounds([one], rank=0), 1: []})
 Traceback (most recent call last):
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from shardmath.base.errors import PlanError
-from shardmath.programs.messages import Message, Round, Step, make_message
+from shardmath.plans.programs.messages import Message, Round, Step, make_message
 
 __all__ = ["Rounds", "Walk", "walk"]
 

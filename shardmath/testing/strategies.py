@@ -14,9 +14,9 @@ from typing import TypeAlias
 import hypothesis.strategies as st
 from hypothesis import assume
 
-from shardmath.algebra.box import Box
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs, from_ranges, identity
+from shardmath.layouts.algebra.box import Box
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.layout import Layout, intern
 from shardmath.layouts.placement import (

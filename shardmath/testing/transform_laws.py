@@ -15,18 +15,18 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from shardmath.algebra.dimension import Dimension, cells
-from shardmath.algebra.mesh import Mesh
-from shardmath.algebra.runs import Runs
+from shardmath.layouts.algebra.dimension import Dimension, cells
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
-from shardmath.numbers.elements import Array, numpy_type
 from shardmath.plans.plan import plan
 from shardmath.proofs.simulate import simulate
-from shardmath.storage.fitting import fit
 from shardmath.testing.strategies import layouts
-from shardmath.transforms.components import End, Form, Transform
-from shardmath.transforms.packing import pack
-from shardmath.transforms.transformed import Transformed, transformed
+from shardmath.values.formats.elements import Array, numpy_type
+from shardmath.values.transforms.components import End, Form, Transform
+from shardmath.values.transforms.packing import pack
+from shardmath.values.transforms.transformed import Transformed, transformed
 
 __all__ = ["TRANSFORM_LAWS", "check_transform", "transform_cases"]
 

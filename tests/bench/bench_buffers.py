@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shardmath import buffers
 from shardmath.base.text import show_share
-from shardmath_torch.models.configs import (
+from shardmath_torch.commands.models.configs import (
     DEEPSEEK_V3,
     NEMOTRON_NANO,
     NEMOTRON_SUPER,
@@ -26,7 +26,7 @@ from shardmath_torch.models.configs import (
     QWEN3_30B,
     QWEN3_235B,
 )
-from shardmath_torch.models.shapes import parameters
+from shardmath_torch.commands.models.shapes import parameters
 from tests.bench.section import arguments, show
 
 MODELS = (QWEN3_4B, QWEN3_30B, QWEN3_235B, DEEPSEEK_V3, NEMOTRON_NANO, NEMOTRON_SUPER)

@@ -27,16 +27,16 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.families.megatron_core import logical_shapes, megatron
-from shardmath.programs.part import make_parts
-from shardmath.refits.models import MODELS
-from shardmath.storage.stored import Side
-from shardmath_torch.changes.changes import Sent
-from shardmath_torch.changes.comparing import Snapshots
-from shardmath_torch.changes.packets import Some
-from shardmath_torch.changes.placing import Incoming
-from shardmath_torch.changes.sorting import Outgoing
-from shardmath_torch.refits.views import make_view
+from bench.models import MODELS
+from shardmath.models.storage.stored import Side
+from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.plans.programs.part import make_parts
+from shardmath_torch.tensors.changes.changes import Sent
+from shardmath_torch.tensors.changes.comparing import Snapshots
+from shardmath_torch.tensors.changes.packets import Some
+from shardmath_torch.tensors.changes.placing import Incoming
+from shardmath_torch.tensors.changes.sorting import Outgoing
+from shardmath_torch.tensors.refits.views import make_view
 from tests.bench import section
 from tests.bench.bench_refit import engine
 

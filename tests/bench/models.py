@@ -14,7 +14,8 @@ from typing import TypeAlias
 import numpy as np
 
 import shardmath as sm
-from shardmath.families import hf, megatron, rules, vllm
+from shardmath.layouts.styles import is_expert
+from shardmath.models.systems import hf, megatron, rules, vllm
 
 __all__ = [
     "BLOCK",
@@ -42,7 +43,7 @@ QWEN3_STAGES = (11, *[12] * 6, 11)
 @cache
 def shapes(model: str) -> hf.Shapes:
     """Names, shapes and dtypes of the model's checkpoint."""
-    from shardmath_torch.models.shapes import shapes as of_checkpoint
+    from shardmath_torch.commands.models.shapes import shapes as of_checkpoint
 
     return of_checkpoint(model)
 
@@ -98,9 +99,7 @@ def deepseek_v3_stacked(ranks: int = 256, *, engine: bool = True) -> Pair:
     src = _deepseek_trainer(entries, ranks, stacked=True)
     if engine:
         return src, _deepseek_engine(entries, ranks, stacked=True)
-    alone = {
-        name: ((1, *s), d) if hf.is_expert(name) else (s, d) for name, (s, d) in entries.items()
-    }
+    alone = {name: ((1, *s), d) if is_expert(name) else (s, d) for name, (s, d) in entries.items()}
     return src, _deepseek_engine(alone, ranks)
 
 

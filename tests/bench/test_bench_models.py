@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath.membership.keeping import follow
-from shardmath.programs.part import Part, outline_part
+from shardmath.plans.membership.keeping import follow
+from shardmath.plans.programs.part import Part, outline_part
 from tests.bench import megatron_peer, models
 from tests.bench.test_bench_core import cold, rounds_of
 

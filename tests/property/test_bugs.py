@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.edits import sliced, window
 
 

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 import shardmath
-from shardmath import Layout, Mesh, cli, plan
-from shardmath.pictures.text import show
+from shardmath import Layout, Mesh, plan
+from shardmath.display import cli
+from shardmath.display.pictures.text import show
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:

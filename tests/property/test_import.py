@@ -29,8 +29,8 @@ def imported(module: str) -> set[str]:
     "module",
     [
         "shardmath",
-        "shardmath.cli",
-        "shardmath.layouts.store, shardmath.pictures, shardmath.families.rules",
+        "shardmath.display.cli",
+        "shardmath.layouts.store, shardmath.display.pictures, shardmath.models.systems.rules",
     ],
 )
 def test_the_core_imports_neither_torch_nor_hypothesis_nor_scipy(module: str) -> None:

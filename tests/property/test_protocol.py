@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import ExchangeError
-from shardmath.protocol import PLACING, PROPOSALS, TABLE, VERDICTS, Event, Protocol, State
+from shardmath.plans.protocol import PLACING, PROPOSALS, TABLE, VERDICTS, Event, Protocol, State
 from tests.property.drawn.crowd import (
     ACKNOWLEDGED,
     BLOCK,

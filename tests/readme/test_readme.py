@@ -63,15 +63,14 @@ RECIPE = re.compile(r"^demo:.*\n\t@\$\(BIN\)/python (.*)$", re.M)
 """What `make demo` runs once everything is installed, which is no task for a test."""
 DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
-    "shardmath.engines",
-    "shardmath.engines.sglang_core",
-    "shardmath.families",
-    "shardmath.families.hf_plans",
-    "shardmath.families.megatron",
-    "shardmath.families.megatron_core",
-    "shardmath.families.megatron_shapes",
-    "shardmath.families.vllm",
-    "shardmath.pictures",
+    "shardmath.models.systems",
+    "shardmath.models.systems.sglang_core",
+    "shardmath.models.systems.hf_plans",
+    "shardmath.models.systems.megatron",
+    "shardmath.models.systems.megatron_core",
+    "shardmath.models.systems.megatron_shapes",
+    "shardmath.models.systems.vllm",
+    "shardmath.display.pictures",
     "shardmath.testing",
 }
 """The modules below a package that a page may import from by their path."""

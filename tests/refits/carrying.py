@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardmath as sm
-from shardmath.storage import Stored, parse
-from shardmath.storage.filling import view_of
-from shardmath.storage.stored import Shapes, Side
+from shardmath.models.storage import Stored, parse
+from shardmath.models.storage.filling import view_of
+from shardmath.models.storage.stored import Shapes, Side
 
 __all__ = [
     "LAYER",

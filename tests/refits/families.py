@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardmath.families.megatron_shapes import logical_shapes
-from shardmath.storage.stored import Shapes
+from shardmath.models.storage.stored import Shapes
+from shardmath.models.systems.megatron_shapes import logical_shapes
 
 __all__ = ["FAMILIES", "Family"]
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shardmath as sm
-from shardmath import formats
+from shardmath.values import formats
 
 __all__ = [
     "Shapes",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import shardmath as sm
-from shardmath_torch.conversions.saved import record_conversion
+from shardmath_torch.tensors.conversions.saved import record_conversion
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting

@@ -28,8 +28,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from shardmath.base.arguments import mapping, text
 from shardmath.base.text import shown, word_error
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
-from shardmath_torch import compat
-from shardmath_torch.agreement.gather import in_step, mark_told, shared, word_lost
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.files.steps import (
+    gather_all,
+    is_alone,
+    on_all,
+    share_of,
+    show_error,
+    step_failed,
+    step_lost,
+)
 from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
@@ -42,18 +50,10 @@ from shardmath_torch.checkpoints.saving import (
 )
 from shardmath_torch.checkpoints.stored import Checkpoint, layout_of_bytes
 from shardmath_torch.checkpoints.writing import Writer
-from shardmath_torch.compat import Group
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.steps import (
-    gather_all,
-    is_alone,
-    on_all,
-    share_of,
-    show_error,
-    step_failed,
-    step_lost,
-)
-from shardmath_torch.observing.bars import Progress
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import in_step, mark_told, shared, word_lost
+from shardmath_torch.groups.compat import Group
+from shardmath_torch.moves.observing.bars import Progress
 
 __all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 

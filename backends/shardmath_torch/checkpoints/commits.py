@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardmath_torch.files import locks
-from shardmath_torch.files.places import (
+from shardmath_torch.checkpoints.files import locks
+from shardmath_torch.checkpoints.files.places import (
     CheckpointError,
     Place,
     Remote,
@@ -31,8 +31,8 @@ from shardmath_torch.files.places import (
     sync,
     synced,
 )
-from shardmath_torch.files.sealed import DIGITS, SEAL, save_of
-from shardmath_torch.safetensors.hf_folder import has_export
+from shardmath_torch.checkpoints.files.sealed import DIGITS, SEAL, save_of
+from shardmath_torch.checkpoints.safetensors.hf_folder import has_export
 
 __all__ = [
     "DATA",

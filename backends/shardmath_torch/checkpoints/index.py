@@ -22,11 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from shardmath.base.dtypes import ITEMSIZE
+from shardmath_torch.checkpoints.files import checksums
+from shardmath_torch.checkpoints.files.json_text import (
+    MOST,
+    MOST_DIMENSIONS,
+    count_elements,
+    read_json,
+    shown,
+)
+from shardmath_torch.checkpoints.files.places import CheckpointError, Place
+from shardmath_torch.checkpoints.files.sealed import sign
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
-from shardmath_torch.files import checksums
-from shardmath_torch.files.json_text import MOST, MOST_DIMENSIONS, count_elements, read_json, shown
-from shardmath_torch.files.places import CheckpointError, Place
-from shardmath_torch.files.sealed import sign
 
 __all__ = [
     "as_blobs",

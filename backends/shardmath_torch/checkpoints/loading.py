@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
-from shardmath_torch import compat
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.safetensors.slices import Slices, list_boxes, make_room
 from shardmath_torch.checkpoints.saving import check_apart
-from shardmath_torch.files.json_text import shown
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.slices import Slices, list_boxes, make_room
+from shardmath_torch.groups import compat
 
 __all__ = ["LoadPlanner", "has_same_bytes", "local_layouts"]
 

@@ -21,6 +21,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardmath.base.errors import ShardError
 from shardmath.base.text import word_error
 from shardmath_torch.checkpoints.commits import FILE, INDEX, METADATA, OURS
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError, Place, content_of, place
+from shardmath_torch.checkpoints.files.sealed import Sealed, holds, unseal
+from shardmath_torch.checkpoints.files.unpickled import read_metadata
 from shardmath_torch.checkpoints.index import (
     as_blobs,
     as_count,
@@ -29,13 +33,9 @@ from shardmath_torch.checkpoints.index import (
     from_index,
     read_index,
 )
+from shardmath_torch.checkpoints.safetensors.hf_sharded import Parts, read_sharded
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
-from shardmath_torch.files.json_text import shown
-from shardmath_torch.files.places import CheckpointError, Place, content_of, place
-from shardmath_torch.files.sealed import Sealed, holds, unseal
-from shardmath_torch.files.unpickled import read_metadata
-from shardmath_torch.safetensors.hf_sharded import Parts, read_sharded
-from shardmath_torch.safetensors.weights import open_weights
 
 __all__ = ["BLOBS", "open_checkpoint"]
 

@@ -30,8 +30,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
 
-from shardmath.algebra.mesh import strides
+from shardmath.layouts.algebra.mesh import strides
+from shardmath_torch.checkpoints.files.checksums import CHUNK
+from shardmath_torch.checkpoints.files.places import (
+    CheckpointError,
+    Place,
+    Remote,
+    length_of,
+    opened,
+    place,
+)
 from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.safetensors.strided import Strided
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.checkpoints.verifying import (
     Chunks,
@@ -43,11 +53,8 @@ from shardmath_torch.checkpoints.verifying import (
     read_into,
     take_share,
 )
-from shardmath_torch.dtypes import dtype_of, flat
-from shardmath_torch.files.checksums import CHUNK
-from shardmath_torch.files.places import CheckpointError, Place, Remote, length_of, opened, place
-from shardmath_torch.observing.bars import TELL_BYTES, Progress, Tally
-from shardmath_torch.safetensors.strided import Strided
+from shardmath_torch.groups.dtypes import dtype_of, flat
+from shardmath_torch.moves.observing.bars import TELL_BYTES, Progress, Tally
 
 __all__ = ["Reader"]
 

@@ -29,19 +29,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.arguments import mapping
 from shardmath.base.digest import digest
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
-from shardmath_torch import compat
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.opening import BLOBS
-from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.exchange.local import by_key, fits, wanted
-from shardmath_torch.exchange.memory import missing_memory, plain
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.safetensors.archive import find_unused
+from shardmath_torch.checkpoints.safetensors.archive import find_unused
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.moves.exchange.local import by_key, fits, wanted
+from shardmath_torch.moves.exchange.memory import missing_memory, plain
 
 __all__ = [
     "Bytes",

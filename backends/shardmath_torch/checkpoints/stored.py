@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardmath.algebra.box import Box, first_gap, first_overlap, tiles
-from shardmath.algebra.mesh import Mesh
 from shardmath.base.text import plural
-from shardmath.families.hf import Shapes
+from shardmath.layouts.algebra.box import Box, first_gap, first_overlap, tiles
+from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
-from shardmath_torch.files.json_text import shown
-from shardmath_torch.files.places import CheckpointError, Place, check_length, sizes_of
-from shardmath_torch.safetensors.strided import Strided, describe_archives
+from shardmath.models.systems.hf import Shapes
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError, Place, check_length, sizes_of
+from shardmath_torch.checkpoints.safetensors.strided import Strided, describe_archives
 
 __all__ = ["Blobs", "Checkpoint", "StoredBox", "StoredTensor", "layout_of_bytes"]
 

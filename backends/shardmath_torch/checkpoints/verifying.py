@@ -17,9 +17,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath_torch.checkpoints.files.checksums import CHUNK, count_checksums, is_same
+from shardmath_torch.checkpoints.files.places import CheckpointError, Place
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
-from shardmath_torch.files.checksums import CHUNK, count_checksums, is_same
-from shardmath_torch.files.places import CheckpointError, Place
 
 __all__ = [
     "Chunks",

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.futures import Future
 
-from shardmath_torch import compat
 from shardmath_torch.checkpoints.commits import (
     DATA,
     INDEX,
@@ -44,11 +43,7 @@ from shardmath_torch.checkpoints.commits import (
     remove_leftovers,
     withdraw,
 )
-from shardmath_torch.checkpoints.index import to_json
-from shardmath_torch.checkpoints.opening import BLOBS
-from shardmath_torch.checkpoints.saving import count_bytes
-from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
-from shardmath_torch.files.places import (
+from shardmath_torch.checkpoints.files.places import (
     CheckpointError,
     Place,
     Remote,
@@ -58,11 +53,16 @@ from shardmath_torch.files.places import (
     sizes_of,
     sync,
 )
-from shardmath_torch.files.sealed import DIGITS, Sealed, seal, unseal
-from shardmath_torch.files.unpickled import write_metadata
-from shardmath_torch.observing.bars import Progress, Tally
-from shardmath_torch.safetensors import archive
-from shardmath_torch.safetensors.archive import find_unused
+from shardmath_torch.checkpoints.files.sealed import DIGITS, Sealed, seal, unseal
+from shardmath_torch.checkpoints.files.unpickled import write_metadata
+from shardmath_torch.checkpoints.index import to_json
+from shardmath_torch.checkpoints.opening import BLOBS
+from shardmath_torch.checkpoints.safetensors import archive
+from shardmath_torch.checkpoints.safetensors.archive import find_unused
+from shardmath_torch.checkpoints.saving import count_bytes
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
+from shardmath_torch.groups import compat
+from shardmath_torch.moves.observing.bars import Progress, Tally
 
 __all__ = ["MOST_FILES", "Writer"]
 

@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `models`: shapes and flat buffers of real ones;
 - `processes`: local processes that show what they do;
 - `command_line`: what the commands share of it;
 - `buffers`: `buffers`;

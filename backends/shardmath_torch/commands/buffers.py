@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
-from shardmath.pictures.buffer_drawing import buffer_svg
-from shardmath.pictures.buffer_text import buffer_map
-from shardmath.pictures.text import buffer_table
+from shardmath.display.pictures.buffer_drawing import buffer_svg
+from shardmath.display.pictures.buffer_text import buffer_map
+from shardmath.display.pictures.text import buffer_table
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
-from shardmath_torch.models.configs import MODELS
-from shardmath_torch.models.shapes import parameters
+from shardmath_torch.commands.models.configs import MODELS
+from shardmath_torch.commands.models.shapes import parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

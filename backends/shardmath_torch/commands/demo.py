@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardmath import ExchangeError, Layout, ShardError
+from shardmath_torch.checkpoints.safetensors.slices import assemble
 from shardmath_torch.commands.refit_out import shard_file
 from shardmath_torch.commands.refit_report import Table
-from shardmath_torch.safetensors.slices import assemble
 
 __all__ = ["SENTENCES", "compare", "find_model", "read_arrived"]
 

@@ -3,7 +3,7 @@
     python -m shardmath refit MODEL_DIR --src "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h)" --dst "tp=4"
     python -m shardmath refit --demo
 
-1. `--src` and `--dst` are sides in the notation of `shardmath.families.rules`. Ranks are numbered source first, then
+1. `--src` and `--dst` are sides in the notation of `shardmath.rules`. Ranks are numbered source first, then
    destination, where the text does not say otherwise; the two may share ranks.
 2. Everything that can be wrong with the request is found here, before a process starts: the files, the rules, the plan.
 3. Then a process per rank (`processes`), and what each does is `refit_rank`.
@@ -23,7 +23,9 @@ from pathlib import Path
 
 import shardmath as sm
 from shardmath.base.text import plural, read_bytes, show_bytes
-from shardmath.families.rules import Side, parse
+from shardmath.models.systems.rules import Side, parse
+from shardmath_torch.checkpoints.safetensors.slices import fits
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.commands.command_line import make_parser, read_count, run_command
 from shardmath_torch.commands.processes import run
 from shardmath_torch.commands.refit_bounds import Bounds, find_bounds
@@ -36,8 +38,6 @@ from shardmath_torch.commands.refit_report import (
     times_table,
     traffic_table,
 )
-from shardmath_torch.safetensors.slices import fits
-from shardmath_torch.safetensors.weights import open_weights
 
 __all__ = ["DEMO_DST", "DEMO_SRC", "command"]
 

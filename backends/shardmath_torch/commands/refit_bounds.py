@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardmath import Layout
-from shardmath.algebra.runs import Runs, compose, invert
 from shardmath.base.memo import memo
-from shardmath.flows.flow import find_levels
+from shardmath.layouts.algebra.runs import Runs, compose, invert
+from shardmath.plans.flows.flow import find_levels
 
 __all__ = ["Bounds", "find_bounds"]
 

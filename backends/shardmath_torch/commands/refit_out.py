@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardmath import ShardError
-from shardmath_torch.files.locks import locked
-from shardmath_torch.files.places import Place, sync
-from shardmath_torch.safetensors.weights import Weights
+from shardmath_torch.checkpoints.files.locks import locked
+from shardmath_torch.checkpoints.files.places import Place, sync
+from shardmath_torch.checkpoints.safetensors.weights import Weights
 
 __all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
 

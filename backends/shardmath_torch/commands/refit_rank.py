@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 import shardmath as sm
-from shardmath.families.rules import Side
+from shardmath.models.systems.rules import Side
+from shardmath_torch.checkpoints.safetensors.slices import check, load, make_zeros
+from shardmath_torch.checkpoints.safetensors.weights import Weights
 from shardmath_torch.commands.processes import Report
 from shardmath_torch.commands.refit_out import leave
-from shardmath_torch.dtypes import flat
-from shardmath_torch.movers.compile import compile
-from shardmath_torch.safetensors.slices import check, load, make_zeros
-from shardmath_torch.safetensors.weights import Weights
+from shardmath_torch.groups.dtypes import flat
+from shardmath_torch.moves.movers.compile import compile
 
 __all__ = ["Job", "Outcome", "refit_rank"]
 

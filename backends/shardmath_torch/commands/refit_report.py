@@ -24,11 +24,11 @@ from rich.text import Text
 
 import shardmath as sm
 from shardmath.base.text import plural, show_bytes
-from shardmath.families.rules import Rule, Side
+from shardmath.models.systems.rules import Rule, Side
+from shardmath_torch.checkpoints.safetensors.weights import Weights
 from shardmath_torch.commands.processes import Progress
 from shardmath_torch.commands.refit_bounds import Bounds
 from shardmath_torch.commands.refit_rank import Outcome
-from shardmath_torch.safetensors.weights import Weights
 
 __all__ = [
     "PHASES",

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 import shardmath as sm
 from shardmath.base.errors import StoreError
-from shardmath.refits.coverage import matches
+from shardmath.models.refits.coverage import matches
 
 __all__ = ["check_coverage", "check_stays", "check_types"]
 

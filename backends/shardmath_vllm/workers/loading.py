@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import StoreError
-from shardmath.storage.stored import Shapes
+from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.biases import BIAS, materialise_bias, take_back_bias
 from shardmath_vllm.workers.memory import free, take_like

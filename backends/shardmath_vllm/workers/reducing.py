@@ -20,8 +20,8 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import word_error
-from shardmath_torch.agreement.wire import says_ended
-from shardmath_torch.compat import Store
+from shardmath_torch.groups.agreement.wire import says_ended
+from shardmath_torch.groups.compat import Store
 from shardmath_vllm.infos import Joining
 
 __all__ = ["join_groups", "reducing"]

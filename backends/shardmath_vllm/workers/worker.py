@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.agreement.naming import word_objection
-from shardmath_torch.agreement.turns import as_main
+from shardmath_torch.groups.agreement.naming import word_objection
+from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting

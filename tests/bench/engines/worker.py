@@ -14,7 +14,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 import shardmath as sm
-from shardmath_torch.dtypes import dtype_of
+from shardmath_torch.groups.dtypes import dtype_of
 from tests.bench.engines import costs, peer
 
 __all__ = ["Extension"]

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import shardmath as sm
-from shardmath_torch.agreement.failure import FailureDetector, Report
+from shardmath_torch.groups.agreement.failure import FailureDetector, Report
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.scenarios import dies

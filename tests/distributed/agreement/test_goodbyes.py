@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from shardmath_torch.agreement.goodbyes import LINGER_S, Goodbyes
+from shardmath_torch.groups.agreement.goodbyes import LINGER_S, Goodbyes
 
 MOVERS = ("1", "2", "3")
 

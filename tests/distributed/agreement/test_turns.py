@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath_torch.agreement import party as parties
-from shardmath_torch.agreement.turns import Refused, Turns, in_thread
+from shardmath_torch.groups.agreement import party as parties
+from shardmath_torch.groups.agreement.turns import Refused, Turns, in_thread
 from tests.distributed.pool import Lost, Pool, alone
 from tests.distributed.tasks import breaks
 

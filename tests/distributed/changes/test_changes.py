@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath_torch.changes import comparing
-from shardmath_torch.changes.comparing import Changed, Snapshots, take
-from shardmath_torch.changes.differing import Scratch, find_different_there
-from shardmath_torch.changes.packets import Some, pack
+from shardmath_torch.tensors.changes import comparing
+from shardmath_torch.tensors.changes.comparing import Changed, Snapshots, take
+from shardmath_torch.tensors.changes.differing import Scratch, find_different_there
+from shardmath_torch.tensors.changes.packets import Some, pack
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import changes as work
 from tests.distributed.tasks.cases import (

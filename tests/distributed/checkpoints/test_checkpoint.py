@@ -21,12 +21,12 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import flat_windows
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.files.sealed import BEGIN
 from shardmath_torch.checkpoints.loading import LoadPlanner
 from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.reading import Reader
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.files.sealed import BEGIN
-from shardmath_torch.safetensors import archive
+from shardmath_torch.checkpoints.safetensors import archive
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 from tests.distributed.tasks.cases import thinned

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.opening import BLOBS
-from shardmath_torch.files.places import CheckpointError
 
 TENSORS = {
     "model.a.w": torch.arange(6.0).view(2, 3),

@@ -17,8 +17,8 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.checkpoints import checkpoint, reading, verifying, writing
 from shardmath_torch.checkpoints.commits import claim, find_counting, make_count, withdraw
-from shardmath_torch.files import checksums
-from shardmath_torch.files.places import CheckpointError, Remote, place
+from shardmath_torch.checkpoints.files import checksums
+from shardmath_torch.checkpoints.files.places import CheckpointError, Remote, place
 from tests.distributed import pool as workers
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work

@@ -14,10 +14,10 @@ import pytest
 import transformers
 
 from shardmath import ShardError, buffers
-from shardmath.pictures.buffer_text import buffer_map
-from shardmath.pictures.text import buffer_table
+from shardmath.display.pictures.buffer_text import buffer_map
+from shardmath.display.pictures.text import buffer_table
 from shardmath_torch.commands.buffers import RULES, command
-from shardmath_torch.models.configs import (
+from shardmath_torch.commands.models.configs import (
     DEEPSEEK_V3,
     MODELS,
     NEMOTRON_NANO,
@@ -26,7 +26,7 @@ from shardmath_torch.models.configs import (
     QWEN3_30B,
     QWEN3_235B,
 )
-from shardmath_torch.models.shapes import parameters, shapes
+from shardmath_torch.commands.models.shapes import parameters, shapes
 
 
 def dense() -> Any:

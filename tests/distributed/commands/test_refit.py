@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardmath import Layout, Mesh, ShardError, plan
-from shardmath.families.rules import parse
+from shardmath.models.systems.rules import parse
+from shardmath_torch.checkpoints.safetensors.slices import load
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
 from shardmath_torch.commands.refit_report import Table
-from shardmath_torch.safetensors.slices import load
-from shardmath_torch.safetensors.weights import open_weights
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"

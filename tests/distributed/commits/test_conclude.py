@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardmath.protocol import TABLE, Event, State, Table
-from shardmath_torch.agreement.turns import Turns
-from shardmath_torch.agreement.wire import PeerFailure
-from shardmath_torch.commits import conclude as concluding
-from shardmath_torch.commits.blocks import Block, Member
-from shardmath_torch.commits.conclude import conclude
+from shardmath.plans.protocol import TABLE, Event, State, Table
+from shardmath_torch.groups.agreement.turns import Turns
+from shardmath_torch.groups.agreement.wire import PeerFailure
+from shardmath_torch.moves.commits import conclude as concluding
+from shardmath_torch.moves.commits.blocks import Block, Member
+from shardmath_torch.moves.commits.conclude import conclude
 
 SIZE = 3
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from shardmath import from_ranges
-from shardmath.algebra.runs import identity
 from shardmath.base import dtypes as names
-from shardmath.digests import weighing
-from shardmath.digests.weighing import NUMPY, weigh
-from shardmath_torch import dtypes
-from shardmath_torch.digests.library import TORCH, see
+from shardmath.layouts.algebra.runs import identity
+from shardmath.values.digests import weighing
+from shardmath.values.digests.weighing import NUMPY, weigh
+from shardmath_torch.groups import dtypes
+from shardmath_torch.moves.digests.library import TORCH, see
 
 SHAPES = [(), (3000,), (700, 3), (5, 7, 11), (2, 700, 2), (0, 4)]
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 import shardmath as sm
-from shardmath_torch.dtensors.moves import BYTES_PER_MOVE, BYTES_PER_PIECE, Moves, weigh_plan
+from shardmath_torch.tensors.dtensors.moves import (
+    BYTES_PER_MOVE,
+    BYTES_PER_PIECE,
+    Moves,
+    weigh_plan,
+)
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.dtensors import axes_of_other_groups, mesh_of_other_groups
@@ -50,8 +55,8 @@ def test_the_oldest_moves_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def move_nothing(mover: object, call: object) -> None:
         pass
 
-    monkeypatch.setattr("shardmath_torch.dtensors.moves.compile", fake)
-    monkeypatch.setattr("shardmath_torch.dtensors.moves.move_by", move_nothing)
+    monkeypatch.setattr("shardmath_torch.tensors.dtensors.moves.compile", fake)
+    monkeypatch.setattr("shardmath_torch.tensors.dtensors.moves.move_by", move_nothing)
     pairs = [
         tuple(sm.Layout((8 * n, 8), MESH, text) for text in ("(tp n) h", "n (tp h)"))
         for n in range(1, 8)

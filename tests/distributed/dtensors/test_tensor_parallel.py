@@ -12,8 +12,13 @@ from torch import nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensors.scales import _view_as_words
-from shardmath_torch.dtensors.styles import STYLES, StyleName, check_styles, match_parameters
+from shardmath_torch.tensors.dtensors.scales import _view_as_words
+from shardmath_torch.tensors.dtensors.styles import (
+    STYLES,
+    StyleName,
+    check_styles,
+    match_parameters,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import tensor_parallel as work
 from tests.distributed.tasks.cases import thinned

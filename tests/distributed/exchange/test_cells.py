@@ -10,16 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardmath as sm
-from shardmath.algebra.runs import Runs
-from shardmath.programs.part import own_boxes
-from shardmath_torch import dtypes
-from shardmath_torch.agreement.agree import PURPOSE, RECORD, Ballot, decode, encode, vote
-from shardmath_torch.agreement.failure import FailureDetector, Report, find_first_failed
-from shardmath_torch.agreement.wire import Wire
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.plans.programs.part import own_boxes
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.saving import SavePlanner, as_tensor
-from shardmath_torch.exchange.endpoints import join, locate, select
-from shardmath_torch.exchange.local import by_key, check, signature, wanted
-from shardmath_torch.files.places import CheckpointError
+from shardmath_torch.groups import dtypes
+from shardmath_torch.groups.agreement.agree import PURPOSE, RECORD, Ballot, decode, encode, vote
+from shardmath_torch.groups.agreement.failure import FailureDetector, Report, find_first_failed
+from shardmath_torch.groups.agreement.wire import Wire
+from shardmath_torch.moves.exchange.endpoints import join, locate, select
+from shardmath_torch.moves.exchange.local import by_key, check, signature, wanted
 
 LAYOUT = sm.Layout((4, 6), sm.Mesh(tp=1), "n h")
 WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)

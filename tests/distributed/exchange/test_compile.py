@@ -7,7 +7,7 @@ import re
 import pytest
 
 import shardmath as sm
-from shardmath import transforms
+from shardmath.values import transforms
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case
 from tests.distributed.tasks.scenarios import bad_move, compile_with, outsider, unusual_moves

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath.programs.messages import MOST_OPS
-from shardmath.programs.part import Part, make_parts
-from shardmath_torch.changes.walking import Walker
-from shardmath_torch.exchange.engine import Exchange
-from shardmath_torch.exchange.task import Task
-from shardmath_torch.observing.stopwatch import Ledger, Stopwatch
+from shardmath.plans.programs.messages import MOST_OPS
+from shardmath.plans.programs.part import Part, make_parts
+from shardmath_torch.moves.exchange.engine import Exchange
+from shardmath_torch.moves.exchange.task import Task
+from shardmath_torch.moves.observing.stopwatch import Ledger, Stopwatch
+from shardmath_torch.tensors.changes.walking import Walker
 from tests.distributed.tasks.cases import random_plan
 
 SEEDS = range(20)
@@ -144,7 +144,7 @@ def count_most(groups: Groups) -> int:
 @pytest.fixture(params=[FEW, MOST_OPS])
 def most(request: pytest.FixtureRequest) -> Iterator[int]:
     """How many messages a group may have."""
-    with mock.patch("shardmath.programs.cutting.MOST_OPS", request.param):
+    with mock.patch("shardmath.plans.programs.cutting.MOST_OPS", request.param):
         yield request.param
 
 
@@ -208,7 +208,7 @@ def test_groups_that_each_rank_cuts_for_itself_do_not_meet() -> None:
 
 def test_many_peers_take_turns() -> None:
     """Of 10,000 ranks each of which has something for each, a rank has 4,000 in hand each way."""
-    from shardmath.programs.cutting import set_pace
+    from shardmath.plans.programs.cutting import set_pace
 
     room = 1 << 40
     pace = set_pace(tuple(range(10_000)), peers=9_999, max_inflight_bytes=room, by_addend=False)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shardmath as sm
-from shardmath_torch.exchange.local import Tensors, check, wanted
-from shardmath_torch.exchange.overlaps import overlaps_itself
+from shardmath_torch.moves.exchange.local import Tensors, check, wanted
+from shardmath_torch.moves.exchange.overlaps import overlaps_itself
 
 MESH = sm.Mesh(tp=2)
 

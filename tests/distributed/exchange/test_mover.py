@@ -11,7 +11,7 @@ import torch
 import shardmath as sm
 from shardmath.base import dtypes
 from shardmath.layouts.edits import window
-from shardmath_torch.dtypes import missing
+from shardmath_torch.groups.dtypes import missing
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan, thinned
 from tests.distributed.tasks.scenarios import Case, move_again, move_cases, staging

@@ -13,7 +13,7 @@ import torch
 
 import shardmath as sm
 from shardmath_nccl import batches, wire
-from shardmath_torch import compat
+from shardmath_torch.groups import compat
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan
 from tests.distributed.tasks.nccl_lines import (

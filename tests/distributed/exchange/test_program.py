@@ -14,7 +14,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.layouts.edits import window
-from shardmath.programs.messages import Round, keeps_fold_order, staging_bytes
+from shardmath.plans.programs.messages import Round, keeps_fold_order, staging_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import (
     Arrays,
@@ -404,7 +404,7 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
     import signal
 
     import shardmath_torch as smt
-    from shardmath_torch.exchange.engine import Exchange
+    from shardmath_torch.moves.exchange.engine import Exchange
 
     src, dst = tensors_of(case.src.get(rank)), tensors_of(case.dst.get(rank))
     move = smt.compile(case.plan, timeout=timeout)

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmath as sm
-from shardmath.programs.part import make_parts
-from shardmath_torch import dtypes
-from shardmath_torch.exchange.engine import Exchange
-from shardmath_torch.exchange.task import Task
+from shardmath.plans.programs.part import make_parts
+from shardmath_torch.groups import dtypes
+from shardmath_torch.moves.exchange.engine import Exchange
+from shardmath_torch.moves.exchange.task import Task
 from tests.distributed.exchange.test_groups import Group, Recording, make_tensors, time_nothing
 
 COUNT = 100

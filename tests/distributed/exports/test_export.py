@@ -21,14 +21,14 @@ from torch import nn
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.store import flat_windows
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.observing.bars import Tally
-from shardmath_torch.safetensors import hf_folder
-from shardmath_torch.safetensors.headers import WeightsError
-from shardmath_torch.safetensors.hf_folder import LOCK
-from shardmath_torch.safetensors.hf_split import size_of, split
-from shardmath_torch.safetensors.slices import load
-from shardmath_torch.safetensors.weights import open_weights
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.safetensors import hf_folder
+from shardmath_torch.checkpoints.safetensors.headers import WeightsError
+from shardmath_torch.checkpoints.safetensors.hf_folder import LOCK
+from shardmath_torch.checkpoints.safetensors.hf_split import size_of, split
+from shardmath_torch.checkpoints.safetensors.slices import load
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
+from shardmath_torch.moves.observing.bars import Tally
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import checkpoints as work
 

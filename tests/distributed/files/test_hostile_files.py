@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.compat import StorageInfo
-from shardmath_torch.files.json_text import read_json, shown
-from shardmath_torch.files.sealed import BEGIN, END, sign, unseal
-from shardmath_torch.files.unpickled import read_metadata
-from shardmath_torch.safetensors.weights import open_weights
+from shardmath_torch.checkpoints.files.json_text import read_json, shown
+from shardmath_torch.checkpoints.files.sealed import BEGIN, END, sign, unseal
+from shardmath_torch.checkpoints.files.unpickled import read_metadata
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
+from shardmath_torch.groups.compat import StorageInfo
 
 LINE = sm.Layout((6,), sm.Mesh(), "n")
 

@@ -14,7 +14,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.files.locks import close, keep, locked
+from shardmath_torch.checkpoints.files.locks import close, keep, locked
 
 LAYOUTS = {"w": sm.Layout((8,), sm.Mesh(), "n")}
 

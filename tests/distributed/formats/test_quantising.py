@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmath_torch as smt
 from shardmath import FormatError
-from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
-from shardmath.numbers.casting import cast_array
-from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.formats import quantising, slabs
-from shardmath_torch.formats.quantising import amax_of
+from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.values.formats.casting import cast_array
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.formats import quantising, slabs
+from shardmath_torch.tensors.formats.quantising import amax_of
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "mxfp8_blocks.json"
 RULES = {"rceil": "te_rceil", "floor": "ocp_floor"}

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.agreement.failure import FailureDetector, Report
-from shardmath_torch.agreement.notes import add_line
-from shardmath_torch.joint import connect as connecting
-from shardmath_torch.joint.rendezvous import Seat
+from shardmath_torch.groups.agreement.failure import FailureDetector, Report
+from shardmath_torch.groups.agreement.notes import add_line
+from shardmath_torch.groups.joint import connect as connecting
+from shardmath_torch.groups.joint.rendezvous import Seat
 from tests.distributed.pool import Lost, Pool, alone, free_port
 from tests.distributed.tasks import joint
 from tests.distributed.tasks.breaks import ends

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.compat import Store
-from shardmath_torch.joint import steps
-from shardmath_torch.joint.rendezvous import Met, Seat, call_off, leave, meet
-from shardmath_torch.joint.steps import Step, carry_out
+from shardmath_torch.groups.compat import Store
+from shardmath_torch.groups.joint import steps
+from shardmath_torch.groups.joint.rendezvous import Met, Seat, call_off, leave, meet
+from shardmath_torch.groups.joint.steps import Step, carry_out
 from tests.distributed.joint.walks import DEAD, End, Walk, World, wander
 
 SIZE = 3

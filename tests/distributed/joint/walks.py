@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.joint import rendezvous
-from shardmath_torch.joint.rendezvous import Met, Seat
-from shardmath_torch.joint.steps import (
+from shardmath_torch.groups.joint import rendezvous
+from shardmath_torch.groups.joint.rendezvous import Met, Seat
+from shardmath_torch.groups.joint.steps import (
     LATE,
     Add,
     Drop,

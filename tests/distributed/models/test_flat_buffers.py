@@ -15,7 +15,13 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath import buffers
 from shardmath.layouts.store import Store, View
-from shardmath_torch.models.flat_buffers import by_name, by_parameter, params_of, state_views, views
+from shardmath_torch.commands.models.flat_buffers import (
+    by_name,
+    by_parameter,
+    params_of,
+    state_views,
+    views,
+)
 
 
 class Tied(nn.Module):

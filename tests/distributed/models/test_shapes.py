@@ -16,12 +16,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardmath import Layout, ShardError
 from shardmath.base import dtypes
-from shardmath.families.hf import grouped
-from shardmath.families.megatron import trainer
-from shardmath.families.vllm import engine
-from shardmath_torch.models import shapes as module
-from shardmath_torch.models.configs import DEEPSEEK_V3, MODELS, QWEN3_235B
-from shardmath_torch.models.shapes import UNSTACK, Unstack, shapes
+from shardmath.models.systems.hf import grouped
+from shardmath.models.systems.megatron import trainer
+from shardmath.models.systems.vllm import engine
+from shardmath_torch.commands.models import shapes as module
+from shardmath_torch.commands.models.configs import DEEPSEEK_V3, MODELS, QWEN3_235B
+from shardmath_torch.commands.models.shapes import UNSTACK, Unstack, shapes
 
 cached = cache(shapes)
 
@@ -316,7 +316,7 @@ def test_attention_from_the_hub(tmp_path: Any) -> None:
 
 def test_layers_without_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends at a number of modules, not where memory does."""
-    monkeypatch.setattr("shardmath_torch.models.shapes.MOST_MODULES", 500)
+    monkeypatch.setattr("shardmath_torch.commands.models.shapes.MOST_MODULES", 500)
     with pytest.raises(ShardError, match="more than 500 modules"):
         shapes(written(tmp_path, BERT | {"num_hidden_layers": 10**9}))
     assert shapes(written(tmp_path, BERT))

@@ -17,9 +17,9 @@ from torch import Tensor, nn, optim
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath import transforms
-from shardmath_torch.observing import bars
-from shardmath_torch.observing.bars import Tally
+from shardmath.values import transforms
+from shardmath_torch.moves.observing import bars
+from shardmath_torch.moves.observing.bars import Tally
 
 Told = list[tuple[int, int]]
 WIDTH = 2048

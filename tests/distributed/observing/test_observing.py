@@ -16,10 +16,10 @@ from rich.console import Console
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath import traces
-from shardmath.traces import Span, Trace
-from shardmath_torch.observing.logs import log_move
-from shardmath_torch.observing.stopwatch import Ledger
+from shardmath.display import traces
+from shardmath.display.traces import Span, Trace
+from shardmath_torch.moves.observing.logs import log_move
+from shardmath_torch.moves.observing.stopwatch import Ledger
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import observed as work
 from tests.distributed.tasks.cases import make_case, random_plan, thinned

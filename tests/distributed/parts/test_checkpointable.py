@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.parts.checkpointable import keep_boxes
+from shardmath_torch.tensors.parts.checkpointable import keep_boxes
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import parts as work
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardmath.base.dtypes import ITEMSIZE
-from shardmath_torch.probes.drawing import Kind, list_runs
-from shardmath_torch.probes.patterns import as_tensor, holds, list_finite
+from shardmath_torch.tensors.probes.drawing import Kind, list_runs
+from shardmath_torch.tensors.probes.patterns import as_tensor, holds, list_finite
 
 NAMES = [name for name in ITEMSIZE if name != "float4_e2m1fn_x2" and hasattr(torch, name)]
 """bcomplex32 is there from torch 2.14 on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardmath as sm
-from shardmath.refits.table import make_refit
+from bench.table import make_refit
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import fp8_rows
 

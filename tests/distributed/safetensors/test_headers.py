@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from shardmath_torch.safetensors.headers import WeightsError
-from shardmath_torch.safetensors.weights import Weights, open_weights
+from shardmath_torch.checkpoints.safetensors.headers import WeightsError
+from shardmath_torch.checkpoints.safetensors.weights import Weights, open_weights
 from tests.distributed.tasks.every_type import tensors
 
 

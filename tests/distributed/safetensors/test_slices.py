@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardmath import Layout, Mesh
-from shardmath_torch.safetensors.headers import WeightsError
-from shardmath_torch.safetensors.slices import assemble, check, load
-from shardmath_torch.safetensors.weights import open_weights
+from shardmath_torch.checkpoints.safetensors.headers import WeightsError
+from shardmath_torch.checkpoints.safetensors.slices import assemble, check, load
+from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from tests.distributed.tasks.every_type import raw, size_of, tensors
 
 MESH = Mesh(dp=2, tp=2)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from shardmath import Layout, Mesh
-from shardmath_torch.safetensors.headers import WeightsError
-from shardmath_torch.safetensors.slices import load
-from shardmath_torch.safetensors.weights import open_weights, tied
+from shardmath_torch.checkpoints.safetensors.headers import WeightsError
+from shardmath_torch.checkpoints.safetensors.slices import load
+from shardmath_torch.checkpoints.safetensors.weights import open_weights, tied
 
 
 @pytest.fixture

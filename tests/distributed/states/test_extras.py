@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
 
 
 class Scaled(nn.Module):

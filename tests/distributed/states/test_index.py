@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from shardmath_torch.checkpoints.checkpoint import save
-from shardmath_torch.dtensors.modules import layout_of
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
+from shardmath_torch.tensors.dtensors.modules import layout_of
 
 
 def test_another_checkpoint(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardmath_torch.exports.export import export
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
-from shardmath_torch.states.memory import find_crowded, spot_of
-from shardmath_torch.weights.filling import load_weights
+from shardmath_torch.checkpoints.exports.export import export
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.states.memory import find_crowded, spot_of
+from shardmath_torch.checkpoints.weights.filling import load_weights
 from tests.distributed.tasks.states import freed
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardmath.base.errors import LayoutError
 from shardmath_torch.checkpoints.checkpoint import save
-from shardmath_torch.dtensors.modules import layout_of
-from shardmath_torch.exports.export import export
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
-from shardmath_torch.weights.filling import load_weights
+from shardmath_torch.checkpoints.exports.export import export
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.weights.filling import load_weights
+from shardmath_torch.tensors.dtensors.modules import layout_of
 from tests.distributed.tasks.states import Odd, freed, small
 
 

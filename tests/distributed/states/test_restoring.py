@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
 from tests.distributed.tasks.states import STRANGE, same, small, stepped, train, values
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]

@@ -17,10 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from shardmath_torch.files.places import CheckpointError
-from shardmath_torch.states import training
-from shardmath_torch.states.memory import has_same_bits
-from shardmath_torch.states.values import code_value, decode_value, list_tensors, move_tensors
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.states.memory import has_same_bits
+from shardmath_torch.checkpoints.states.values import (
+    code_value,
+    decode_value,
+    list_tensors,
+    move_tensors,
+)
 from tests.distributed.tasks.states import freed
 
 KEPT: dict[str, Any] = {

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
-from shardmath_torch.agreement.party import Party
-from shardmath_torch.agreement.turns import turns_of
+from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.groups.agreement.turns import turns_of
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.combined import own_group
 from tests.distributed.tasks.commits import End, Two, end_of, struck

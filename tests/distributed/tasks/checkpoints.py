@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.checkpoints.loading import LoadPlanner
+from shardmath_torch.checkpoints.safetensors import archive, hf_folder
 from shardmath_torch.checkpoints.saving import SavePlanner
-from shardmath_torch.dtensors.dtensor import local_of
-from shardmath_torch.dtypes import dtype_of
-from shardmath_torch.safetensors import archive, hf_folder
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.dtensors import caught, device_mesh, placements_of, whole
 
 

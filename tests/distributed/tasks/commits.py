@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath import transforms
-from shardmath.protocol import Event
+from shardmath.plans.protocol import Event
+from shardmath.values import transforms
 from shardmath_gloo.wire import DATA, GlooWire
-from shardmath_torch.agreement.party import Party
-from shardmath_torch.changes import carrying
-from shardmath_torch.commits import conclude as concluding
-from shardmath_torch.commits import shadows
-from shardmath_torch.commits.record import Record
-from shardmath_torch.movers import carriers
+from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.moves.commits import conclude as concluding
+from shardmath_torch.moves.commits import shadows
+from shardmath_torch.moves.commits.record import Record
+from shardmath_torch.moves.movers import carriers
+from shardmath_torch.tensors.changes import carrying
 from tests.distributed.tasks.breaks import Said, ends
 from tests.distributed.tasks.combined import own_group
 
@@ -143,7 +143,7 @@ def _patch(stack: ExitStack, phase: str, reach: Once) -> None:
 
 def dist_state(wire: GlooWire) -> str:
     """The state of the protocol of the wire's group."""
-    from shardmath_torch.agreement.turns import turns_of
+    from shardmath_torch.groups.agreement.turns import turns_of
 
     return turns_of(wire._group).protocol.state.value
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch import compat
-from shardmath_torch.dtensors.dtensor import local_of
+from shardmath_torch.groups import compat
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.scenarios import resized
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}

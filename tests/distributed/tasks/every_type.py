@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardmath_torch.safetensors.headers import DTYPES
+from shardmath_torch.checkpoints.safetensors.headers import DTYPES
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardmath_torch as smt
-from shardmath_torch.dtensors.dtensor import local_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.checkpoints import same
 from tests.distributed.tasks.dtensors import device_mesh, part
 from tests.distributed.tasks.fine_grained import divide

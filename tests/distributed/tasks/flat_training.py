@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath import buffers
-from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
-from shardmath_torch.dtensors.dtensor import local_of
-from shardmath_torch.models.flat_buffers import params_of, views
+from shardmath_torch.commands.models.flat_buffers import params_of, views
+from shardmath_torch.tensors.dtensors.devicemesh import group_for, mesh_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks import training
 from tests.distributed.tasks.dtensors import device_mesh
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath import formats, transforms
-from shardmath.numbers.casting import cast_array
-from shardmath.storage import Stored, bind, fill, parse
+from shardmath.models.storage import Stored, bind, fill, parse
+from shardmath.values import formats, transforms
+from shardmath.values.formats.casting import cast_array
 from tests.distributed.tasks.breaks import ends
 
 HIDDEN, HEADS, KV, INNER = 256, 8, 2, 512

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath import formats
-from shardmath.numbers.casting import cast_array
-from shardmath.refits.mappings import Engine, Row, Trainer
-from shardmath.refits.models import GATED, Model, shapes_of
-from shardmath.refits.table import make_refit
-from shardmath.storage import fill
+from bench.mappings import Engine, Row, Trainer
+from bench.models import GATED, Model, shapes_of
+from bench.table import make_refit
+from shardmath.models.storage import fill
+from shardmath.values import formats
+from shardmath.values.formats.casting import cast_array
 from tests.distributed.tasks.fp8 import KINDS, compare, to_tensor
 
 TILES = formats.FP8Blocks((4, 4))

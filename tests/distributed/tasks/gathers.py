@@ -14,9 +14,9 @@ import torch
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
-from shardmath_torch.agreement.gather import PIECE, gather, shared
+from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.reading import Reader
-from shardmath_torch.files.steps import on_all
+from shardmath_torch.groups.agreement.gather import PIECE, gather, shared
 from tests.distributed.tasks.breaks import Said, ends
 
 ROWS = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.families.megatron_core import megatron
-from shardmath.formats import FP8Blocks
+from shardmath.models.systems.megatron_core import megatron
+from shardmath.values.formats import FP8Blocks
 from shardmath_gloo.wire import GlooWire
-from shardmath_torch import compat
-from shardmath_torch.agreement.gather import gather
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import gather
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.nccl_lines import over_gloo
 from tests.distributed.tasks.refits import LAYERS, _compare, draw, engine, make, overwrite, shapes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.stores import check_served
+from shardmath_torch.groups.stores import check_served
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.combined import own_group
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
 from shardmath_nccl import batches, wire
-from shardmath_torch import compat
-from shardmath_torch.agreement import transport
-from shardmath_torch.agreement.wire import PeerFailure
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement import transport
+from shardmath_torch.groups.agreement.wire import PeerFailure
 from tests.distributed.tasks.scenarios import Case, move_cases
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.observing import tracing
+from shardmath_torch.moves.observing import tracing
 from tests.distributed.tasks.breaks import Rows, ends
 from tests.distributed.tasks.scenarios import Case, tensors_of
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.agreement.party import Party
-from shardmath_torch.changes import carrying
-from shardmath_torch.digests.checking import Check
+from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.moves.digests.checking import Check
+from shardmath_torch.tensors.changes import carrying
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.combined import own_group
 from tests.distributed.tasks.commits import NEW, OLD, TORN, Two

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath_gloo.wire import GlooWire
 from tests.distributed.tasks import refits
 from tests.distributed.tasks.breaks import Said, ends

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardmath_torch.states import training
+from shardmath_torch.checkpoints.states import training
 
 
 def small(seed: int = 0) -> nn.Module:

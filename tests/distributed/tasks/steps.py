@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.agreement.gather import gather
+from shardmath_torch.checkpoints.exports import sources
 from shardmath_torch.checkpoints.reading import Reader
-from shardmath_torch.dtensors import dtensor
-from shardmath_torch.exports import sources
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.tensors.dtensors import dtensor
 from tests.distributed.tasks.breaks import Said, ends
 
 ROWS = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h")

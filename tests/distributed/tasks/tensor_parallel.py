@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensors.devicemesh import mesh_of
-from shardmath_torch.dtensors.dtensor import local_of
+from shardmath_torch.tensors.dtensors.devicemesh import mesh_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.dtensors import caught, device_mesh, part, whole
 from tests.distributed.tasks.megatron import STYLES, Model, Scale, loss, model, parallel, words_of
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.dtensors.devicemesh import group_for, mesh_of
-from shardmath_torch.dtensors.dtensor import local_of
-from shardmath_torch.states import training
+from shardmath_torch.checkpoints.states import training
+from shardmath_torch.tensors.dtensors.devicemesh import group_for, mesh_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.dtensors import caught, device_mesh
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, BATCH, LENGTH = 257, 27, 17, 2, 8, 9

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath.base.errors import ExchangeError
-from shardmath.recordings.pieces import Piece
-from shardmath.recordings.recorded import Native
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.recordings.recorded import Native
 from shardmath_vllm import infos
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting

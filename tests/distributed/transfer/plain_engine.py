@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.agreement.turns import as_main
+from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm.infos import Joining
 from shardmath_vllm.link import Link
 from shardmath_vllm.meeting import Given, Meeting

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
-from shardmath_torch.conversions import saved as recording
+from shardmath_torch.tensors.conversions import saved as recording
 from shardmath_vllm import converting
 from shardmath_vllm.workers.refusing import accept, refuse
 

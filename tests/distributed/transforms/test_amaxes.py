@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath import formats
-from shardmath.numbers.casting import cast_array
+from shardmath.values import formats
+from shardmath.values.formats.casting import cast_array
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import amaxes as tasks
 from tests.distributed.tasks.amaxes import Quantised

@@ -11,12 +11,12 @@ import torch
 
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
-from shardmath.numbers.casting import NAN, cast_array, is_float, refuse_cast
-from shardmath.numbers.elements import numpy_type
-from shardmath.transforms import Cast, Custom, Form, NegativeExp
-from shardmath.transforms.components import Component
-from shardmath_torch.formats.casting import cast_into
-from shardmath_torch.transforms.functions import finalize, prepare
+from shardmath.values.formats.casting import NAN, cast_array, is_float, refuse_cast
+from shardmath.values.formats.elements import numpy_type
+from shardmath.values.transforms import Cast, Custom, Form, NegativeExp
+from shardmath.values.transforms.components import Component
+from shardmath_torch.tensors.formats.casting import cast_into
+from shardmath_torch.tensors.transforms.functions import finalize, prepare
 
 NUMBERS = [name for name in ITEMSIZE if is_float(name) or is_integer(name) or is_bool(name)]
 PAIRS = [(a, b) for a in NUMBERS for b in NUMBERS if not refuse_cast(a, b, lossy=True)]

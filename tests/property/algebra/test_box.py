@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlanError, testing
-from shardmath.algebra.box import (
+from shardmath.layouts.algebra.box import (
     _draw_weights,
     _seed,
     first_gap,

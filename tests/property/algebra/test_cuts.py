@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
-from shardmath.algebra.runs import Runs
 from shardmath.base.memo import clear_caches
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.runs import Runs
 
 LENGTHS = range(13)
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlacementError, Runs
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
-from shardmath.algebra.dimension import Dimension, Field, cells, lengths_at
-from shardmath.algebra.runs import from_ranges, identity
-from shardmath.algebra.stages import Digit, canonical_stages
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.dimension import Dimension, Field, cells, lengths_at
+from shardmath.layouts.algebra.runs import from_ranges, identity
+from shardmath.layouts.algebra.stages import Digit, canonical_stages
 from tests.property.drawn.digits import (
     Halves,
     Says,

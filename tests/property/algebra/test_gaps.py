@@ -8,8 +8,8 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.algebra import gaps
-from shardmath.algebra.gaps import Product, Ranges, find_gap
+from shardmath.layouts.algebra import gaps
+from shardmath.layouts.algebra.gaps import Product, Ranges, find_gap
 
 
 def ranges_of(positions: frozenset[int]) -> Ranges:

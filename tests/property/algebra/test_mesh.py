@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Mesh, MeshError, testing
-from shardmath.algebra.mesh import strides
+from shardmath.layouts.algebra.mesh import strides
 
 
 def test_literals() -> None:

@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, testing
-from shardmath.algebra.overlay import Overlay, overlay, overlay_dimensions
-from shardmath.algebra.partition import Partition, partition
-from shardmath.algebra.runs import Runs, from_ranges, identity
 from shardmath.base.arrays import ranges
+from shardmath.layouts.algebra.overlay import Overlay, overlay, overlay_dimensions
+from shardmath.layouts.algebra.partition import Partition, partition
+from shardmath.layouts.algebra.runs import Runs, from_ranges, identity
 
 
 def parts_of(*held: Runs) -> Partition:

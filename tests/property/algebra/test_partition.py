@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shardmath import Layout, Mesh, Runs
-from shardmath.algebra.cuts import UserCut
-from shardmath.algebra.partition import list_spans, overlapping, partition
-from shardmath.algebra.runs import concat, from_ranges
-from shardmath.algebra.stages import Digit
+from shardmath.layouts.algebra.cuts import UserCut
+from shardmath.layouts.algebra.partition import list_spans, overlapping, partition
+from shardmath.layouts.algebra.runs import concat, from_ranges
+from shardmath.layouts.algebra.stages import Digit
 from tests.property.drawn.digits import Says, field
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs, RunsError, testing
-from shardmath.algebra.runs import (
+from shardmath.layouts.algebra.runs import (
     compose,
     concat,
     from_ranges,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
-from shardmath.algebra.stages import Digit, canonical_stages, pieces_runs, stage_runs
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.stages import Digit, canonical_stages, pieces_runs, stage_runs
 from tests.property.drawn.digits import Halves, by_definition, coordinates, stage_lists
 
 

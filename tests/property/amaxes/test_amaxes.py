@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath import testing
-from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
-from shardmath.formats.scales import spread_last
+from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.values.formats.scales import spread_last
 
 FORMATS: list[Format] = [
     MXFP8(),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from shardmath.changes.boxes import index_boxes
+from shardmath.values.changes.boxes import index_boxes
 
 Box = tuple[tuple[int, int], ...]
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.changes import routing
-from shardmath.changes.placing import Lying, Receivers
-from shardmath.changes.routing import Asked, Senders, find_hulls
-from shardmath.programs.messages import Message
-from shardmath.programs.part import make_parts
+from shardmath.plans.programs.messages import Message
+from shardmath.plans.programs.part import make_parts
+from shardmath.values.changes import routing
+from shardmath.values.changes.placing import Lying, Receivers
+from shardmath.values.changes.routing import Asked, Senders, find_hulls
 
 MESH = sm.Mesh(tp=4)
 EXPERTS = [f"expert {k}" for k in range(5)]

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from shardmath.changes.windows import make_window
+from shardmath.values.changes.windows import make_window
 
 Case = tuple[tuple[int, ...], tuple[slice, ...], tuple[int, ...]]
 

@@ -29,9 +29,9 @@ from shardmath import (
     schedule,
     testing,
 )
-from shardmath.algebra.runs import from_ranges
-from shardmath.collectives.collective import Collective, recognise
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.edits import relabelled, window
+from shardmath.plans.collectives.collective import Collective, recognise
 from shardmath.proofs.simulate import FOLD
 from shardmath.testing import addends, distribute, run
 

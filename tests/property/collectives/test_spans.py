@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.algebra.runs import Runs
-from shardmath.collectives.spans import (
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.plans.collectives.spans import (
     NOTHING,
     Holding,
     Spans,

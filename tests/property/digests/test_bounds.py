@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.algebra.box import Box
-from shardmath.digests.bounds import WAYS, find_bounds
+from shardmath.layouts.algebra.box import Box
+from shardmath.values.digests.bounds import WAYS, find_bounds
 
 
 @given(st.data(), st.lists(st.integers(1, 500), max_size=3))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath.digests.field import PRIME, add_up, double, multiply, table, weigh_positions
+from shardmath.values.digests.field import PRIME, add_up, double, multiply, table, weigh_positions
 
 numbers = st.one_of(
     st.integers(0, PRIME - 1),

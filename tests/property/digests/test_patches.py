@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, testing, window
-from shardmath.digests.patches import Holder, hull, list_patches, list_portions, narrow
 from shardmath.layouts.holdings import Windows
+from shardmath.values.digests.patches import Holder, hull, list_patches, list_portions, narrow
 
 
 def elements(windows: Windows, holder: Holder) -> set[tuple[int, ...]]:

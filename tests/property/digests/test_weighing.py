@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs, from_ranges, testing
-from shardmath.algebra.runs import identity
-from shardmath.digests import weighing
-from shardmath.digests.field import PRIME, weigh_positions
-from shardmath.digests.pieces import list_pieces, weigh_part
-from shardmath.digests.weighing import weigh
+from shardmath.layouts.algebra.runs import identity
+from shardmath.values.digests import weighing
+from shardmath.values.digests.field import PRIME, weigh_positions
+from shardmath.values.digests.pieces import list_pieces, weigh_part
+from shardmath.values.digests.weighing import weigh
 
 
 def define(array: np.ndarray, runs: tuple[Runs, ...]) -> int:

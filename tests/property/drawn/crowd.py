@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardmath.protocol import PLACING, PROPOSALS, TABLE, Event, Protocol, State, Table
+from shardmath.plans.protocol import PLACING, PROPOSALS, TABLE, Event, Protocol, State, Table
 
 WHOLE = 1
 """Steps of putting the new in place; before all is said to be there, it is torn."""

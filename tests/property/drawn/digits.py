@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.algebra.cuts import Balanced, Chunks, FixedBlock
-from shardmath.algebra.dimension import Dimension, Field
-from shardmath.algebra.runs import from_ranges
-from shardmath.algebra.stages import Digit
+from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock
+from shardmath.layouts.algebra.dimension import Dimension, Field
+from shardmath.layouts.algebra.runs import from_ranges
+from shardmath.layouts.algebra.stages import Digit
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardmath import Layout, Mesh, Plan, PlanError, plan, verify
-from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.partition import Partition
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.layouts.algebra.partition import Partition
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Members, Template, unit_addends

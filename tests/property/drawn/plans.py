@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 from shardmath import Layout, Mesh, Partial, Plan, Table, Transfer, adjoint, plan, without
-from shardmath.algebra.runs import from_ranges, identity
-from shardmath.flows.topology import Topology
+from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_name
+from shardmath.plans.flows.topology import Topology
 
 # What is right, element by element
 

@@ -32,10 +32,10 @@ from shardmath import (
     simulate,
     testing,
 )
-from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_tensors
-from shardmath.programs.messages import Message, Round
+from shardmath.plans.programs.messages import Message, Round
 
 Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]

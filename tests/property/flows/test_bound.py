@@ -17,10 +17,10 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from shardmath import Layout, PlanError, plan, testing
-from shardmath.flows.blocks import Block
-from shardmath.flows.bound import find_bound
-from shardmath.flows.certificate import Certificate, Witness, make_certificate
-from shardmath.flows.topology import H100, Topology
+from shardmath.plans.flows.blocks import Block
+from shardmath.plans.flows.bound import find_bound
+from shardmath.plans.flows.certificate import Certificate, Witness, make_certificate
+from shardmath.plans.flows.topology import H100, Topology
 
 Program = tuple[list[Block], list[int], Topology]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shardmath import PlanError
-from shardmath.flows.certificate import Witness, make_certificate
+from shardmath.plans.flows.certificate import Witness, make_certificate
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from shardmath.base.errors import PlanError
-from shardmath.flows.flow import Level, find_levels, shares
+from shardmath.plans.flows.flow import Level, find_levels, shares
 
 Holders: TypeAlias = tuple[int, ...]
 Instance: TypeAlias = tuple[list[int], list[Holders]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
-from shardmath.flows.topology import H100, H200, Topology
+from shardmath.plans.flows.topology import H100, H200, Topology
 
 rates = st.floats(1e-3, 1e15)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardmath.formats.floats import (
+from shardmath.values.formats.floats import (
     E2M1,
     E4M3,
     E5M2,

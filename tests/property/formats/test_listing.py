@@ -8,9 +8,10 @@ import pickle
 import numpy as np
 import pytest
 
-from shardmath import cli, formats
-from shardmath.formats import Format, listing, show_listing
-from shardmath.formats.listing import FORMATS
+from shardmath.display import cli
+from shardmath.values import formats
+from shardmath.values.formats import Format, listing, show_listing
+from shardmath.values.formats.listing import FORMATS
 
 SIZES = {"M": 256, "K": 512, "1": 1}
 

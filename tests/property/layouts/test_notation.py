@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, NotationError, Runs, Shard
-from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.notation import pad
 
 MESH = Mesh(a=2, b=3)

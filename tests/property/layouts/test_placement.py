@@ -30,9 +30,9 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra.cuts import UserCut
-from shardmath.algebra.runs import from_ranges, identity
-from shardmath.algebra.stages import pieces_runs, stage_runs
+from shardmath.layouts.algebra.cuts import UserCut
+from shardmath.layouts.algebra.runs import from_ranges, identity
+from shardmath.layouts.algebra.stages import pieces_runs, stage_runs
 from shardmath.layouts.placement import OPS, stage_of
 from shardmath.testing.placements import covering
 

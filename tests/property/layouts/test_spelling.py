@@ -24,7 +24,7 @@ from shardmath import (
     StridedShard,
     equivalent,
 )
-from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.algebra.runs import from_ranges
 
 MESH = Mesh(dp=4, tp=2)
 

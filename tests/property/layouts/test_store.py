@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Shard, StoreError, plan, simulate, testing, verify
-from shardmath.algebra.runs import Runs, from_ranges
+from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import (
     Place,

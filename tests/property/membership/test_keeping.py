@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Topology, adjoint, plan, schedule, without
-from shardmath.membership.keeping import Difference, compare, count_peers, follow
+from shardmath.plans.membership.keeping import Difference, compare, count_peers, follow
 from shardmath.plans.plan import Plan
-from shardmath.programs.cutting import Pace
-from shardmath.programs.part import Part, outline_part
+from shardmath.plans.programs.cutting import Pace
+from shardmath.plans.programs.part import Part, outline_part
 from shardmath.proofs.part_proof import prove_parts
 from shardmath.testing.strategies import copies
 

@@ -16,7 +16,7 @@ import shardmath as sm
 from shardmath import Layout, Mesh, PlanError, Topology, plan, simulate, verify, without
 from shardmath.layouts.edits import window
 from shardmath.layouts.holdings import Windows
-from shardmath.programs.scheduling import schedule
+from shardmath.plans.programs.scheduling import schedule
 from shardmath.testing.strategies import copies
 from tests.property.refits.test_refit import check_arrived, draw, engine, shapes, trainer
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from shardmath import Mesh, ParamLayoutError, buffers
 from shardmath.buffers import SHARD, FullParamLayout, Param, PerBufferParamLayout
-from shardmath.pictures.buffer_drawing import LEFT, RIGHT, buffer_svg
-from shardmath.pictures.buffer_text import KEY, buffer_map
-from shardmath.pictures.text import buffer_table
+from shardmath.display.pictures.buffer_drawing import LEFT, RIGHT, buffer_svg
+from shardmath.display.pictures.buffer_text import KEY, buffer_map
+from shardmath.display.pictures.text import buffer_table
 
 RULES = (buffers.distributed_optimizer, buffers.layer_wise, buffers.zero)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, testing, window
-from shardmath.pictures.cells import MOST_PANELS, Holders, Panel, cells_of, idle_ranks, rank_text
+from shardmath.display.pictures.cells import (
+    MOST_PANELS,
+    Holders,
+    Panel,
+    cells_of,
+    idle_ranks,
+    rank_text,
+)
 
 LAYOUTS = st.sampled_from((None, "sum", "max")).flatmap(lambda op: testing.layouts(op=op))
 

@@ -10,7 +10,7 @@ import pytest
 
 import shardmath as sm
 from shardmath import Layout, Mesh, Topology
-from shardmath.pictures import show, svg
+from shardmath.display.pictures import show, svg
 
 MESH = Mesh(dp=2, tp=2)
 LAYOUT = Layout((8, 4), MESH, "(tp dp n) h")
@@ -54,6 +54,6 @@ def test_pictures_are_the_same_everywhere() -> None:
 
 
 def test_importing_shardmath_imports_no_pictures() -> None:
-    code = "import sys, shardmath; print('shardmath.pictures' in sys.modules)"
+    code = "import sys, shardmath; print('shardmath.display.pictures' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

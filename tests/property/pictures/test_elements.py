@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from shardmath.pictures.elements import (
+from shardmath.display.pictures.elements import (
     BLUES,
     ORANGES,
     Drawing,

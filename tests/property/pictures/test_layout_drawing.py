@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, testing, window
-from shardmath.pictures.cells import Holders
-from shardmath.pictures.elements import ELEMENT
-from shardmath.pictures.layout_drawing import HIGH, LEFT, TOP, WIDE, layout_svg
+from shardmath.display.pictures.cells import Holders
+from shardmath.display.pictures.elements import ELEMENT
+from shardmath.display.pictures.layout_drawing import HIGH, LEFT, TOP, WIDE, layout_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = st.sampled_from((None, "sum", "max")).flatmap(lambda op: testing.layouts(op=op))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Mesh, PlanError, Topology, testing
-from shardmath.pictures.mesh_drawing import mesh_svg
+from shardmath.display.pictures.mesh_drawing import mesh_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

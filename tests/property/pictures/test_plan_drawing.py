@@ -28,9 +28,9 @@ from shardmath import (
     schedule,
     testing,
 )
-from shardmath.pictures import traffic as traffic_file
-from shardmath.pictures.plan_drawing import STAYS, plan_svg
-from shardmath.pictures.traffic import Traffic, traffic
+from shardmath.display.pictures import traffic as traffic_file
+from shardmath.display.pictures.plan_drawing import STAYS, plan_svg
+from shardmath.display.pictures.traffic import Traffic, traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
 MANY = 1000

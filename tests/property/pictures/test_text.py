@@ -24,8 +24,8 @@ from shardmath import (
     testing,
 )
 from shardmath.base.text import make_table, show_bytes
-from shardmath.pictures.drawing import grid
-from shardmath.pictures.text import LEGEND, show
+from shardmath.display.pictures.drawing import grid
+from shardmath.display.pictures.text import LEGEND, show
 
 
 def test_table() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Table, Topology, plan, testing, verify
-from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.plans.balance import (
     Cutter,
     balance,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Table, testing
-from shardmath.algebra.runs import from_ranges, identity
+from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import relabelled
 from shardmath.plans.pieces import (
     SMALL,

@@ -25,8 +25,8 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra import gaps
-from shardmath.algebra.runs import Runs, from_ranges
+from shardmath.layouts.algebra import gaps
+from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.layouts.edits import window
 from shardmath.plans.uncovered import (
     check_disjoint,

@@ -26,12 +26,12 @@ from shardmath import (
     plan,
     schedule,
 )
-from shardmath.flows.bound import find_bound
+from shardmath.display.pictures.text import show
+from shardmath.display.traces.model import model
 from shardmath.layouts.edits import window
-from shardmath.pictures.text import show
-from shardmath.programs.certify import list_blocks
-from shardmath.programs.scheduling import as_planned
-from shardmath.traces.model import model
+from shardmath.plans.flows.bound import find_bound
+from shardmath.plans.programs.certify import list_blocks
+from shardmath.plans.programs.scheduling import as_planned
 from tests.property.drawn.plans import chosen_axes, folded_axes, passing, place
 from tests.property.drawn.programs import (
     FANOUTS,

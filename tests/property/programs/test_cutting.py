@@ -13,8 +13,8 @@ import pytest
 
 import shardmath as sm
 from shardmath.plans.plan import Transfer
-from shardmath.programs.cutting import Pace, cut_transfers, most_peers, set_pace
-from shardmath.programs.messages import (
+from shardmath.plans.programs.cutting import Pace, cut_transfers, most_peers, set_pace
+from shardmath.plans.programs.messages import (
     Message,
     gather_rounds,
     keeps_fold_order,

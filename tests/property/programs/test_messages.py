@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardmath.plans.plan import Transfer
-from shardmath.programs.messages import (
+from shardmath.plans.programs.messages import (
     Message,
     gather_rounds,
     keeps_fold_order,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath.layouts.store import local_name
-from shardmath.programs.messages import Message, Step
-from shardmath.programs.part import Part, make_parts, outline_part, own_boxes
+from shardmath.plans.programs.messages import Message, Step
+from shardmath.plans.programs.part import Part, make_parts, outline_part, own_boxes
 from shardmath.proofs.simulate import FOLD
 from tests.property.drawn.programs import Arrays, plans, programs, results, shards_of
 

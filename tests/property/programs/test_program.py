@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Program, Topology, Transfer, plan, schedule
-from shardmath.algebra.box import row_size
+from shardmath.layouts.algebra.box import row_size
 from shardmath.plans.balance import make_grid
 from shardmath.plans.demands import gather_lines, list_receivers
 from shardmath.plans.pieces import unit_boxes
-from shardmath.programs.messages import Message, Round
-from shardmath.programs.program import list_slices
-from shardmath.programs.streams import list_streams
+from shardmath.plans.programs.messages import Message, Round
+from shardmath.plans.programs.program import list_slices
+from shardmath.plans.programs.streams import list_streams
 from tests.property.drawn.programs import (
     PROGRAMS,
     all_rounds,

@@ -36,17 +36,17 @@ from shardmath import (
     simulate,
     verify,
 )
-from shardmath.programs import scheduling
-from shardmath.programs import streams as module
-from shardmath.programs.loads import (
+from shardmath.plans.programs import scheduling
+from shardmath.plans.programs import streams as module
+from shardmath.plans.programs.loads import (
     count_messages,
     estimate_seconds,
     sum_leg_loads,
     sum_pairs,
     sum_round_loads,
 )
-from shardmath.programs.scheduling import as_planned
-from shardmath.programs.streams import list_streams
+from shardmath.plans.programs.scheduling import as_planned
+from shardmath.plans.programs.streams import list_streams
 from tests.property.drawn.programs import (
     FANOUTS,
     PROGRAMS,
@@ -504,7 +504,7 @@ def test_lines_that_are_alike_but_for_their_rows() -> None:
     for name, (mesh, shape, text) in layouts.items():
         src[name] = Layout(shape, mesh, text)
         dst[name] = Layout(shape, entry, "n (x h) d" if name == "cut" else text)
-    with mock.patch("shardmath.programs.loads.FEW_SLICES", 0):
+    with mock.patch("shardmath.plans.programs.loads.FEW_SLICES", 0):
         prog = schedule(plan(src, dst), topology=nodes_of(2), max_inflight_bytes=1 << 21)
         assert prog.slots > 10
         loads_are_those_of_messages(prog)
@@ -555,7 +555,7 @@ def test_streams_of_many_lines_are_found_once() -> None:
     count = len(p.lines.holders)
     assert count > 512
     with (
-        mock.patch("shardmath.programs.legs.MOST_TOGETHER", 1),
+        mock.patch("shardmath.plans.programs.legs.MOST_TOGETHER", 1),
         mock.patch.object(module, "_list_entries", wraps=module._list_entries) as found,
     ):
         prog = schedule(p, fanout="none")
@@ -582,7 +582,7 @@ def test_many_lines_are_looked_at_together() -> None:
 def calls_of(act: Callable[[], Any]) -> tuple[Any, int]:
     """What it returns, and how often it calls functions of programs, of transfers, and of the proof of programs."""
     counted = Counter[str]()
-    files = "/shardmath/programs/", "/shardmath/transfers/", "/program_proof.py"
+    files = "/shardmath/plans/programs/", "/shardmath/transfers/", "/program_proof.py"
 
     def count(frame: FrameType, event: str, _: object) -> None:
         counted[event] += any(file in frame.f_code.co_filename for file in files)
@@ -603,8 +603,8 @@ def test_bundles_change_nothing(p: Plan, where: Topology, together: int) -> None
     prog = schedule(p, topology=where)
     lines = range(len(prog.legs.lines.holders))
     with (
-        mock.patch("shardmath.programs.legs.MOST_TOGETHER", together),
-        mock.patch("shardmath.programs.loads.FEW_SLICES", together - 1),
+        mock.patch("shardmath.plans.programs.legs.MOST_TOGETHER", together),
+        mock.patch("shardmath.plans.programs.loads.FEW_SLICES", together - 1),
     ):
         assert schedule(p, topology=where) == prog
         apart = replace(prog, legs=replace(prog.legs))

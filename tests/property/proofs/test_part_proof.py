@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmath as sm
-from shardmath.programs.messages import Message, Round
-from shardmath.programs.part import Part, make_parts
+from shardmath.plans.programs.messages import Message, Round
+from shardmath.plans.programs.part import Part, make_parts
 from shardmath.proofs.part_proof import prove_parts
 from tests.property.drawn.programs import plans, programs
 

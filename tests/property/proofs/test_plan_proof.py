@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
-from shardmath.flows.topology import Topology
 from shardmath.layouts.edits import relabelled, window
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, gather_lines
+from shardmath.plans.flows.topology import Topology
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Template, make_template
 from shardmath.proofs.templates import End

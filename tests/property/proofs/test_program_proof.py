@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
-from shardmath.programs.legs import Bands, Bundle, Streams
-from shardmath.programs.streams import list_streams
+from shardmath.plans.programs.legs import Bands, Bundle, Streams
+from shardmath.plans.programs.streams import list_streams
 from shardmath.proofs.program_proof import prove_program
 from tests.property.drawn.programs import (
     PROGRAMS,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Table, Topology, plan, testing, verify
-from shardmath.algebra.overlay import Overlay
-from shardmath.algebra.runs import from_ranges, restrict
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.layouts.algebra.runs import from_ranges, restrict
 from tests.property.drawn.edits import (
     ONE,
     SPLIT,

@@ -33,8 +33,8 @@ from shardmath import (
     testing,
     verify,
 )
-from shardmath.algebra.runs import from_ranges
-from shardmath.flows.topology import Topology
+from shardmath.layouts.algebra.runs import from_ranges
+from shardmath.plans.flows.topology import Topology
 from tests.property.drawn.plans import FAR, FORWARD, PLANS, halves, of, right
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import shardmath as sm
-from shardmath.recordings.boxes import align
-from shardmath.recordings.numbers import find_pieces
-from shardmath.recordings.pieces import Piece, overlap
-from shardmath.recordings.recorded import Native
-from shardmath.storage import Stored, bind, fill, parse
-from shardmath.storage.filling import view_of
+from shardmath.models.recordings.boxes import align
+from shardmath.models.recordings.numbers import find_pieces
+from shardmath.models.recordings.pieces import Piece, overlap
+from shardmath.models.recordings.recorded import Native
+from shardmath.models.storage import Stored, bind, fill, parse
+from shardmath.models.storage.filling import view_of
 
 Ids = NDArray[np.int64]
 

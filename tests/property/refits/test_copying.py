@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from shardmath import Mesh
-from shardmath.refits.copying import copy_bound
-from shardmath.storage import bind
-from shardmath.storage.stored import Stored
+from shardmath.models.refits.copying import copy_bound
+from shardmath.models.storage import bind
+from shardmath.models.storage.stored import Stored
 from tests.property.storage.test_binding import SHAPES, engine, trainer
 
 

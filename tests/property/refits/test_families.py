@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.storage.filling import view_of
-from shardmath.storage.stored import Side, Slot
+from shardmath.models.storage.filling import view_of
+from shardmath.models.storage.stored import Side, Slot
 from tests.references import checkpoint, megatron, vllm
 from tests.references.checkpoint import Array, Order, Weights
 from tests.references.shapes import shapes_of

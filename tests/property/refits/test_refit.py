@@ -10,14 +10,14 @@ import pytest
 from numpy.typing import NDArray
 
 import shardmath as sm
-from shardmath.families.megatron_core import megatron
-from shardmath.families.megatron_shapes import logical_shapes
-from shardmath.recordings import recorded
-from shardmath.recordings.pieces import Piece
-from shardmath.refits.coverage import count_cells
-from shardmath.storage import Spot, Stored, fill, parse
-from shardmath.storage.binding import Bound
-from shardmath.storage.filling import view_of
+from shardmath.models.recordings import recorded
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.refits.coverage import count_cells
+from shardmath.models.storage import Spot, Stored, fill, parse
+from shardmath.models.storage.binding import Bound
+from shardmath.models.storage.filling import view_of
+from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron_shapes import logical_shapes
 from tests.refits.tables import CONFIG, ENGINE
 
 Array = NDArray[np.int64]

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Table, plan, testing
-from shardmath.algebra.overlay import overlap_table
-from shardmath.algebra.partition import partition
-from shardmath.algebra.runs import from_ranges
+from shardmath.layouts.algebra.overlay import overlap_table
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.edits import relabelled, window
 from shardmath.plans.plan import Side
-from shardmath.relabelling.relabelling import Relabelling, relabel
+from shardmath.plans.relabelling.relabelling import Relabelling, relabel
 
 
 def small_meshes(most: int = 5) -> st.SearchStrategy[Mesh]:

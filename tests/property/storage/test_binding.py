@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardmath import Mesh, ShardError, StoreError, plan, simulate, verify
-from shardmath.storage import rows
-from shardmath.storage.binding import Bound, bind
-from shardmath.storage.filling import fill, gather, view_of
-from shardmath.storage.stored import Shapes, Spot, Stored, Vocabulary
+from shardmath.models.storage import rows
+from shardmath.models.storage.binding import Bound, bind
+from shardmath.models.storage.filling import fill, gather, view_of
+from shardmath.models.storage.stored import Shapes, Spot, Stored, Vocabulary
 
 SHAPES: Shapes = {
     **{f"layers.{layer}.{c}.weight": ((8, 6), "int64") for layer in range(4) for c in "qkv"},

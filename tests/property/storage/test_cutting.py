@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shardmath import LayoutError
-from shardmath.storage.cutting import Frame, axes_of, lay_out
-from shardmath.storage.structure import Group, Term, Word, parse
+from shardmath.models.storage.cutting import Frame, axes_of, lay_out
+from shardmath.models.storage.structure import Group, Term, Word, parse
 
 Labels: TypeAlias = NDArray[np.int64]
 

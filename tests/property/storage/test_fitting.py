@@ -18,10 +18,10 @@ from shardmath import (
     from_holdings,
     from_ranges,
 )
-from shardmath.algebra.dimension import Dimension
+from shardmath.layouts import fitting
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.fitting import Parts, _Finder, fit, trim
 from shardmath.layouts.layout import intern
-from shardmath.storage import fitting
-from shardmath.storage.fitting import Parts, _Finder, fit, trim
 from shardmath.testing.strategies import layouts
 
 

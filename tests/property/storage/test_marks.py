@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Mesh, NotationError, StoreError
-from shardmath.storage import rows
-from shardmath.storage.binding import bind
-from shardmath.storage.filling import fill
-from shardmath.storage.stored import Spot, Stored
-from shardmath.storage.structure import parse
+from shardmath.models.storage import rows
+from shardmath.models.storage.binding import bind
+from shardmath.models.storage.filling import fill
+from shardmath.models.storage.stored import Spot, Stored
+from shardmath.models.storage.structure import parse
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6))

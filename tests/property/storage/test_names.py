@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import NotationError
-from shardmath.storage import names
+from shardmath.models.storage import names
 
 WORDS = st.lists(st.sampled_from(["layers", "mlp", "w1", "conv1d", "experts", "a_b"]), min_size=1)
 NUMBERS = st.lists(st.integers(0, 300), max_size=3)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from shardmath import NotationError
-from shardmath.families.megatron_rows import EXPERTS, SPECS, table
-from shardmath.storage import rows
+from shardmath.models.storage import rows
+from shardmath.models.systems.megatron_rows import EXPERTS, SPECS, table
 
 
 @pytest.mark.parametrize(("spec", "experts"), list(itertools.product(SPECS, EXPERTS)))

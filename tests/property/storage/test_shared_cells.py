@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import Mesh, ShardError, StoreError, refit
-from shardmath.storage import binding, rows
-from shardmath.storage.binding import Bound, bind
-from shardmath.storage.filling import view_of
-from shardmath.storage.stored import Shapes, Spot, Stored
+from shardmath.models.storage import binding, rows
+from shardmath.models.storage.binding import Bound, bind
+from shardmath.models.storage.filling import view_of
+from shardmath.models.storage.stored import Shapes, Spot, Stored
 
 SHAPES: Shapes = {
     **{f"layers.{i}.{c}.weight": ((4, 2), "int8") for i in range(2) for c in "ab"},

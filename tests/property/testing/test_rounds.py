@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardmath import Plan, PlanError, Program
 from shardmath.plans.plan import Transfer
-from shardmath.programs.messages import Message, Round, make_message
-from shardmath.programs.part import make_parts
+from shardmath.plans.programs.messages import Message, Round, make_message
+from shardmath.plans.programs.part import make_parts
 from shardmath.testing.rounds import Rounds, Walk, walk
 from tests.property.drawn.programs import (
     PROGRAMS,

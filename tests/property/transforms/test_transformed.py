@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath import PlanError, transforms
+from shardmath import PlanError
 from shardmath.layouts.edits import window
-from shardmath.transforms import Cast, Component, Custom, NegativeExp
+from shardmath.values import transforms
+from shardmath.values.transforms import Cast, Component, Custom, NegativeExp
 
 TP, ONE = sm.Mesh(tp=4), sm.Mesh()
 WIDE = sm.Layout((8, 64), TP, "n (tp h)")
@@ -195,7 +196,7 @@ ERRORS = {
     ),
     "class": (
         lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"*": Cast}),  # type: ignore[dict-item]
-        "rule '*' has <class 'shardmath.transforms.pointwise.Cast'>, no transform; "
+        "rule '*' has <class 'shardmath.values.transforms.pointwise.Cast'>, no transform; "
         "give a value such as transforms.Cast('bfloat16')",
     ),
     "clash": (

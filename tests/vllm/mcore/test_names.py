@@ -15,9 +15,9 @@ import torch
 import transformers
 
 import shardmath_torch as smt
-from shardmath.families.megatron_core import logical_shapes, megatron
-from shardmath.storage import bind, gather
-from shardmath_torch.conversions.saved import record_conversion
+from shardmath.models.storage import bind, gather
+from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath_torch.tensors.conversions.saved import record_conversion
 from shardmath_vllm.converting import convert, declare_conversion
 from tests.megatron import configs, trainer
 from tests.megatron.cases import PLAIN, Case

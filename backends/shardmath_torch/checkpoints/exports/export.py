@@ -1,0 +1,340 @@
+"""`export`: a model for Hugging Face's tools and engines, from any layouts.
+
+1. To export is to move: every file has a rank that writes it, and a plan takes all of each tensor to that rank.
+   Files are dealt to the ranks in turn, and all ranks write at once.
+2. A rank holds BATCH bytes of whole tensors at a time, or one tensor where that is longer, beside what it had; files
+   of any size are written piece by piece.
+3. Collective: what goes wrong on one rank is a CheckpointError on all, and then the former export is as it was.
+   `hf_folder` has the rules of files, names and folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmath.base.digest import digest
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
+from shardmath.layouts.layout import Layout
+from shardmath.models.systems.hf import Entry
+from shardmath.plans.plan import Plan, plan
+from shardmath_torch.checkpoints.checkpoint import check_ranks
+from shardmath_torch.checkpoints.exports.sources import (
+    Source,
+    check_source,
+    describe_source,
+    lay_out,
+    list_ranks,
+)
+from shardmath_torch.checkpoints.files.places import CheckpointError, local_folder
+from shardmath_torch.checkpoints.files.steps import on_all
+from shardmath_torch.checkpoints.loading import local_layouts
+from shardmath_torch.checkpoints.safetensors.hf_folder import (
+    Draft,
+    check_folder,
+    check_tied,
+    commit,
+    discard,
+    locked,
+    told,
+)
+from shardmath_torch.checkpoints.safetensors.hf_split import (
+    File,
+    check_entries,
+    count_bytes,
+    file_names,
+    size_of,
+    split,
+)
+from shardmath_torch.checkpoints.saving import to_disk
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import shared
+from shardmath_torch.groups.compat import Group
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.moves.exchange.local import by_key, fits, wanted
+from shardmath_torch.moves.movers.compile import compile
+from shardmath_torch.moves.observing.bars import Progress, Tally
+
+__all__ = ["BATCH", "export"]
+
+BATCH = 256 << 20
+"""Bytes of whole tensors that a rank holds to write them."""
+
+ALIKE = (
+    "call it with the same on all ranks, and with mesh= where DTensors are on other meshes than "
+    "other ranks'"
+)
+
+
+class _Task(NamedTuple):
+    """What all ranks do: files by name, and the ranks that write."""
+
+    folder: Path
+    files: dict[str, File]
+    ranks: tuple[int, ...]
+    first: bool
+    """Whether this rank is the one that takes the lock, and gives the files their names."""
+
+
+def export(
+    path: str | os.PathLike[str],
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, LayoutOrWindows | None] | None = None,
+    *,
+    tied: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes whole tensors to `path` as safetensors with an index, which transformers and engines load.
+
+    `source` is a module (its parameters and persistent buffers, under its own names, and of transformers' models as
+    `save_pretrained` names and cuts them); or this rank's local tensors with
+    everybody's `layouts`, as `save` takes them; or DTensors and plain tensors by name, the plain ones the same on all
+    ranks of `mesh`, by default the largest of the DTensors'. `tied` says, as {name: name of a tensor}, which names are
+    another's; of a module that is known. They are in the index and the header's metadata, not stored twice.
+    `max_shard_size` is of a file: bytes, or text as transformers has it, such as "5GB". A config.json is yours to add:
+    `model.config.save_pretrained(path)`. `progress` is called with this rank's bytes that are written and all that it
+    writes.
+
+    Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
+    is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
+    with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
+    name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shared(group))
+        check = partial(_check, source, layouts, tied, mesh, progress)
+        tally = on_all("export", check, group, claim=lambda _: describe_source(source, layouts))
+        given = lay_out(source, layouts, mesh, group)
+        given = given._replace(tied={**given.tied, **(tied or {})})
+        prepare = partial(_prepare, path, given, max_shard_size, group)
+        task = on_all("export", prepare, group, claim=partial(_describe_task, given), fix=ALIKE)
+        lock = partial(_lock, task, stack)
+        on_all("lock the folder", lock, group)
+        _write(task, given, group, tally)
+
+
+def _check(
+    source: object,
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+    tied: object,
+    mesh: object,
+    progress: Progress | None,
+) -> Tally:
+    """Checks what is given; what is told of it."""
+    check_source(source, layouts, tied, mesh)
+    return Tally(progress)
+
+
+def _lock(task: _Task, stack: contextlib.ExitStack) -> None:
+    if task.first:
+        stack.enter_context(locked(task.folder))
+
+
+# What to do
+
+
+def _prepare(
+    path: str | os.PathLike[str], given: Source, limit: int | str, group: Group | None
+) -> _Task:
+    """What to do, after everything is checked that can be before a byte moves."""
+    check_ranks(given.layouts, group)
+    rank = compat.rank_or_0()
+    source, _ = wanted(to_disk(given.layouts), rank)
+    fits(source, by_key(source, given.tensors))
+    entries = {name: given.entry_of(name) for name in given.layouts}
+    check_entries(entries)
+    _check_tied(given.tied, entries)
+    files = split(entries, size_of(limit))
+    folder = local_folder(path).absolute()
+    check_folder(folder)
+    names = file_names(len(files))
+    ranks = list_ranks(group)
+    return _Task(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
+
+
+def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    """Raises CheckpointError for another name of nothing, or one that is a tensor's."""
+    check_entries(dict.fromkeys(tied, ((), "uint8")))
+    check_tied(tied)
+    for name, kept in tied.items():
+        if name in entries:
+            fault = f"{name!r} is exported itself"
+        elif kept not in entries:
+            fault = f"{kept!r} is not exported"
+        else:
+            continue
+        what = f"{name!r} is tied to {kept!r}, but {fault}"
+        raise CheckpointError(f"{what}; tie a new name to a tensor that is")
+
+
+def _describe_task(given: Source, task: _Task) -> dict[str, str]:
+    """What ranks must have in common."""
+    said = {"the folder": repr(str(task.folder))}
+    for file, tensors in task.files.items():
+        for name, (shape, dtype) in tensors.items():
+            said[repr(name)] = f"{dtype}{list(shape)} in {file}"
+    for name, kept in given.tied.items():
+        said[f"the tensor of the name {name!r}"] = repr(kept)
+    for name, windows in given.layouts.items():
+        # Equal layouts may be spelled in several ways.
+        held = digest([holdings_digest(layout) for layout in windows])
+        said[f"what ranks hold of {name!r}"] = held[:12]
+    return said
+
+
+# Files
+
+
+def _write(task: _Task, given: Source, group: Group | None, tally: Tally) -> None:
+    """Writes all files, and gives them their names when all are written."""
+    names = list(task.files)
+    count = len(task.ranks)
+    drafts: list[Draft] = []
+    try:
+        for at in range(0, len(names), count):
+            wave = names[at : at + count]
+            _write_wave(task, given, wave, drafts, group, tally)
+        on_all("name its files", partial(_commit, task, given), group)
+        drafts.clear()
+    finally:
+        discard(drafts)
+
+
+def _write_wave(
+    task: _Task,
+    given: Source,
+    names: Sequence[str],
+    drafts: list[Draft],
+    group: Group | None,
+    tally: Tally,
+) -> None:
+    """Writes some files at once, the i-th of them on the i-th rank, whose drafts get one more."""
+    number = task.ranks.index(compat.rank_or_0())
+    name = names[number] if number < len(names) else None
+    draft = on_all("write its file", partial(_begin, task, given, name, tally), group)
+    if draft is not None:
+        drafts.append(draft)
+    batches = [_list_batches(task.files[each]) for each in names]
+    for batch in zip_longest(*batches, fillvalue=()):
+        by_rank = dict(zip(task.ranks, batch, strict=False))
+        tensors = _gather(given, by_rank, group)
+        append = partial(_append, task, draft, tensors, tally)
+        on_all("write its file", append, group)
+    on_all("write its file", partial(_close, task, draft), group)
+
+
+def _begin(task: _Task, given: Source, name: str | None, tally: Tally) -> Draft | None:
+    """This rank's next file; None where the others write the last ones."""
+    number = task.ranks.index(compat.rank_or_0())
+    files = list(task.files.values())[number :: len(task.ranks)]
+    tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
+    if name is None:
+        return None
+    tensors = task.files[name]
+    tied = {other: kept for other, kept in given.tied.items() if kept in tensors}
+    with told(task.folder):
+        return Draft(task.folder, name, tensors, tied)
+
+
+def _append(task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], tally: Tally) -> None:
+    if draft is None:
+        return
+    with told(task.folder):
+        for tensor in tensors.values():
+            draft.append(tensor, tally)
+
+
+def _close(task: _Task, draft: Draft | None) -> None:
+    if draft is not None:
+        with told(task.folder):
+            draft.close()
+
+
+def _commit(task: _Task, given: Source) -> None:
+    if task.first:
+        with told(task.folder):
+            commit(task.folder, task.files, given.tied)
+
+
+def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
+    """The names of a file, so many at a time that a rank can hold them."""
+    batch: list[str] = []
+    room = BATCH
+    for name, (shape, dtype) in tensors.items():
+        nbytes = torch.Size(shape).numel() * dtype_of(dtype).itemsize
+        if batch and nbytes > room:
+            yield tuple(batch)
+            batch, room = [], BATCH
+        batch.append(name)
+        room -= nbytes
+    if batch:
+        yield tuple(batch)
+
+
+# Moves
+
+
+def _gather(
+    given: Source, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
+) -> dict[str, Tensor]:
+    """Those tensors that are to be at this rank, all of each, in their order; all ranks get theirs at once."""
+    rank = compat.rank_or_0()
+    goal = _list_goals(given, by_rank)
+    source = {name: given.layouts[name] for name in goal}
+    device = _device_of(group)
+    sent: dict[str, Tensor] = {}
+    for _, key, _ in local_layouts(source, rank):
+        local = given.tensors[key].detach()
+        sent[key] = local.to(device)
+    got: dict[str, Tensor] = {}
+    for name in by_rank.get(rank, ()):
+        layout = goal[name]
+        dtype = dtype_of(layout.dtype)
+        got[name] = torch.empty(layout.shape, dtype=dtype, device=device)
+    _move(plan(source, goal), sent, got, group)
+    return got
+
+
+def _list_goals(given: Source, by_rank: Mapping[int, tuple[str, ...]]) -> dict[str, Layout]:
+    """All of each tensor on the rank that writes it."""
+    goal: dict[str, Layout] = {}
+    for writer, names in by_rank.items():
+        mesh = Mesh(ranks=[writer])
+        for name in names:
+            held = given.layouts[name][0]
+            goal[name] = Layout(held.shape, mesh, (), dtype=held.dtype)
+    return goal
+
+
+def _device_of(group: Group | None) -> torch.device:
+    """Where the group can send from."""
+    if dist.is_initialized():
+        backend = compat.backend_of(compat.group_of(group))
+        if backend == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _move(
+    moved: Plan, sent: dict[str, Tensor], got: dict[str, Tensor], group: Group | None
+) -> None:
+    """Carries the plan out; one process alone has all there is."""
+    if dist.is_initialized():
+        compile(moved, group=group)(sent or None, out=got or None)
+        return
+    for transfer in moved.transfers():
+        cells = got[transfer.dst_tensor][transfer.dst_slices]
+        cells.copy_(sent[transfer.src_tensor][transfer.src_slices])

@@ -1,0 +1,234 @@
+"""What is exported: a module, tensors under layouts, or DTensors; and who holds what of it.
+
+1. Of a module it is parameters and persistent buffers, under its own names, or as transformers saves its models. Of a
+   parameter with several names, the first is the tensor's, and the others are tied to it.
+2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
+   says which part it is.
+3. Ranks ask each other where DTensors lie only when all are known to ask about the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.arguments import mapping
+from shardmath.base.text import shown
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.edits import sliced
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
+from shardmath.layouts.layout import Layout
+from shardmath.models.systems.hf import Entry
+from shardmath_torch.checkpoints.checkpoint import check_layouts
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.files.steps import on_all
+from shardmath_torch.checkpoints.states.memory import check_shaped
+from shardmath_torch.checkpoints.states.modules import Model, agree_on_model, ask_group
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.compat import Group
+from shardmath_torch.tensors.conversions.saved import Part, find_parts, record_conversion
+from shardmath_torch.tensors.dtensors.dtensor import Ask, from_dtensors, local_of
+from shardmath_torch.tensors.dtensors.modules import lift
+from shardmath_torch.tensors.parts.checkpointable import from_boxes, is_checkpointable, read_boxes
+
+__all__ = ["Source", "check_source", "describe_source", "lay_out", "list_ranks"]
+
+TIED = "names to names of tensors"
+
+
+class Source(NamedTuple):
+    """What is exported: this rank's tensors by local key, everybody's layouts, other names of some tensors, and the
+    shapes in files of those that have another one there."""
+
+    tensors: Mapping[str, Tensor]
+    layouts: Mapping[str, Windows]
+    tied: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def entry_of(self, name: str) -> Entry:
+        """Shape and dtype of a tensor, as files have it."""
+        first = self.layouts[name][0]
+        return self.shapes.get(name, first.shape), first.dtype
+
+
+# What is given
+
+
+def check_source(
+    tensors: object,
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+    tied: object,
+    mesh: object,
+) -> None:
+    """Raises CheckpointError for what is not of the kinds that `export` takes."""
+    if not isinstance(mesh, Mesh | None):
+        raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
+    if tied is not None:
+        _check_tied_names(tied)
+    if isinstance(tensors, nn.Module):
+        return
+    if not isinstance(tensors, Mapping):
+        what = f"a {type(tensors).__name__} is exported"
+        raise CheckpointError(f"{what}; give a module, or tensors by name")
+    if layouts is not None:
+        _check_layouts(layouts)
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            what = f"{name!r} is a {type(tensor).__name__}"
+            raise CheckpointError(f"{what}; give tensors alone, by name")
+        check_shaped(name, tensor)
+
+
+def _check_tied_names(tied: object) -> None:
+    """Raises CheckpointError for what does not say {name: name of a tensor}."""
+    given = mapping(tied, "tied is ", TIED, CheckpointError)
+    for name, kept in given.items():
+        if not isinstance(name, str) or not isinstance(kept, str):
+            what = f"tied has {shown(name)}: {shown(kept)}, and names are text"
+            raise CheckpointError(f"{what}; give a mapping from {TIED}")
+
+
+def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
+    """Raises CheckpointError for what is not layouts, and for bytes."""
+    check_layouts(layouts)
+    for name, held in layouts.items():
+        if held is None:
+            what = f"{name!r} is bytes of ranks' own, which safetensors have none of"
+            raise CheckpointError(f"{what}; leave it out")
+
+
+def describe_source(
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+) -> dict[str, str]:
+    """What has to be the same on all ranks before they ask each other where DTensors lie."""
+    if isinstance(source, nn.Module):
+        return {"the source": "a module"}
+    said = {"the source": "tensors" if layouts is None else "tensors with layouts"}
+    for name, tensor in source.items():
+        if isinstance(tensor, DTensor):
+            said[repr(name)] = f"a DTensor of {_describe_dtensor(tensor)}"
+        elif is_checkpointable(tensor):
+            said[repr(name)] = f"part of {list(read_boxes(name, tensor).shape)}"
+    return said
+
+
+def _describe_dtensor(tensor: DTensor) -> str:
+    """What all ranks have to say alike of it; of its mesh the axes alone, since each may have a part of its own."""
+    mesh = tensor.device_mesh
+    form = f"{tensor.dtype}{list(tensor.shape)} {tensor.placements}"
+    return f"{form} on axes {mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
+
+
+# Layouts
+
+
+def lay_out(
+    source: nn.Module | Mapping[str, Tensor],
+    layouts: Mapping[str, LayoutOrWindows | None] | None,
+    mesh: Mesh | None,
+    group: Group | None,
+) -> Source:
+    """What is exported, with a layout for each tensor. Ranks may have to ask each other."""
+    if isinstance(source, nn.Module):
+        return _lay_out_module(source, mesh, group)
+    if layouts is None:
+        ask = ask_group(source, group)
+        act = partial(_lay_out_dtensors, source, mesh, group, ask)
+        return on_all("lay out its tensors", act, group)
+    held = {name: one for name, one in layouts.items() if one is not None}
+    return Source(source, read_windows(held, CheckpointError), {}, {})
+
+
+def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
+    """Of a module, about which ranks talk only when all have described the same."""
+    model = agree_on_model(module, mesh, group)
+    return on_all("export its module", partial(_take_model, module, model), group)
+
+
+def _take_model(module: nn.Module, model: Model) -> Source:
+    """A module's parameters and buffers. Raises CheckpointError for extra states."""
+    if model.extra:
+        name = next(iter(model.extra))
+        what = f"{name!r} is an extra state, bytes that no safetensors file of weights has"
+        fix = "export tensors and layouts without it: take them from state_of"
+        raise CheckpointError(f"{what}; {fix}")
+    tied: dict[str, str] = {}
+    for first, names in model.names.items():
+        tied |= dict.fromkeys(names[1:], first)
+    rank = compat.rank_or_0()
+    # Of a DTensor of other ranks' mesh a rank has an empty tensor, which is not a part of it.
+    tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
+    layouts = {name: slot.layout for name, slot in model.slots.items()}
+    shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
+    recorded = record_conversion(module, shapes)
+    parts = [] if recorded is None else find_parts(recorded)
+    return _cut(tensors, layouts, tied, parts)
+
+
+def _cut(
+    tensors: dict[str, Tensor],
+    layouts: dict[str, Layout],
+    tied: dict[str, str],
+    parts: Sequence[Part],
+) -> Source:
+    """The source in these parts; all of it as it is if there are none."""
+    if not parts:
+        return Source(tensors, read_windows(layouts, CheckpointError), tied, {})
+    # A part lies in the local tensor of the whole, with holes around it.
+    local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
+    held = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
+    names = {part.tensor: part.name for part in parts}
+    tied = {name: names.get(kept, kept) for name, kept in tied.items()}
+    shapes = {part.name: part.shape for part in parts}
+    return Source(local, read_windows(held, CheckpointError), tied, shapes)
+
+
+def _lay_out_dtensors(
+    tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None, ask: Ask | None
+) -> Source:
+    """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
+    divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
+    layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
+    plain_on = mesh or _find_mesh(layouts, group)
+    # As a module's are: one of a part of the mesh is on all of it, the same on each part.
+    layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
+    local: dict[str, Tensor] = {}
+    rank = compat.rank_or_0()
+    for name, tensor in tensors.items():
+        if name not in layouts:
+            layouts[name] = _lay_out_plain(name, tensor, plain_on)
+        if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
+            local[name] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return Source(local, read_windows(layouts, CheckpointError), {}, {})
+
+
+def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:
+    """The layout of a tensor that is the same on all ranks of the mesh. Raises CheckpointError if this rank is not."""
+    rank = compat.rank_or_0()
+    if rank not in mesh:
+        what = f"rank {rank} has {name!r}, and is not on the mesh {mesh}"
+        fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
+        raise CheckpointError(f"{what}; {fix}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Layout(tuple(tensor.shape), mesh, {}, dtype=dtype)
+
+
+def _find_mesh(layouts: Mapping[str, Layout], group: Group | None) -> Mesh:
+    """The largest mesh of the layouts; where there are none, one of all ranks."""
+    meshes = [layout.mesh for layout in layouts.values()]
+    if meshes:
+        return max(meshes, key=lambda mesh: mesh.size)
+    ranks = list_ranks(group)
+    return Mesh(world=len(ranks), ranks=ranks)
+
+
+def list_ranks(group: Group | None) -> tuple[int, ...]:
+    if not dist.is_initialized():
+        return (0,)
+    return compat.ranks_of(compat.group_of(group))

@@ -1,0 +1,215 @@
+"""Headers: what a safetensors file says of its tensors, proved against the file's size.
+
+    8 bytes      length n of the header, little endian
+    n bytes      JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, and "__metadata__"
+    the rest     the tensors, back to back                          (github.com/huggingface/safetensors, Format)
+
+1. A header is proved before anything else is read: each tensor has as many bytes as its shape and type take, and all
+   lie back to back up to the file's end. So a cut or damaged file is an error of ours that names the file, never a
+   wrong tensor.
+2. Numbers are bounded before they are multiplied, and what stood in a file is shown cut short (`json_text`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from shardmath import ShardError
+from shardmath.base.dtypes import itemsize
+from shardmath_torch.checkpoints.files.json_text import MOST, count_elements, read_json, shown
+from shardmath_torch.checkpoints.files.places import Place, length_of, opened
+
+__all__ = [
+    "DTYPES",
+    "NAMES",
+    "PREFIX",
+    "RESERVED",
+    "HeaderEntry",
+    "WeightsError",
+    "damaged",
+    "make_entry",
+    "read_bytes",
+    "read_header",
+    "read_object",
+]
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""shardmath's name of each safetensors type. Not F4 and F6: several elements share a byte."""
+NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+"""The safetensors type of each of shardmath's names."""
+
+RESERVED = "__metadata__"
+"""The key of a header that is not a tensor."""
+PREFIX = 8
+"""Bytes of the header's length."""
+HEADER_LIMIT = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+
+class WeightsError(ShardError):
+    """A checkpoint that is missing, cut short or damaged, or that does not hold what is asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """Where one tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+
+    file: Place
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
+    """Every tensor of the file, by name, after its header is proved against the file's size; and the metadata there.
+
+    Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
+    """
+    with _raises_ours(file):
+        size = length_of(file)
+    length = _read_length(file, size)
+    data = PREFIX + length
+    header = read_object(read_bytes(file, PREFIX, length), file, "the header")
+    metadata = header.pop(RESERVED, None)
+    entries = {name: _read_entry(file, name, value, data) for name, value in header.items()}
+    _check_back_to_back(file, size, data, entries)
+    return entries, metadata if isinstance(metadata, dict) else {}
+
+
+def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
+    """What a header says of a tensor of that safetensors type, from byte `begin` of the data to `end`."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@contextlib.contextmanager
+def _raises_ours(file: Place) -> Iterator[None]:
+    """An OSError meanwhile is a WeightsError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{file} cannot be read: {error.strerror}"
+        raise WeightsError(f"{what}; check the file and its permissions") from error
+
+
+def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
+    """So many bytes of the file, or all, from `start` on. Raises WeightsError for a file that cannot be read."""
+    with _raises_ours(file), opened(file) as stream:
+        stream.seek(start)
+        return stream.read(count)
+
+
+def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
+    """The JSON object in `text`, which is `what` of the file. Raises WeightsError for anything else."""
+    try:
+        found = read_json(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, f"{what} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise damaged(file, f"{what} is a JSON {type(found).__name__}, not an object")
+    return found
+
+
+def damaged(file: Place, what: str) -> WeightsError:
+    """The error of a file of which `what` is wrong."""
+    return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
+
+
+def _cut_short(file: Place, size: int, expected: int) -> WeightsError:
+    """The error of a file that ends before what its header announces."""
+    counts = f"{size} bytes present, {expected} expected by its header"
+    return WeightsError(f"{file} is cut short: {counts}, {expected - size} missing; fetch it again")
+
+
+def _read_length(file: Place, size: int) -> int:
+    """The header's length, which the file has room for."""
+    prefix = read_bytes(file, 0, PREFIX)
+    if len(prefix) < PREFIX:
+        what = f"{size} bytes present, a header's length alone takes {PREFIX}"
+        raise WeightsError(f"{file} is cut short: {what}; fetch it again")
+    length = int.from_bytes(prefix, "little")
+    if length > HEADER_LIMIT:
+        what = f"it announces a header of {length} bytes, the format allows {HEADER_LIMIT}"
+        raise damaged(file, what)
+    if PREFIX + length > size:
+        raise _cut_short(file, size, PREFIX + length)
+    return length
+
+
+def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry:
+    """The tensor, as one entry of the header says; the data begin at byte `data` of the file."""
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _is_span(offsets):
+        what = f"the header's entry of {shown(name)} is {shown(value)}"
+        raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
+    if dtype not in DTYPES:
+        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, which cannot be sliced"
+        raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
+    begin, end = offsets
+    entry = HeaderEntry(file, name, tuple(shape), DTYPES[dtype], data + begin)
+    try:
+        nbytes = count_elements(shape) * itemsize(entry.dtype)
+    except ValueError as error:
+        raise damaged(file, f"the shape of {shown(name)}, {error}") from error
+    if end - begin != nbytes:
+        what = f"{shown(name)} is {dtype}{shown(shape)}, {nbytes} bytes"
+        raise damaged(file, f"{what}, its data_offsets {begin}:{end} hold {end - begin}")
+    return entry
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of sizes that a file can have; True and False, which are ints, are not sizes."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
+
+
+def _is_span(value: object) -> TypeGuard[list[int]]:
+    """Whether it is where something begins and where it ends."""
+    return _are_sizes(value) and len(value) == 2
+
+
+def _check_back_to_back(
+    file: Place, size: int, data: int, entries: Mapping[str, HeaderEntry]
+) -> None:
+    """The tensors lie one after the other from byte `data` on, and the last ends where the file does."""
+    spans = [(entry.start, entry.nbytes, name) for name, entry in entries.items()]
+    at = data
+    for start, nbytes, name in sorted(spans):
+        if start != at:
+            begins = f"{shown(name)} begins at byte {start - data} of the data"
+            raise damaged(file, f"{begins}, the tensor before it ends at {at - data}")
+        at += nbytes
+    if at > size:
+        raise _cut_short(file, size, at)
+    if at < size:
+        what = f"{size} bytes present, {at} expected by its header, {size - at} too many"
+        raise damaged(file, what)

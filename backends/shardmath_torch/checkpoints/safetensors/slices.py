@@ -1,0 +1,183 @@
+"""Slices: a rank's local tensors from safetensors files, and compared with them.
+
+1. A rank reads the boxes of its runs and nothing else; local cells that are not the tensor's own are zero.
+2. What is asked is held against the headers before a byte is read (`fits`).
+3. A file is opened once, however many of its tensors are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardmath import Layout
+from shardmath.base.text import plural
+from shardmath_torch.checkpoints.safetensors.headers import WeightsError, damaged
+from shardmath_torch.checkpoints.safetensors.weights import Weights
+from shardmath_torch.groups.dtypes import dtype_of, flat
+from shardmath_torch.moves.observing.bars import Progress, Tally
+
+__all__ = [
+    "Slices",
+    "assemble",
+    "check",
+    "fits",
+    "list_boxes",
+    "load",
+    "make_room",
+    "make_zeros",
+]
+
+Slices: TypeAlias = tuple[slice, ...]
+
+
+def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
+    """What `rank` holds as boxes: where each lies in the local tensor, and where in the global one."""
+    by_dim = [runs.segments for runs in layout.runs(rank)]
+    # One at a time: `layout.boxes` makes all of them at once, and a strided layout may have millions.
+    for segments in itertools.product(*by_dim):
+        local = tuple(slice(at, at + n) for at, _, n in segments)
+        glob = tuple(slice(at, at + n) for _, at, n in segments)
+        yield local, glob
+
+
+class _Slice(Protocol):
+    """A tensor in an open file, read where it is indexed."""
+
+    def __getitem__(self, index: Slices) -> torch.Tensor: ...
+
+
+def _open_tensors(
+    weights: Weights, layouts: Mapping[str, Layout]
+) -> Iterator[tuple[str, Layout, _Slice]]:
+    """Every name with its layout and the stored tensor, to be sliced; a file is opened once."""
+    fits(weights, layouts)
+    names = sorted(layouts, key=lambda name: str(weights.entries[name].file))
+    for file, group in itertools.groupby(names, key=lambda name: weights.entries[name].file):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in group:
+                    key = weights.entries[name].key
+                    yield name, layouts[name], stored.get_slice(key)
+        except (SafetensorError, OSError) as error:
+            raise damaged(file, str(error)) from error
+
+
+def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
+    """Raises WeightsError where the checkpoint lacks a name, has it with another shape or dtype, or it is Partial."""
+    for name, layout in layouts.items():
+        _check_fit(weights, name, layout)
+
+
+def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
+    """The checkpoint has such a tensor as the layout says."""
+    entry = weights.entries.get(name)
+    if entry is None:
+        count = plural(weights.entries, "tensor")
+        what = f"{weights.path} has no {name!r} among its {count}"
+        raise WeightsError(f"{what}; drop it or tie it")
+    if (layout.shape, layout.dtype) != (entry.shape, entry.dtype):
+        found = f"{entry.dtype}{list(entry.shape)}"
+        what = f"{name!r} is {found} in {entry.file}, its layout says {layout}"
+        raise WeightsError(f"{what}; make the layout from `shapes`")
+    if layout.partial:
+        what = f"{name!r} is Partial in {layout}, a file holds whole values"
+        raise WeightsError(f"{what}; divide or replicate it")
+
+
+def load(
+    weights: Weights, layouts: Mapping[str, Layout], rank: int, *, progress: Progress | None = None
+) -> dict[str, torch.Tensor]:
+    """This rank's local tensors, by name, on the CPU: shape `layout.local_shape(rank)`, holes zero.
+
+    Raises WeightsError where the checkpoint lacks a name or has it with another shape or dtype. `progress` is called
+    with the bytes of local tensors that are done, and with all of them.
+    """
+    out = {}
+    tally = _begin(layouts, rank, progress)
+    for name, layout, stored in _open_tensors(weights, layouts):
+        out[name] = make_room(layout, rank)
+        for local, glob in list_boxes(layout, rank):
+            out[name][local] = stored[glob]
+        tally.add(out[name].nbytes)
+    return {name: out[name] for name in layouts}
+
+
+def _begin(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
+    """What is told of all local tensors, holes among them."""
+    tally = Tally(progress)
+    tally.begin(sum(math.prod(one.local_shape(rank)) * one.itemsize for one in layouts.values()))
+    return tally
+
+
+def make_room(layout: Layout, rank: int) -> torch.Tensor:
+    """A local tensor of `rank` to be filled: what will not be, holes, is zero."""
+    if layout.holes(rank):
+        return make_zeros(layout, rank)
+    return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
+
+
+def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
+    """A local tensor of `rank` of zero bytes."""
+    shape = layout.local_shape(rank)
+    # Bytes, since not every type has the number 0: float8_e8m0fnu has none.
+    cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
+    return cells.view(dtype_of(layout.dtype)).view(shape)
+
+
+def check(
+    weights: Weights,
+    layouts: Mapping[str, Layout],
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    progress: Progress | None = None,
+) -> int:
+    """Compare the local tensors of `rank` with the checkpoint, byte by byte; the number of bytes compared.
+
+    Raises WeightsError with the tensor, the rank and the first global index that differs. `progress` is as in `load`.
+    """
+    total = 0
+    tally = _begin(layouts, rank, progress)
+    for name, layout, stored in _open_tensors(weights, layouts):
+        for local, glob in list_boxes(layout, rank):
+            total += _compare(name, rank, glob, tensors[name][local], stored[glob])
+        tally.add(tensors[name].nbytes)
+    return total
+
+
+def _compare(
+    name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: torch.Tensor
+) -> int:
+    """Bytes of the box, which are equal on both sides."""
+    ours = _view_bytes(arrived)
+    theirs = _view_bytes(stored)
+    if torch.equal(ours, theirs):
+        return ours.numel()
+    first = int((ours != theirs).nonzero()[0]) // stored.itemsize
+    within = np.unravel_index(first, stored.shape)
+    at = [part.start + int(i) for part, i in zip(glob, within, strict=True)]
+    got = arrived.reshape(-1)[first].item()
+    kept = stored.reshape(-1)[first].item()
+    what = f"{name!r} differs from the file on rank {rank} at {at}"
+    raise WeightsError(f"{what}: {got} arrived, the file has {kept}; report this as a bug")
+
+
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as one row of bytes."""
+    return flat(tensor.detach().contiguous()).view(torch.uint8)
+
+
+def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The global tensor from the local tensors of all ranks of its layout, by rank."""
+    out = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
+    for rank in layout.mesh.ranks:
+        for local, glob in list_boxes(layout, rank):
+            out[glob] = shards[rank][local]
+    return out

@@ -1,0 +1,187 @@
+"""Tensors in archives of torch.save, described: none of their data is read, and none of their code run.
+
+1. torch reads an archive with its list of allowed types (`weights_only`), into tensors without memory.
+2. Before torch sees an archive, its directory and its pickle are looked at: what would take torch for ever, or what it
+   would read otherwise than it lies there, ends the reading.
+3. A tensor lies within its storage, and its storage is a record of the archive, uncompressed and little-endian.
+4. Archives do not overlap and each is read once, so that all take no longer than the file is long.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickletools
+import zipfile
+from collections.abc import Iterable
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmath_torch.checkpoints.files.places import CheckpointError, Place, opened
+from shardmath_torch.groups import compat
+
+__all__ = ["Strided", "describe_archives"]
+
+LITTLE = b"little"
+"""The record `byteorder` of an archive."""
+MOST_PICKLED, MOST_TUPLES = 1 << 16, 16
+"""Of the pickle of a single tensor, which has some hundred bytes and six tuples."""
+MOST_SHOWN = 300
+"""Characters of what torch or zipfile says, which may repeat names of any length from the file."""
+LOCAL_HEADER, LOCAL_LENGTHS = 30, 26
+"""Bytes of a zip file's header before a record's name, and where in it the lengths of the name and of extra fields are,
+two bytes each (PKWARE APPNOTE 4.3.7)."""
+
+
+class Strided(NamedTuple):
+    """A tensor in a file: its first byte, type, shape, strides in elements, and whether its values are conjugated or
+    negated when they are read."""
+
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Elements from its first to its last, in memory."""
+        if 0 in self.shape:
+            return 0
+        last = 0
+        for n, step in zip(self.shape, self.strides, strict=True):
+            last += (n - 1) * step
+        return last + 1
+
+
+def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
+    """The tensors in archives (offset, length) of torch.save.
+
+    Raises CheckpointError where an archive is not a single plain tensor within its bytes, and where archives overlap.
+    """
+    named = list(archives)
+    each = sorted(set(named))
+    _check_disjoint(file, each)
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
+
+    try:
+        with opened(file) as stream, FakeTensorMode():
+            found = {archive: _describe(stream, *archive) for archive in each}
+    except Exception as error:
+        why = str(error)[:MOST_SHOWN]
+        what = f"{file} has an archive that is not a tensor of torch.save ({why})"
+        raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
+    return [found[archive] for archive in named]
+
+
+def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:
+    """Raises CheckpointError where one of the archives, in order, ends behind the beginning of the next."""
+    for (start, length), (later, later_length) in itertools.pairwise(archives):
+        stop = start + length
+        if stop > later:
+            ends = f"bytes {start} to {stop} and {later} to {later + later_length}"
+            what = f"{file} has two archives that overlap, {ends}"
+            raise CheckpointError(f"{what}; the metadata or it is damaged: save again")
+
+
+def _describe(stream: BinaryIO, offset: int, length: int) -> Strided:
+    """Raises what torch and zipfile raise, and ValueError for what does not lie there as it is."""
+    view = io.BufferedReader(_Part(stream, offset, length))
+    records = _read_records(view)
+    _check_pickle(view)
+    view.seek(0)
+    tensor = torch.load(view, weights_only=True, map_location="cpu")
+    if type(tensor).__name__ != "FakeTensor":
+        raise ValueError(f"it holds a {type(tensor).__name__}")
+    storage = compat.storage_start(tensor)
+    if storage is None or storage not in records:
+        raise ValueError(f"its storage begins at {storage}, its records at {sorted(records)}")
+    start = storage + int(tensor.storage_offset()) * tensor.element_size()
+    found = _as_strided(tensor, start)
+    stop = start + found.extent * tensor.element_size()
+    inside = storage <= start and stop <= storage + records[storage]
+    if found.extent and not inside:
+        what = f"its {found.dtype}{list(found.shape)} with strides {found.strides}"
+        raise ValueError(f"{what} lies outside its storage")
+    return found._replace(start=offset + start)
+
+
+def _as_strided(tensor: Tensor, start: int) -> Strided:
+    """The tensor as a value, with its first byte there."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    return Strided(start, dtype, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def _check_pickle(view: BinaryIO) -> None:
+    """Raises ValueError for a pickle that is not of a single tensor."""
+    view.seek(0)
+    with zipfile.ZipFile(view) as archive:
+        found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if len(found) != 1:
+            raise ValueError(f"it lists {len(found)} pickles, where a tensor has one")
+        if found[0].file_size > MOST_PICKLED:
+            raise ValueError("its pickle is too long for a tensor's")
+        text = archive.read(found[0])
+    # torch's reader hashes what a pickle calls a storage's key; tuples of tuples that share parts take 2^n steps.
+    tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
+    if tuples > MOST_TUPLES:
+        raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream = stream
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = (0, self._at, self._length)[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(0, self._length - self._at)
+        self._stream.seek(self._offset + self._at)
+        data = self._stream.read(min(len(buffer), left))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _read_records(view: BinaryIO) -> dict[int, int]:
+    """Where the records of an archive begin, and their sizes. Raises ValueError for one that torch would change.
+
+    Nothing is compressed, and numbers are little-endian: torch would swap the bytes of others in place, also where
+    there are none.
+    """
+    out = {}
+    with zipfile.ZipFile(view) as archive:
+        for info in archive.infolist():
+            view.seek(info.header_offset + LOCAL_LENGTHS)
+            names = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
+            start = info.header_offset + LOCAL_HEADER + names
+            out[start] = info.file_size
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed")
+            view.seek(start)
+            if info.filename.endswith("/byteorder") and not _is_little(view, info.file_size):
+                raise ValueError("its numbers are not little-endian")
+    return out
+
+
+def _is_little(view: BinaryIO, size: int) -> bool:
+    """Whether the record of that size says so; a long one is not read, since a directory may list it often."""
+    return size == len(LITTLE) and view.read(size) == LITTLE

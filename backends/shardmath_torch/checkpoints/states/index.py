@@ -1,0 +1,252 @@
+"""The index: what `save_state` says of a state besides its tensors, as a checked value and as JSON.
+
+1. Names of the module, each with the one that its tensor is kept under; kinds of extra states;
+   parameter groups with their options; and an entry for each value of a parameter's state.
+2. A tensor of the state is `Like` its parameter, or has its `Own` shape; else it is a `Value`.
+3. What was read is what was written, or an error: a stranger's JSON ends here.
+
+>>> index = Index({"w": "w"}, {}, (Group(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
+>>> read_index("folder", write_index(index)) == index
+True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from shardmath.base.dtypes import ITEMSIZE
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.saving import as_tensor
+from shardmath_torch.checkpoints.states.values import KINDS, as_bytes, code_value, decode_value
+
+__all__ = [
+    "INDEX",
+    "Entries",
+    "Entry",
+    "Group",
+    "Index",
+    "Like",
+    "Own",
+    "Value",
+    "check_key",
+    "read_entries",
+    "read_groups",
+    "read_index",
+    "write_entries",
+    "write_groups",
+    "write_index",
+]
+
+INDEX = "training"
+"""The name of the JSON in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor that lies as its parameter does, of a type of its own."""
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A tensor of its own shape, the same on all ranks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Anything else that `values` can say."""
+
+    value: object
+
+
+Entry: TypeAlias = Like | Own | Value
+Entries: TypeAlias = Mapping[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group: the first names of its parameters, and its options."""
+
+    parameters: tuple[str, ...]
+    options: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """All names and those that they are kept under, kinds of extra states, groups (None: no optimizer), and entries."""
+
+    names: Mapping[str, str]
+    extra: Mapping[str, str]
+    groups: tuple[Group, ...] | None
+    state: Mapping[str, Entries]
+
+    def options(self) -> dict[str, Mapping[str, object]]:
+        """The options of each parameter's group."""
+        found: dict[str, Mapping[str, object]] = {}
+        for group in self.groups or ():
+            found |= dict.fromkeys(group.parameters, group.options)
+        return found
+
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """The parameters of each parameter's group, in their order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for group in self.groups or ():
+            found |= dict.fromkeys(group.parameters, group.parameters)
+        return found
+
+
+# To JSON
+
+
+def write_index(index: Index) -> Tensor:
+    """The index as bytes. Raises CheckpointError for a value that JSON cannot say, naming it."""
+    groups = None
+    if index.groups is not None:
+        groups = write_groups(index.groups)
+    state = write_entries(index.state)
+    said = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
+    return as_tensor(INDEX, json.dumps(said).encode())
+
+
+def write_groups(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The groups as JSON. Raises CheckpointError for an option that JSON cannot say, naming it."""
+    return [_write_group(group) for group in groups]
+
+
+def _write_group(group: Group) -> dict[str, Any]:
+    options = {}
+    for key, value in group.options.items():
+        check_key(key, "a parameter group")
+        options[key] = code_value(value, f"{key!r} of a parameter group", kinded=True)
+    return {"parameters": list(group.parameters), "options": options}
+
+
+def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
+    """The entries of each parameter as JSON. Raises CheckpointError for a value that JSON cannot say, naming it."""
+    return {name: _write_entries(name, entries) for name, entries in state.items()}
+
+
+def check_key(key: object, of: str) -> None:
+    """Raise CheckpointError for a key that is not text, or of a class of text: it would come back as another."""
+    if type(key) is not str:
+        raise CheckpointError(
+            f"{of} has the key {shown(key)}; keys are text, of exactly the type str"
+        )
+
+
+def _write_entries(name: str, entries: Entries) -> dict[str, Any]:
+    written = {}
+    for key, entry in entries.items():
+        written[key] = _write_entry(entry, f"{key!r} of {name!r}")
+    return written
+
+
+def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
+    match entry:
+        case Like():
+            return {"like": entry.dtype}
+        case Own():
+            return {"own": [entry.dtype, entry.shape]}
+        case Value():
+            return {"value": code_value(entry.value, what)}
+
+
+# From JSON
+
+
+def read_index(path: object, data: Tensor) -> Index:
+    """The index of these bytes. Raises CheckpointError, naming the path, for bytes that save_state did not write."""
+    try:
+        return _read(json.loads(as_bytes(data)))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        what = f"{path}: {INDEX!r} was not written by save_state ({error})"
+        raise CheckpointError(
+            f"{what}; read tensors of other checkpoints with shardmath_torch.load"
+        ) from error
+
+
+def _read(said: object) -> Index:
+    """The index of this JSON. Raises ValueError, KeyError or TypeError for JSON that is not one."""
+    parts = _check_object(said)
+    if parts.keys() != {"names", "extra", "groups", "state"}:
+        raise ValueError(f"its parts are {shown(sorted(parts))}")
+    names = _check_object(parts["names"])
+    _check_texts(names.values())
+    extra = _check_object(parts["extra"])
+    for kind in extra.values():
+        if kind not in KINDS:
+            raise ValueError(f"{shown(kind)} is not a kind of extra states")
+    groups = None
+    if parts["groups"] is not None:
+        groups = read_groups(parts["groups"])
+    return Index(names, extra, groups, read_entries(parts["state"]))
+
+
+def read_groups(said: object) -> tuple[Group, ...]:
+    """The groups. Raises ValueError, KeyError or TypeError for JSON that `write_groups` did not write."""
+    return tuple(map(_read_group, _check_list(said)))
+
+
+def _read_group(said: object) -> Group:
+    group = _check_object(said)
+    parameters = tuple(_check_list(group["parameters"]))
+    _check_texts(parameters)
+    options = _check_object(group["options"])
+    decode = partial(decode_value, kinded=True)
+    return Group(parameters, {key: decode(value) for key, value in options.items()})
+
+
+def read_entries(said: object) -> dict[str, Entries]:
+    """The entries of each parameter. Raises ValueError, KeyError or TypeError for JSON that `write_entries` did not
+    write."""
+    state = _check_object(said)
+    return {name: _read_entries(entries) for name, entries in state.items()}
+
+
+def _read_entries(said: object) -> Entries:
+    entries = _check_object(said)
+    return {key: _read_entry(entry) for key, entry in entries.items()}
+
+
+def _read_entry(said: object) -> Entry:
+    match said:
+        case {"like": str(dtype)} if dtype in ITEMSIZE:
+            return Like(dtype)
+        case {"own": [str(dtype), [*sizes]]} if dtype in ITEMSIZE and all(map(_is_size, sizes)):
+            return Own(dtype, tuple(sizes))
+        case {"value": value}:
+            return Value(decode_value(value))
+    raise ValueError(f"{shown(said)} does not say how a value of the state lies")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_object(said: object) -> dict[str, Any]:
+    if not isinstance(said, dict):
+        raise ValueError(f"{shown(said)} is not an object")
+    return said
+
+
+def _check_list(said: object) -> list[Any]:
+    if not isinstance(said, list):
+        raise ValueError(f"{shown(said)} is not a list")
+    return said
+
+
+def _check_texts(said: Any) -> None:
+    for one in said:
+        if not isinstance(one, str):
+            raise ValueError(f"{shown(one)} is not a name")

@@ -1,0 +1,365 @@
+"""Matching: what a module and its optimizers are to have of a checkpoint, by name.
+
+1. A parameter is found under any of its names. Several names of one parameter are saved once, and
+   may be restored into parameters of their own; the other way round is an error, since the
+   checkpoint has several values.
+2. A group takes the options that its parameters had, which have to be the same for all of them that are here. A
+   group of which nothing is here, and of whose parameters options differ, keeps its own: no step is taken with them.
+3. State that is not made of its parameter's sizes, such as one flat history of a group, may depend on all
+   parameters of the group: it is for a group of the same parameters in the same order, whichever
+   optimizer keeps it. So are numbers that one parameter of a group alone has.
+4. A number goes into the tensor that an optimizer has in its place, and is an error where that
+   tensor would round it.
+
+>>> fit_option("'lr'", torch.tensor(7.0), 0.1)
+tensor(0.1000)
+>>> fit_option("'lr'", 7.0, 0.1)
+0.1
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states.index import Entries, Entry, Index, Like, Own, Value
+from shardmath_torch.checkpoints.states.memory import can_fill
+from shardmath_torch.checkpoints.states.modules import Model
+from shardmath_torch.checkpoints.states.optimizers import ParameterGroup, check_known, is_here
+from shardmath_torch.checkpoints.states.values import (
+    Kinded,
+    code_value,
+    list_tensors,
+    plain_of,
+    rebuild,
+)
+
+__all__ = [
+    "Goal",
+    "Unmatched",
+    "complain",
+    "find_stored",
+    "find_unmatched",
+    "fit_option",
+    "set_goal",
+]
+
+
+class Unmatched(NamedTuple):
+    """Names that the checkpoint lacks, and names that only the checkpoint has."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Goal(NamedTuple):
+    """A group, and what it is to have: its options, and the entries of its parameters' state."""
+
+    group: ParameterGroup
+    options: dict[str, Any]
+    entries: dict[str, Mapping[str, Entry]]
+
+
+# Names
+
+
+def find_stored(model: Model, saved: Index) -> dict[str, str]:
+    """The name under which the checkpoint keeps what it has of the module, by the first name here.
+
+    Raises CheckpointError for a parameter of which it has several values.
+    """
+    stored: dict[str, str] = {}
+    for first, names in model.names.items():
+        kept = list(dict.fromkeys(saved.names[name] for name in names if name in saved.names))
+        if len(kept) > 1:
+            here, there = ", ".join(names), ", ".join(kept)
+            what = f"{here} are one parameter here, and {len(kept)} in the checkpoint: {there}"
+            raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")
+        if kept:
+            stored[first] = kept[0]
+    return stored
+
+
+def find_unmatched(
+    model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
+) -> Unmatched:
+    """The names that only one side has; those of optimizers unless `groups` is None."""
+    here = {name: name for names in model.names.values() for name in names}
+    unmatched = _compare_names("model", here, saved.names)
+    if groups is None:
+        return unmatched
+    trained = {name: stored.get(name) for group in groups for name in group.parameters}
+    missing, unexpected = _compare_names("optim.state", trained, saved.options())
+    return Unmatched(unmatched.missing + missing, unmatched.unexpected + unexpected)
+
+
+def _compare_names(
+    kind: str, here: Mapping[str, str | None], there: Mapping[str, object]
+) -> Unmatched:
+    """The names that only one side has, with what they are names of; `here` says the name there of each."""
+    reached = set(here.values())
+    missing = [f"{kind}.{name}" for name, kept in here.items() if kept not in there]
+    unexpected = [f"{kind}.{name}" for name in there if name not in reached]
+    return Unmatched(tuple(missing), tuple(unexpected))
+
+
+def complain(path: object, unmatched: Unmatched) -> str:
+    """What to tell about names that only one side has."""
+    said = []
+    if unmatched.missing:
+        said.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
+    if unmatched.unexpected:
+        said.append(f"only the checkpoint has {_list_some(unmatched.unexpected)}")
+    return f"{path}: {'; '.join(said)}; pass strict=False to restore what both have"
+
+
+def _list_some(names: tuple[str, ...], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# Options and state
+
+
+def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
+    """What the group is to have. Raises CheckpointError where its parameters that are here had different options, and
+    for state of which it is not known what a rank is to have, or that may depend on other parameters in the group."""
+    entries = {}
+    for name, parameter in group.parameters.items():
+        kept = stored.get(name)
+        if kept is not None and kept in saved.state:
+            entries[name] = _own_values(saved.state[kept])
+            for key, entry in entries[name].items():
+                check_known(entry, parameter, name, key)
+    _check_order(model, group, saved, stored)
+    return Goal(group, _match_options(model, group, saved, stored), entries)
+
+
+def _check_order(
+    model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError for state of a whole group, if the group here has other parameters, or in another order."""
+    groups = saved.members()
+    here = tuple(stored.get(name) for name in group.parameters)
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept not in groups or groups[kept] == here:
+            continue
+        why = _say_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
+        if why:
+            there = f"{_list_some(groups[kept])} in the checkpoint"
+            now = _list_some(tuple(group.parameters))
+            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}, and {now}"
+            fix = "make the optimizer of the same parameters in the same order, or load without it"
+            raise CheckpointError(f"{what} here; {fix}")
+
+
+def _say_shared(
+    state: Mapping[str, Entries], name: str, shape: tuple[int, ...], group: tuple[str, ...]
+) -> str:
+    """Why a parameter's state may be that of its whole group: "" if it is the parameter's own."""
+    entries = state.get(name, {})
+    own = _list_products(shape)
+    has_tensors = False
+    for key, entry in entries.items():
+        for one in _list_shapes(entry, shape):
+            if not own.issuperset(one):
+                return f"{key!r} has shape {one}, not made of its sizes {shape}"
+            has_tensors |= one != ()
+    others = [other for other in group if state.get(other)]
+    if has_tensors or others != [name]:
+        return ""
+    return f"{next(iter(entries))!r} is a number, and no other parameter there has any"
+
+
+def _list_products(sizes: Iterable[int]) -> set[int]:
+    """The products of any of the sizes, 1 among them."""
+    found = {1}
+    for size in sizes:
+        found |= {size * other for other in found}
+    return found
+
+
+def _list_shapes(entry: Entry, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors of an entry, of a parameter of that shape."""
+    match entry:
+        case Like():
+            return [parameter or (1,)]
+        case Own(shape=shape):
+            return [shape]
+        case Value(value=value):
+            return [tuple(tensor.shape) for tensor in list_tensors(value)]
+
+
+def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The entries with values of their own: several parameters here may have been one."""
+    own = dict(entries)
+    for key, entry in entries.items():
+        if isinstance(entry, Value):
+            own[key] = Value(copy.deepcopy(entry.value))
+    return own
+
+
+def _match_options(
+    model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> dict[str, Any]:
+    """The options that the group's parameters had: the same for all of them that are here."""
+    by_name = saved.options()
+    found = {}
+    for name in group.parameters:
+        kept = stored.get(name)
+        if kept in by_name:
+            found[name] = by_name[kept]
+    here = {name: options for name, options in found.items() if is_here(model, name)}
+    if here:
+        _check_same_options(here)
+    elif not found or _find_different(found):
+        return {}
+    first, options = next(iter((here or found).items()))
+    matched = {}
+    for key, value in options.items():
+        what = f"{key!r} of the group of {first}"
+        # A copy: several groups here may have been one.
+        matched[key] = fit_option(what, group.options.get(key), copy.deepcopy(value))
+    return matched
+
+
+def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
+    """Raise CheckpointError where parameters of one group had options that are not the same."""
+    different = _find_different(found)
+    if different is not None:
+        first, name, keys = different
+        what = f"{first} and {name} are in one group of the optimizer here"
+        fix = "give them groups of their own"
+        raise CheckpointError(f"{what}, and differ in {', '.join(keys)} there; {fix}")
+
+
+def _find_different(
+    found: Mapping[str, Mapping[str, object]],
+) -> tuple[str, str, list[str]] | None:
+    """The first parameter, one that had other options, and the keys of these; None where all had the same."""
+    first, options = next(iter(found.items()))
+    for name, other in found.items():
+        if other is options:  # as they are where the group has not changed
+            continue
+        keys = sorted({*options, *other})
+        differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
+        if differ:
+            return first, name, differ
+    return None
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two options are equal, NaN to NaN, and dicts whatever the order of their keys."""
+    coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
+    texts = [json.dumps(value, sort_keys=True) for value in coded]
+    return texts[0] == texts[1]
+
+
+def fit_option(what: str, held: object, value: object) -> object:
+    """The value, as a tensor of the same kind where the optimizer has one, in tuples, lists and dicts too. A tuple is
+    named as the one that is there, and what was an Enum or a namedtuple is that of the class that is there.
+
+    Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
+    """
+    match value:
+        case Kinded():
+            return _fit_kinded(what, held, value)
+        case tuple() | list():
+            return _fit_items(what, held, value)
+        case dict():
+            places = held if isinstance(held, dict) else {}
+            return {key: fit_option(what, places.get(key), one) for key, one in value.items()}
+        case int() | float() | Tensor() | np.generic() if isinstance(held, Tensor):
+            number = value.item() if isinstance(value, np.generic) else value
+            return _fit_tensor(what, held, number)
+    return value
+
+
+def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]) -> object:
+    """The tuple or list, of the class of the one that is here if that is a namedtuple of as many."""
+    has_place = isinstance(held, tuple | list) and len(held) == len(value)
+    places = held if has_place else [None] * len(value)
+    fitted = map(partial(fit_option, what), cast(Sequence[object], places), value)
+    is_named = has_place and isinstance(value, tuple) and hasattr(held, "_make")
+    return rebuild(held if is_named else value, fitted)
+
+
+def _fit_kinded(what: str, held: object, value: Kinded) -> object:
+    """The Enum or namedtuple of the class of the one that is here. Raises CheckpointError if that has another name."""
+    if isinstance(held, Kinded):  # in a group that is only in other ranks' optimizers
+        return value
+    here = type(held).__qualname__
+    plain = plain_of(held)
+    if plain is held or here != value.kind:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        fix = f"make the optimizer with a {value.kind}"
+        raise CheckpointError(f"{said}, and {shown(held)} here, which is not one; {fix}")
+    fitted = fit_option(what, plain, value.plain)
+    try:
+        return rebuild(held, fitted)
+    except (TypeError, ValueError) as error:
+        said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
+        raise CheckpointError(f"{said}, which {here} here does not take: {error}") from error
+
+
+def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
+    """The value as a tensor of the kind of the one that is there. Raises CheckpointError where that would change it."""
+    given = _as_tensor(value)
+    if given is None:
+        raise _refuse(what, held, value)
+    if not can_fill(held):
+        return given
+    made = given.to(held.dtype)
+    if made.numel() != held.numel():
+        raise _refuse(what, held, given.tolist())
+    is_number = isinstance(value, float)
+    if not _is_unchanged(made, given) and not (is_number and _is_nearest(made, given)):
+        raise _refuse(what, held, given.tolist())
+    return made.reshape(held.shape).to(held.device)
+
+
+def _is_nearest(made: Tensor, given: Tensor) -> bool:
+    """Whether one number is what float32 makes of another."""
+    if made.dtype != torch.float32:
+        return False
+    return math.isclose(float(made), float(given), rel_tol=2**-23)
+
+
+def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
+    here = f"a tensor of {held.dtype}{list(held.shape)}"
+    said = f"{what} is {shown(value)} in the checkpoint and {here} here"
+    fix = "make the optimizer with a number, or a tensor of the type and shape that was saved"
+    return CheckpointError(f"{said}, which cannot hold it; {fix}")
+
+
+def _as_tensor(value: int | float | Tensor) -> Tensor | None:
+    """The value as a tensor that holds it exactly; None where there is none."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    if -(2**63) <= value < 2**63:
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
+    return None
+
+
+def _is_unchanged(made: Tensor, given: Tensor) -> bool:
+    """Whether the values are still what they were; NaN is NaN."""
+    back = made.to(given.dtype)
+    if given.is_floating_point():  # not all small types can be compared
+        back = back.double()
+        given = given.double()
+    are_nan = (made != made) & (given != given)
+    same = (back == given) | are_nan
+    return bool(same.all())

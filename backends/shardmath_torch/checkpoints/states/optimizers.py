@@ -1,0 +1,358 @@
+"""Optimizers: this rank's memory of what they hold for the parameters of a module, with layouts.
+
+1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
+   other state of plain parameters, are replicated. Of other state of DTensors, and of plain parameters that say which
+   part they are, it is not known what a rank holds: that is an error, of tensors in lists, tuples and dicts too, and
+   also where state of a plain parameter would become that of a DTensor.
+2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
+   of a group, such as a learning rate.
+3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
+4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
+   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own, and what its state dict
+   has beside the state of parameters and their groups.
+5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
+   what there is of it (`telling`), and so of its options, parameter by parameter: a group of parameters whose ranks say
+   different options is several in what is saved. Parameters of such DTensors may be in no group here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from shardmath.layouts.edits import cast
+from shardmath.layouts.layout import Layout
+from shardmath_torch.checkpoints.files.json_text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.states.index import (
+    Entries,
+    Entry,
+    Group,
+    Like,
+    Own,
+    Value,
+    check_key,
+)
+from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
+from shardmath_torch.checkpoints.states.modules import Model, Slot
+from shardmath_torch.checkpoints.states.values import list_tensors
+from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
+from shardmath_torch.groups.compat import rank_or_0
+from shardmath_torch.tensors.parts.checkpointable import is_checkpointable
+
+__all__ = [
+    "NOWHERE",
+    "UNVALUED",
+    "Elsewhere",
+    "OptimizerState",
+    "Optimizers",
+    "ParameterGroup",
+    "check_known",
+    "describe_optimizers",
+    "find_all_groups",
+    "find_groups",
+    "hold",
+    "is_here",
+    "lay_out_state",
+    "name_trained",
+]
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
+"""One, several that share the parameters out, or none."""
+
+UNVALUED = ("params", "param_names")
+"""Keys of a group that say which parameters it has."""
+
+
+class ParameterGroup(NamedTuple):
+    """A parameter group of an optimizer, and its parameters by first name."""
+
+    optimizer: Optimizer
+    options: dict[str, Any]
+    parameters: dict[str, Tensor]
+
+    def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
+        """Each parameter's name, the parameter, and what the optimizer holds for it."""
+        states = self.optimizer.state
+        for name, parameter in self.parameters.items():
+            yield name, parameter, states.get(parameter, {})
+
+
+class OptimizerState(NamedTuple):
+    """What optimizers hold: slots of tensors by parameter and key, groups, and an entry for each value."""
+
+    slots: dict[tuple[str, str], Slot]
+    groups: tuple[Group, ...] | None
+    entries: dict[str, Entries]
+
+    @property
+    def trained(self) -> tuple[str, ...] | None:
+        """The names of the groups' parameters; None without an optimizer."""
+        return None if self.groups is None else name_trained(self.groups)
+
+
+class Elsewhere(NamedTuple):
+    """What other ranks say of parameters that are not here: entries of their state, and the groups they are in."""
+
+    entries: Mapping[str, Entries]
+    groups: tuple[Group, ...]
+
+    def options(self) -> dict[str, Mapping[str, object]]:
+        """The options of each parameter that is told of."""
+        found: dict[str, Mapping[str, object]] = {}
+        for group in self.groups:
+            found |= dict.fromkeys(group.parameters, group.options)
+        return found
+
+
+NOWHERE = Elsewhere({}, ())
+
+
+# Groups
+
+
+def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
+    """All groups of all optimizers.
+
+    Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
+    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what an
+    optimizer adds to it.
+    """
+    groups = []
+    found: set[str] = set()
+    given = _list_optimizers(optimizer)
+    for each in given:
+        check_keeps_own(each, given)
+        for options in each.param_groups:
+            parameters = {_name_of(model, parameter): parameter for parameter in options["params"]}
+            twice = sorted(found & parameters.keys())
+            if twice:
+                what = f"{twice[0]!r} is in two parameter groups of the optimizers"
+                raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
+            found |= parameters.keys()
+            groups.append(ParameterGroup(each, options, parameters))
+        _check_state(model, each)
+    return groups
+
+
+def find_all_groups(
+    model: Model, optimizer: Optimizers, elsewhere: Elsewhere
+) -> list[ParameterGroup]:
+    """The same, and groups of parameters that are only in other ranks' optimizers, as if one were here.
+
+    Not of what is here: that an optimizer on a parameter's mesh lacks it is for the comparison of ranks to find.
+    """
+    groups = find_groups(model, optimizer)
+    known = set(name_trained(groups))
+    for group in elsewhere.groups:
+        lacking = [
+            name for name in group.parameters if name not in known and not is_here(model, name)
+        ]
+        parameters = {name: model.slots[name].local for name in lacking}
+        if parameters:
+            absent = Optimizer(list(parameters.values()), {})
+            groups.append(ParameterGroup(absent, dict(group.options), parameters))
+    return groups
+
+
+def hold(given: Optimizers) -> Optimizers:
+    """The optimizers, to be gone through as often as wanted: a generator is gone through once."""
+    return tuple(given) if isinstance(given, Iterator) else given
+
+
+def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, Optimizer):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
+    found = tuple(given)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            what = f"an optimizer is {shown(one)}, which is not one of torch.optim"
+            raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
+    return found
+
+
+def _name_of(model: Model, parameter: Tensor) -> str:
+    if id(parameter) not in model.parameters:
+        shape = "none yet" if is_lazy(parameter) else tuple(parameter.shape)
+        what = f"the optimizer has a parameter of shape {shape} that is not the module's"
+        raise CheckpointError(
+            f"{what}; make the optimizer last, after fully_shard, of module.parameters()"
+        )
+    return model.parameters[id(parameter)]
+
+
+def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
+    """The names of all parameters of the groups."""
+    return tuple(name for group in groups for name in group.parameters)
+
+
+# State
+
+
+def _check_state(model: Model, optimizer: Optimizer) -> None:
+    """Raise CheckpointError unless all that the optimizer holds is values by key for a parameter of its groups."""
+    grouped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for key, held in optimizer.state.items():
+        # Whoever looks a key up in the state, and it is not there, leaves an empty dict.
+        if isinstance(held, Mapping) and not held:
+            continue
+        if id(key) not in grouped:
+            raise CheckpointError(_word_stray(model, key))
+        if not isinstance(held, Mapping):
+            what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
+            raise CheckpointError(f"{what}; give a dict of values by text")
+
+
+def _word_stray(model: Model, key: object) -> str:
+    """What is wrong with state under a key that is not a parameter of the optimizer's groups."""
+    if not isinstance(key, Tensor):
+        what = f"the optimizer's state has the key {shown(key)}, which is not a parameter of its groups"
+        fix = "keep it in a parameter's state, or as an option of a group in param_groups"
+        return f"{what}; {fix}"
+    name = model.parameters.get(id(key))
+    of = f"of shape {tuple(key.shape)}" if name is None else repr(name)
+    what = f"the optimizer has state of a tensor {of} that is in none of its groups"
+    return f"{what}; delete it from optimizer.state, or put the parameter into a group"
+
+
+def is_here(model: Model, name: str) -> bool:
+    """Whether this rank is on the mesh of a parameter."""
+    return rank_or_0() in model.slots[name].layout.mesh
+
+
+def describe_optimizers(
+    model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
+) -> OptimizerState:
+    """What the optimizers hold for the parameters of the module; `elsewhere` is what other ranks say of those that are
+    not here, of which slots have an empty tensor.
+
+    Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
+    """
+    slots: dict[tuple[str, str], Slot] = {}
+    groups: list[Group] = []
+    entries: dict[str, Entries] = {}
+    told = elsewhere.options()
+    for group in find_all_groups(model, optimizer, elsewhere):
+        groups += _split(model, group, told)
+        for name, parameter, held in group.states():
+            layout = model.slots[name].layout
+            if is_here(model, name):
+                entries[name] = _describe_state(held, parameter, name)
+                slots |= _list_slots(name, held, entries[name], layout)
+            else:
+                entries[name] = elsewhere.entries.get(name, {})
+                slots |= _list_empty(name, entries[name], layout)
+    return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
+
+
+def _split(
+    model: Model, group: ParameterGroup, told: Mapping[str, Mapping[str, object]]
+) -> list[Group]:
+    """The group as it is saved: its parameters by their options, which of those that are not here are as told."""
+    own: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
+    named: dict[int, list[str]] = {}
+    options: dict[int, Mapping[str, object]] = {id(own): own}
+    for name in group.parameters:
+        its = own if is_here(model, name) else told.get(name, own)
+        options[id(its)] = its
+        named.setdefault(id(its), []).append(name)
+    if not named:
+        return [Group((), own)]
+    return [Group(tuple(names), options[key]) for key, names in named.items()]
+
+
+def _list_slots(
+    name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
+) -> dict[tuple[str, str], Slot]:
+    """The slots of the tensors among what is held for a parameter that has this layout."""
+    slots = {}
+    for key, entry in entries.items():
+        if not isinstance(entry, Value):
+            local = local_part(f"{name}.{key}", held[key])
+            slots[name, key] = Slot(local, lay_out_state(entry, parameter))
+    return slots
+
+
+def _list_empty(name: str, entries: Entries, parameter: Layout) -> dict[tuple[str, str], Slot]:
+    """The slots of the tensors that other ranks hold for a parameter that has this layout."""
+    slots = {}
+    for key, entry in entries.items():
+        if not isinstance(entry, Value):
+            slots[name, key] = Slot(torch.empty(0), lay_out_state(entry, parameter))
+    return slots
+
+
+def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> dict[str, Entry]:
+    """An entry for each value that an optimizer holds for a parameter."""
+    entries = {}
+    for key, value in held.items():
+        check_key(key, f"the optimizer's state of {name!r}")
+        entries[key] = _entry_of(value, parameter, name, key)
+    return entries
+
+
+def _entry_of(value: object, parameter: Tensor, name: str, key: str) -> Entry:
+    """How a value of a parameter's state lies."""
+    if not isinstance(value, Tensor):
+        check_known(Value(value), parameter, name, key)
+        return Value(value)
+    check_shaped(f"{name}.{key}", value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    if _lies_like(value, parameter):
+        return Like(dtype)
+    own = Own(dtype, tuple(value.shape))
+    if isinstance(value, DTensor):
+        raise CheckpointError(_word_unknown(own, parameter, name, key))
+    check_known(own, parameter, name, key)
+    return own
+
+
+def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
+    """Raise CheckpointError for state of a DTensor of which it is not known what a rank holds."""
+    match entry:
+        case Own(shape=shape):
+            is_known = not shape
+        case Value(value=value):
+            is_known = not any(tensor.ndim for tensor in list_tensors(value))
+        case Like():
+            return
+    is_part = isinstance(parameter, DTensor) or is_checkpointable(parameter)
+    if is_part and not is_known:
+        raise CheckpointError(_word_unknown(entry, parameter, name, key))
+
+
+def _word_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
+    """What is wrong with state of which it is not known what a rank holds."""
+    known = "where it lies is known only of scalars and of state like the parameter"
+    if isinstance(entry, Value):
+        what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
+        return f"{what}; keep each under a key of its own, as a DTensor like the parameter: {known}"
+    shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
+    return f"{key!r} of {name!r} has {shapes}, or other placements; {known}"
+
+
+def _lies_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether the value is divided as its parameter is."""
+    if value.shape != parameter.shape:
+        return False
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    same_mesh = value.device_mesh == parameter.device_mesh
+    return same_mesh and value.placements == parameter.placements
+
+
+def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
+    """The layout of a tensor of the state of a parameter that has this one."""
+    if isinstance(entry, Like):
+        return cast(parameter, entry.dtype)
+    return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)

@@ -1,0 +1,320 @@
+"""Training: all that a module and its optimizer need to go on, saved, and restored under any parallelism.
+
+1. `state_of` gives this rank's tensors, which are the storage itself, and everybody's layouts, by flat name. A layout
+   of None is for bytes. All ranks have the same layouts.
+
+       model.<name>               a parameter, a persistent buffer, or a module's extra state (bytes)
+       optim.state.<name>.<key>   a tensor of the optimizer's state
+       training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
+
+2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules. Of a
+   DTensor whose mesh a rank is not on, it has the layout and no tensor, and so of the optimizer's state of it.
+3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
+4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
+5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
+   `.module`; pipeline stages, whose ranks have different names, save with a group and a path each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.layout import Layout
+from shardmath.plans.groups import describe_form
+from shardmath_torch.checkpoints.checkpoint import load, save
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.files.steps import on_all
+from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.states.index import INDEX, Index, read_index, write_index
+from shardmath_torch.checkpoints.states.matching import (
+    Goal,
+    Unmatched,
+    complain,
+    find_stored,
+    find_unmatched,
+    set_goal,
+)
+from shardmath_torch.checkpoints.states.modules import (
+    Model,
+    agree_on_model,
+    check_one_value,
+    check_slots,
+    describe,
+    model_of,
+)
+from shardmath_torch.checkpoints.states.optimizers import (
+    NOWHERE,
+    Elsewhere,
+    Optimizers,
+    OptimizerState,
+    describe_optimizers,
+    find_all_groups,
+    hold,
+    name_trained,
+)
+from shardmath_torch.checkpoints.states.restoring import (
+    Job,
+    OptionsPlan,
+    check_fillable,
+    find_free,
+    list_module_jobs,
+    list_state_jobs,
+    plan_options,
+    restore,
+)
+from shardmath_torch.checkpoints.states.telling import (
+    advise,
+    tell_among_meshes,
+    tell_names,
+    tell_state,
+)
+from shardmath_torch.checkpoints.stored import Checkpoint
+from shardmath_torch.groups.agreement.gather import shared
+from shardmath_torch.groups.compat import Group, rank_or_0
+from shardmath_torch.moves.observing.bars import Progress
+
+__all__ = ["Optimizers", "Unmatched", "load_state", "save_state", "state_of"]
+
+
+# Saving
+
+
+def state_of(
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
+    """The training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
+
+    Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are taken to be the same on
+    all ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` where some
+    ranks have DTensors on other meshes than other ranks, as under tensor parallelism with DistributedDataParallel.
+    Parameters that FSDP2 has gathered are resharded first.
+    Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of the group is not
+    on the mesh of some parameter. Without a group, that is over the ranks of the DTensors' meshes together, if these
+    are all ranks, or those of a mesh of one axis.
+
+    Of an optimizer's parameter whose mesh a rank is not on, what the ranks on it say counts, of its state and of its
+    options; the rank's own optimizer may lack it.
+
+    Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
+    say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
+    parameter's or is kept in another optimizer, a module on the meta device, and where a group has to be given;
+    LayoutError as `layout_of`.
+    """
+    optimizer = hold(optimizer)
+    described = describe(module)
+    model = model_of(described, mesh=mesh, group=group)
+    elsewhere = NOWHERE
+    if optimizer is not None and group is None:
+        tensors = described.parameters | described.buffers
+        elsewhere = tell_among_meshes(model, optimizer, tensors.values())
+    elif optimizer is not None:
+        elsewhere = tell_state(model, optimizer, group)
+    state = _gather_state(model, optimizer, elsewhere)
+    return state.tensors, state.layouts
+
+
+class _State(NamedTuple):
+    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name. And
+    the names of parameters that optimizers have, None without an optimizer."""
+
+    trained: tuple[str, ...] | None
+    tensors: dict[str, Tensor]
+    layouts: dict[str, Layout | None]
+    paths: dict[str, tuple[str, ...]]
+
+    def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
+        """One more tensor, or bytes, by the keys that lead to it.
+
+        Of a DTensor of other ranks' mesh this rank has nothing, if an empty tensor in its place.
+        """
+        name = ".".join(path)
+        if layout is None or rank_or_0() in layout.mesh:
+            self.tensors[name] = tensor
+        self.layouts[name] = layout
+        self.paths[name] = path
+
+
+def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> _State:
+    """All that is saved of the module and its optimizers; `elsewhere` is what other ranks say of state of theirs."""
+    held = describe_optimizers(model, optimizer, elsewhere)
+    state = _State(held.trained, {}, {}, {})
+    for name, slot in model.slots.items():
+        state.add(("model", name), *slot)
+    for (name, key), slot in held.slots.items():
+        state.add(("optim", "state", name, key), *slot)
+    for name, extra in model.extra.items():
+        state.add(("model", name), extra.packed, None)
+    index = _make_index(model, held)
+    state.add((INDEX,), write_index(index), None)
+    return state
+
+
+def _make_index(model: Model, held: OptimizerState) -> Index:
+    """What is said of the state besides its tensors."""
+    firsts: dict[str, str] = {}
+    for first, names in model.names.items():
+        firsts |= dict.fromkeys(names, first)
+    kinds = {name: extra.kind for name, extra in model.extra.items()}
+    return Index(firsts, kinds, held.groups, held.entries)
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
+
+    Each rank's optimizer may have the parameters of all meshes of the module, or of its own alone, as under pipeline
+    stages that are meshes apart. Options of a parameter are those of the ranks that it is on.
+
+    Raises CheckpointError on every rank for what either raises on one, and where modules differ.
+    """
+    optimizer = hold(optimizer)
+    with shared(group):
+        model = agree_on_model(module, mesh, group)
+        elsewhere = tell_state(model, optimizer, group)
+        gather = partial(_gather_state, model, optimizer, elsewhere)
+        claim = _describe_state
+        state = on_all("describe its state", gather, group, claim=claim, fix=advise)
+        save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
+
+
+def _describe_state(state: _State) -> dict[str, str]:
+    """What has to be the same on all ranks, as `save` sees too; and whose options are saved, as each rank's own."""
+    said = _describe_trained(state.trained)
+    for name, layout in state.layouts.items():
+        said[repr(name)] = "bytes" if layout is None else describe_form(layout)
+    return said
+
+
+def _describe_trained(trained: Iterable[str] | None) -> dict[str, str]:
+    """Which parameters have options, for the comparison of ranks."""
+    if trained is None:
+        return {"the optimizer": "None"}
+    of_each = {f"the optimizer of {name!r}": "given" for name in trained}
+    return {"the optimizer": "given", **of_each}
+
+
+# Restoring
+
+
+class _Matched(NamedTuple):
+    """What is to be done, once names are matched."""
+
+    unmatched: Unmatched
+    goals: list[Goal]
+    jobs: list[Job]
+    options: OptionsPlan
+    trained: tuple[str, ...] | None
+    """The names of parameters that optimizers have here, None without an optimizer."""
+
+
+def load_state(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    strict: bool = True,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> Unmatched:
+    """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
+
+    The optimizer may be fresh. Its groups take the options of the groups that their parameters were in; they may be
+    other groups, if those agree: of parameters that are on this rank, if a group has any. Without an optimizer, only
+    the module is restored.
+
+    Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
+    `strict`, when these are left alone and returned; for parameters and buffers that have a part of their memory in
+    common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
+    set_extra_state raised: these are called last, each module with all weights there, a module before those in it.
+    Then all was restored but the extra states of this module and those after it, and on other ranks all.
+    `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    """
+    optimizer = hold(optimizer)
+    # In inference mode an optimizer's state would be made of tensors to which no step writes.
+    with shared(group), torch.inference_mode(False), torch.no_grad():
+        open_it = partial(_open_state, path)
+        checkpoint = on_all("find what save_state wrote", open_it, group)
+        index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
+        model = agree_on_model(module, mesh, group)
+        elsewhere = tell_names(model, optimizer, group)
+        match = partial(_match_state, path, index, model, optimizer, elsewhere, strict)
+        matched = on_all("match its state", match, group, claim=_describe_match)
+        unmatched, goals, jobs, options, _ = matched
+        layouts = {job.here: job.layout for job in jobs}
+        names = {job.here: job.there for job in jobs}
+        found = load(
+            checkpoint, layouts, names=names, group=group, progress=progress, verify=verify
+        )
+        compare = partial(check_one_value, model, found, "model.")
+        on_all("compare what it has found", compare, group)
+        fill = partial(restore, model, jobs, goals, options, found)
+        on_all("restore its state", fill, group)
+        return unmatched
+
+
+def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
+    found = open_checkpoint(path)
+    if INDEX not in found:
+        raise CheckpointError(
+            f"{path} was not written by save_state; fill the module's weights with load_weights"
+        )
+    return found
+
+
+def _match_state(
+    path: object,
+    index: Tensor,
+    model: Model,
+    optimizer: Optimizers,
+    elsewhere: Elsewhere,
+    strict: bool,
+) -> _Matched:
+    """What is to be done. Raises CheckpointError for all that can be known before data are read."""
+    check_slots(model)
+    saved = read_index(path, index)
+    groups = find_all_groups(model, optimizer, elsewhere)
+    stored = find_stored(model, saved)
+    unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
+    if strict and any(unmatched):
+        raise CheckpointError(complain(path, unmatched))
+    goals = [set_goal(model, each, saved, stored) for each in groups]
+    check_fillable(goals)
+    free = find_free(model, goals)
+    jobs = [
+        *list_module_jobs(model, saved, stored),
+        *list_state_jobs(goals, model, stored, free),
+    ]
+    trained = None if optimizer is None else name_trained(groups)
+    return _Matched(unmatched, goals, jobs, plan_options(goals, free), trained)
+
+
+def _describe_match(matched: _Matched) -> dict[str, str]:
+    """What has to be the same on all ranks: what goes where, wherever it lies."""
+    said = _describe_trained(matched.trained)
+    for job in matched.jobs:
+        said[f"the source of {job.here!r}"] = repr(job.there)
+    for name in matched.unmatched.missing:
+        said[f"the place of {name!r} in the checkpoint"] = "nowhere"
+    for name in matched.unmatched.unexpected:
+        said[f"the place of {name!r} in what is restored"] = "nowhere"
+    return said

@@ -1,0 +1,310 @@
+"""Values: what is not a tensor: options and state of optimizers as JSON and back, extra states of modules as bytes.
+
+1. A value is a number, text, None, a tensor, a number of numpy, or a list, tuple or dict by text of values. Its type
+   is exactly one of these: a subclass would come back as what it is made from.
+2. Tuples, dicts, tensors and numbers of numpy are objects of one key, which says what they are; a caller's dict is
+   inside of one, so its own keys are never taken for that.
+3. Numbers may be NaN and infinite, in Python's spelling. What would not come back is an error that
+   names the value.
+   An Enum or a namedtuple comes back only if the optimizer that takes it has one of that class (`Kinded`), as a fresh
+   optimizer has options, and has no state.
+4. Whatever a module's `get_extra_state` gives comes back as the same kind, but for bytearray and memoryview, which come
+   back as bytes. A checkpoint keeps the bytes, and a word that says what they were.
+
+>>> coded = code_value((0.5, {"tensor": None}), "'betas'")
+>>> coded
+{'tuple': [0.5, {'dict': {'tensor': None}}]}
+>>> decode_value(coded)
+(0.5, {'tensor': None})
+>>> decode_value(code_value(np.float32(0.5), "'lr'"))
+np.float32(0.5)
+>>> given = pack_extra(nn.Module(), "_extra_state", io.BytesIO(b"abc"))
+>>> given.kind, KINDS[given.kind].restore(given.packed).read()
+('file', b'abc')
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.dtypes import ITEMSIZE
+from shardmath.base.text import shown
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.saving import as_tensor
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.moves.exchange.memory import missing_memory, plain
+
+__all__ = [
+    "KINDS",
+    "Extra",
+    "Kinded",
+    "as_bytes",
+    "code_value",
+    "decode_value",
+    "list_tensors",
+    "move_tensors",
+    "pack_extra",
+    "plain_of",
+    "rebuild",
+]
+
+MOST_DEPTH = 64
+"""Values inside of values; Python's JSON ends in a RecursionError at some hundreds."""
+
+UNSAID = "use numbers, text, lists, tuples, dicts by text, and tensors"
+
+NUMBERS = (
+    *("bool", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"),
+)
+"""Types of numpy whose numbers Python has exactly."""
+
+
+class Kinded(NamedTuple):
+    """What an Enum or a namedtuple is made from, and the name of its class, which a checkpoint cannot make."""
+
+    kind: str
+    plain: object
+
+
+def plain_of(value: object) -> object:
+    """What the class of an Enum or a namedtuple makes it from; the value itself of any other."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return tuple(value)
+    return value
+
+
+def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
+    """The value as JSON. Raises CheckpointError for a value that JSON cannot say, and says `what` it is.
+
+    `kinded` says whether what takes it will have Enums and namedtuples in the same places.
+    """
+    if depth > MOST_DEPTH:
+        raise CheckpointError(
+            f"{what} is nested more than {MOST_DEPTH} deep; give a value that is flatter"
+        )
+    if _is_plain(value):
+        return value
+    code = partial(code_value, what=what, kinded=kinded, depth=depth + 1)
+    match value:
+        case Kinded():
+            return {"kinded": [value.kind, code(value.plain)]}
+        case Tensor():
+            return {"tensor": _code_tensor(value, what)}
+        case np.generic() if value.dtype.name in NUMBERS:
+            return {"numpy": [value.dtype.name, value.item()]}
+        case list() | tuple() | dict() if type(value) in (list, tuple, dict):
+            return _code_parts(value, what, code)
+    made_from = plain_of(value)
+    if kinded and made_from is not value:
+        return {"kinded": [type(value).__qualname__, code(made_from)]}
+    raise CheckpointError(_word_unsaid(value, what))
+
+
+def _code_parts(
+    value: list[Any] | tuple[Any, ...] | dict[Any, Any], what: str, code: Callable[[object], Any]
+) -> Any:
+    if isinstance(value, dict):
+        if not all(type(key) is str for key in value):
+            raise CheckpointError(_word_unsaid(value, what))
+        return {"dict": {key: code(item) for key, item in value.items()}}
+    items = [code(item) for item in value]
+    return items if isinstance(value, list) else {"tuple": items}
+
+
+def _word_unsaid(value: object, what: str) -> str:
+    """What is wrong with a value that would come back as another, or not at all."""
+    kind = type(value)
+    for base in (int, float, str, list, tuple, dict):
+        if isinstance(value, base) and kind is not base:
+            said = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
+            return f"{said} {base.__name__}; {UNSAID}, of exactly these types"
+    return f"{what} is {shown(value)}, which JSON cannot say; {UNSAID}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON says the value as it is."""
+    if isinstance(value, int) and type(value) is int:
+        return _has_digits(value)
+    return value is None or type(value) in (bool, float, str)
+
+
+def _has_digits(number: int) -> bool:
+    """Whether Python writes and reads the number: it refuses more than 4300 digits, or what it was told."""
+    try:
+        int.__repr__(number)
+    except ValueError:
+        return False
+    return True
+
+
+def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
+    """The type and the nested lists of elements; the shape too where no list has it."""
+    unreadable = _say_unreadable(tensor)
+    if unreadable:
+        raise CheckpointError(f"{what} {unreadable}; give a plain tensor on memory that is there")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    items = plain(tensor).detach().tolist()
+    if tensor.numel():
+        return [dtype, items]
+    return [dtype, items, list(tensor.shape)]
+
+
+def _say_unreadable(tensor: Tensor) -> str:
+    """Why the elements cannot be listed: "" where they can; words that follow its name otherwise."""
+    if isinstance(tensor, DTensor):
+        return "is a DTensor, of which ranks hold parts"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"is stored as {tensor.layout}"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # torch lists no elements of types of less than a byte
+    if tensor.is_complex() or dtype not in ITEMSIZE or dtype.startswith("float4"):
+        return f"is a tensor of {dtype}, which JSON cannot say"
+    return missing_memory(plain(tensor))
+
+
+def decode_value(coded: object, *, kinded: bool = False) -> Any:
+    """What was coded, with the same `kinded`. Raises ValueError for JSON that is not a coded value."""
+    decode = partial(decode_value, kinded=kinded)
+    match coded:
+        case _ if _is_plain(coded):
+            return coded
+        case list():
+            return [decode(item) for item in coded]
+        case {"tuple": list(items)}:
+            return tuple(decode(item) for item in items)
+        case {"dict": dict(items)}:
+            return {key: decode(item) for key, item in items.items()}
+        case {"kinded": [str(kind), plain]} if kinded:
+            return Kinded(kind, decode(plain))
+    return _decode_array(coded)
+
+
+def _decode_array(coded: object) -> object:
+    """A tensor, or a number of numpy. Raises ValueError for JSON that is neither."""
+    match coded:
+        case {"numpy": [str(dtype), bool() | int() | float() as number]} if dtype in NUMBERS:
+            return _decode_number(dtype, number)
+        case {"tensor": [str(dtype), list() | int() | float() as items]} if dtype in ITEMSIZE:
+            return _decode_tensor(dtype, items)
+        case {"tensor": [str(dtype), list(), list(shape)]} if dtype in ITEMSIZE:
+            return _decode_tensor(dtype, [], shape)
+    raise ValueError(f"{shown(coded)} is not a coded value")
+
+
+def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) -> Tensor:
+    """The tensor of these elements, in the shape of their lists if not in another."""
+    try:
+        tensor = torch.tensor(items, dtype=dtype_of(dtype), device="cpu")
+        return tensor if shape is None else tensor.reshape(shape)
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{shown(items)} are not elements of {dtype}: {error}") from error
+
+
+def _decode_number(dtype: str, number: float) -> object:
+    try:
+        return np.dtype(dtype).type(number)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"{shown(number)} is not a number of {dtype}: {error}") from error
+
+
+def rebuild(like: object, items: object) -> Any:
+    """Another value of that kind. Whatever its class raises where it is not made from such items."""
+    kind: Any = type(like)
+    # the class of a namedtuple takes its items one by one
+    make = getattr(kind, "_make", kind)
+    return make(items)
+
+
+def list_tensors(value: object) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts however deep."""
+    found = []
+    seen: dict[int, object] = {}
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif id(one) not in seen and isinstance(one, list | tuple | dict):
+            seen[id(one)] = one
+            left += one.values() if isinstance(one, dict) else one
+    return found
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """The value, with its tensors on that device, in lists, tuples and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: move_tensors(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return rebuild(value, (move_tensors(item, device) for item in value))
+    return value
+
+
+# Extra states
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a 1-d tensor of uint8."""
+    array = tensor.cpu().numpy()
+    return array.tobytes()
+
+
+class Kind(NamedTuple):
+    """What an extra state may be: the types, and what makes one of a tensor of bytes again."""
+
+    types: tuple[type, ...]
+    restore: Callable[[Tensor], object]
+
+
+KINDS = {
+    "tensor": Kind((Tensor,), Tensor.clone),
+    "file": Kind((io.BytesIO,), lambda data: io.BytesIO(as_bytes(data))),
+    "bytes": Kind((bytes, bytearray, memoryview), as_bytes),
+    "none": Kind((type(None),), lambda data: None),
+}
+"""By the word that the checkpoint keeps."""
+
+
+class Extra(NamedTuple):
+    """What a module's get_extra_state gave, as bytes, and which of KINDS it is."""
+
+    module: nn.Module
+    kind: str
+    packed: Tensor
+
+
+def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
+    """The module's extra state of that name. Raises CheckpointError for a value that is not bytes."""
+    kind = _kind_of(value)
+    if kind is None:
+        what = f"extra state {name!r} is of type {type(value).__name__}"
+        raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
+    return Extra(module, kind, as_tensor(name, b"" if value is None else value))
+
+
+def _kind_of(value: object) -> str | None:
+    """The word for a value, None for one that is not bytes."""
+    if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
+        return None
+    for word, kind in KINDS.items():
+        # A subclass would come back as what it is made from; of a tensor, its bytes are all there is.
+        if isinstance(value, Tensor) if kind.types == (Tensor,) else type(value) in kind.types:
+            return word
+    return None

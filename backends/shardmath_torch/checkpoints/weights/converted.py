@@ -1,0 +1,109 @@
+"""Converted: stored tensors as the larger ones that transformers makes of them, such as experts in a stack.
+
+1. A tensor of a checkpoint is stored in boxes. So a stack is one more tensor, in the boxes of all that is stacked. It
+   is loaded under any layout, and each rank reads its own bytes.
+2. Scales beside data are put together as the data are, if the cuts between the data are cuts between blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from torch import nn
+
+from shardmath.models.systems.hf import Shapes
+from shardmath.values.formats import Format
+from shardmath_torch.checkpoints.files.places import CheckpointError
+from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
+from shardmath_torch.checkpoints.weights.quantised import find_scales
+from shardmath_torch.tensors.conversions.saved import Part, find_parts, record_conversion
+
+__all__ = ["add_converted"]
+
+
+def add_converted(
+    checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, format: Format | None
+) -> Checkpoint:
+    """The checkpoint with those tensors of the module, of these shapes and types, that it has in parts.
+
+    Raises CheckpointError for parts that are missing, have another shape or type, or are archives of torch.save;
+    StoreError where transformers computes with them; FormatError where a block of the format is in two parts.
+    """
+    recorded = record_conversion(module, shapes)
+    if recorded is None:
+        return checkpoint
+    by_tensor: dict[str, list[Part]] = {}
+    for part in find_parts(recorded):
+        by_tensor.setdefault(part.tensor, []).append(part)
+    tensors = dict(checkpoint.tensors)
+    for name, parts in by_tensor.items():
+        if name not in checkpoint and any(part.name in checkpoint for part in parts):
+            tensors |= _put_together(checkpoint, name, parts, format)
+    digest = sha256(f"{checkpoint.digest} {recorded.digest}".encode()).hexdigest()
+    return replace(checkpoint, tensors=tensors, digest=digest)
+
+
+def _put_together(
+    checkpoint: Checkpoint, name: str, parts: Sequence[Part], format: Format | None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensor, and its scales in that format if the parts have scales, by stored name."""
+    tensor = _join(checkpoint, name, parts)
+    yield name, tensor
+    for part in parts:
+        scales = find_scales(checkpoint, part.name)
+        if scales is None:
+            continue
+        key = name + scales.removeprefix(part.name)
+        # Without a format it only counts that there are scales.
+        joined = format and _join_scales(checkpoint, tensor, key, parts, format)
+        yield key, joined or checkpoint[scales]
+        return
+
+
+def _join(checkpoint: Checkpoint, name: str, parts: Sequence[Part]) -> StoredTensor:
+    """The tensor in the boxes of its parts."""
+    first = checkpoint[parts[0].name]
+    boxes: list[StoredBox] = []
+    for part in parts:
+        stored = checkpoint[part.name]
+        if (stored.shape, stored.dtype) != (part.shape, first.dtype):
+            what = f"{part.name!r} is stored as {stored.dtype}{list(stored.shape)}"
+            wanted = f"{name!r} takes {first.dtype}{list(part.shape)} of it"
+            raise CheckpointError(f"{what}, and {wanted}; give the checkpoint of this model")
+        boxes += _lift(checkpoint, part, stored.pieces)
+    shape = tuple(max(part.box[d][1] for part in parts) for d in range(len(parts[0].box)))
+    return StoredTensor(shape, first.dtype, tuple(boxes))
+
+
+def _lift(checkpoint: Checkpoint, part: Part, pieces: Iterable[StoredBox]) -> Iterator[StoredBox]:
+    """The stored boxes of a part as boxes of the larger tensor: the same bytes."""
+    for piece in pieces:
+        if piece.archive:
+            what = f"{checkpoint.path} has {part.name!r} in archives of torch.save"
+            raise CheckpointError(f"{what}, which are not stacked; save it as safetensors")
+        offsets = [start for start, _ in part.box]
+        sizes = [1] * len(part.box)
+        for d, at, n in zip(part.kept, piece.offsets, piece.sizes, strict=True):
+            offsets[d] += at
+            sizes[d] = n
+        yield piece._replace(offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def _join_scales(
+    checkpoint: Checkpoint, tensor: StoredTensor, name: str, parts: Sequence[Part], format: Format
+) -> StoredTensor:
+    """The scales `name` of the tensor, in the boxes of those of its parts. Raises FormatError where a block is cut."""
+    found = []
+    for part in parts:
+        scales = find_scales(checkpoint, part.name)
+        if scales is None:
+            what = f"{part.name!r} has no scales, and other parts of {part.tensor!r} have"
+            raise CheckpointError(f"{what}; give the checkpoint of this model")
+        index = tuple(slice(start, stop) for start, stop in part.box)
+        of_blocks = format.blocks.scale_slice(index, tensor.shape, part.name)
+        box = tuple((cut.start, cut.stop) for cut in of_blocks if isinstance(cut, slice))
+        shape = tuple(box[d][1] - box[d][0] for d in part.kept)
+        found.append(Part(scales, shape, name, box, part.kept))
+    return _join(checkpoint, name, found)

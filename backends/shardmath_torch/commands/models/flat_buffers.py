@@ -1,0 +1,222 @@
+"""Flat buffers of real parameters: modules as the rules see them, layouts by parameter, and views of flat arrays.
+
+1. `params_of` reads a module as Megatron-Core's DDP does: what is trained, in order, each once, as
+   this rank holds it; and the marks that Megatron puts on parameters (`shared_embedding`,
+   `allreduce`, `is_embedding_or_output_parameter`).
+2. `by_parameter` gives a layout the keys and types that Megatron's own `PerBufferParamLayout` has;
+   `by_name` reads one back.
+3. `state_views` are local tensors that lie in a rank's flat array: what is moved into them, is in
+   the array. `views` are the same of any Store.
+
+>>> module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+>>> [(param.name, param.shape) for param in params_of(module)]
+[('0.weight', (3, 4)), ('0.bias', (3,)), ('1.weight', (2, 3))]
+>>> layout = buffers.distributed_optimizer(params_of(module), data_parallel_world_size=2)
+>>> by_parameter(layout, module).param_index_map[module[1].weight]
+(0, 6, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath import Layout, Mesh, ParamLayoutError, StoreError, buffers
+from shardmath.layouts.store import Held, Place, Store, locals_of
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.dtensors.dtensor import local_of
+
+__all__ = [
+    "ParamLayout",
+    "by_name",
+    "by_parameter",
+    "embeddings",
+    "params_of",
+    "state_views",
+    "views",
+]
+
+
+def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
+    """The trained parameters in forward order, with this rank's shapes; a tied one has its first name.
+
+    Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
+    Quantised storage is not seen: replace such a Param with `quantised=` what it is.
+    """
+    unmanaged = embeddings(module)
+    params = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            params.append(_describe(name, parameter, id(parameter) in unmanaged))
+    return tuple(params)
+
+
+def embeddings(module: nn.Module) -> set[int]:
+    """Ids of the parameters of embeddings and of the output layer."""
+    tables: list[nn.Module] = []
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            tables.append(part)
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        tables.append(output)
+    return {id(parameter) for table in tables for parameter in table.parameters()}
+
+
+def _describe(name: str, p: nn.Parameter, embedding: bool) -> buffers.Param:
+    """The parameter as rules of buffers see it, by the marks that Megatron puts on it."""
+    unmanaged = embedding or getattr(p, "is_embedding_or_output_parameter", False)
+    if getattr(p, "use_muon", None) is False:
+        unmanaged = True
+    return buffers.Param(
+        name,
+        _local_shape(p),
+        str(p.dtype),
+        shared_embedding=bool(getattr(p, "shared_embedding", False)),
+        expert_parallel=not getattr(p, "allreduce", True),
+        managed=False if unmanaged else None,
+    )
+
+
+def _local_shape(p: Tensor) -> tuple[int, ...]:
+    """The shape of this rank's part."""
+    if isinstance(p, DTensor):
+        return tuple(local_of(p).shape)
+    return tuple(p.shape)
+
+
+class ParamLayout(NamedTuple):
+    """A layout by parameter, with the fields and types of Megatron-Core's `PerBufferParamLayout`.
+
+    That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout,
+    module)._asdict())`.
+    """
+
+    param_index_map: dict[nn.Parameter, tuple[int, int, int]]
+    bucket_indices: list[tuple[int, int]]
+    per_bucket_numel_unpadded: list[int]
+    param_indices: list[int]
+    num_optimizer_shards: int | None
+
+
+class _LikeMegatron(Protocol):
+    param_index_map: Any
+    bucket_indices: Any
+    per_bucket_numel_unpadded: Any
+    param_indices: Any
+
+
+def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> ParamLayout:
+    """The layout with the module's parameters for names.
+
+    Raises ParamLayoutError for a name that it does not have.
+    """
+    named = dict(module.named_parameters())
+    unknown = [name for name, _ in layout.placed if name not in named]
+    if unknown:
+        fix = "lay out those of `params_of(module)`"
+        raise ParamLayoutError(f"the module has no parameters {unknown[:8]}; {fix}")
+    return ParamLayout(
+        {named[name]: at for name, at in layout.placed},
+        list(layout.bucket_indices),
+        list(layout.per_bucket_numel_unpadded),
+        list(layout.param_indices),
+        layout.num_optimizer_shards,
+    )
+
+
+def by_name(
+    layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
+) -> buffers.PerBufferParamLayout:
+    """A layout by parameter, Megatron-Core's own or `by_parameter`'s, by name and checked.
+
+    Such a one does not know how many ranks it is laid out for: with `data_parallel_world_size` the
+    result does.
+
+    Raises ParamLayoutError for a parameter that the module does not have, and where the layout
+    contradicts itself.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    placed = list(layout.param_index_map.items())
+    unknown = [tuple(p.shape) for p, _ in placed if id(p) not in names]
+    if unknown:
+        what = f"the layout has parameters of shapes {unknown[:8]} that are not the module's"
+        raise ParamLayoutError(f"{what}; give its own")
+    return buffers.PerBufferParamLayout(
+        [(names[id(p)], at) for p, at in placed],
+        layout.bucket_indices,
+        layout.per_bucket_numel_unpadded,
+        layout.param_indices,
+        getattr(layout, "num_optimizer_shards", None),
+        shapes=[_local_shape(p) for p, _ in placed],
+        data_parallel_world_size=data_parallel_world_size,
+    )
+
+
+def state_views(
+    buffer_layout: buffers.PerBufferParamLayout,
+    mesh: Mesh,
+    rank: int,
+    array: Tensor,
+    *,
+    axis: buffers.Axis = None,
+    shape: Literal["flat", "nd"] = "flat",
+) -> dict[str, Tensor]:
+    """This rank's local tensors under `buffers.state_layouts` of the same arguments, as views of its flat array.
+
+    They have the array's dtype. A rank outside the mesh has none.
+
+    Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer,
+    and ParamLayoutError as `state_layouts` does.
+    """
+    share = buffers.state_numel(buffer_layout, mesh, axis=axis)
+    if rank not in mesh:
+        return {}
+    if tuple(array.shape) != (share,):
+        expected = f"rank {rank} has {share} elements of the buffer"
+        raise StoreError(f"the array has shape {tuple(array.shape)}, {expected}")
+    if shape == "nd":
+        layouts, store = buffers.state_layouts(
+            buffer_layout, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank]
+        )
+        return views(store, layouts, rank, array)
+    flat = buffers.state_layouts(buffer_layout, mesh, axis=axis, shape=shape, dtype=array.dtype)
+    store = buffers.state_store(buffer_layout, mesh, axis=axis, ranks=[rank])
+    return views(store, flat, rank, array)
+
+
+def views(
+    store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's local tensors, by local name, as views of its flat arrays, detached.
+
+    A single array is `buffers.SHARD`. Tensors of which the rank has no part are left out. Raises
+    StoreError for an array that is missing, too short, not flat, or of another dtype.
+    """
+    named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
+    found = {}
+    for local, layout in locals_of(layouts, rank):
+        place = store.place(local, layout, rank)
+        found[local] = _view_in(place, local, layout, named)
+    return found
+
+
+def _view_in(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tensor]) -> Tensor:
+    """The place in its array. Raises StoreError where the array does not hold it."""
+    array = arrays.get(place.buffer)
+    if array is None:
+        known = ", ".join(map(repr, arrays)) or "none"
+        raise StoreError(f"no array {place.buffer!r} for {local!r}; arrays are {known}")
+    if array.ndim != 1 or place.end > array.numel() or array.dtype != dtype_of(layout.dtype):
+        what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
+        given = f"the array is {array.dtype}{list(array.shape)}"
+        raise StoreError(f"{what}, {given}; give a flat one that holds it")
+    # A place counts elements of the array, as_strided those of the storage that the array may step through.
+    step = array.stride(0)
+    strides = tuple(stride * step for stride in place.strides)
+    start = array.storage_offset() + place.offset * step
+    return torch.as_strided(array.detach(), place.shape, strides, start)

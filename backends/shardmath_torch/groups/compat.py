@@ -1,0 +1,370 @@
+"""The one place for what torch keeps to itself or changes between versions (2.12 and later)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Literal, NamedTuple, TypeAlias
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardmath.base.errors import ExchangeError
+from shardmath_torch.groups.joint_group import JointGroup, list_joint
+
+__all__ = [
+    "Group",
+    "PrefixStore",
+    "Spec",
+    "StorageInfo",
+    "Store",
+    "TCPStore",
+    "allow_seconds",
+    "backend_of",
+    "channel_of",
+    "check_not_forked",
+    "check_registered",
+    "check_there",
+    "closing_group",
+    "device_of",
+    "find_missing",
+    "group_of",
+    "group_of_mesh",
+    "groups_of_axes",
+    "hold_nothing",
+    "in_backward",
+    "is_alone",
+    "is_there",
+    "local_of",
+    "my_rank",
+    "packs_saved_tensors",
+    "rank_in",
+    "rank_or_0",
+    "ranks_of",
+    "shape_of_scalar",
+    "spec_of",
+    "identity_of",
+    "storage_start",
+    "store_of",
+    "time_limit_of",
+    "word_gone",
+]
+
+Group: TypeAlias = dist.ProcessGroup
+
+_forked: WeakSet[Group] = WeakSet()
+"""Groups of the process that this one was forked from: their connections are that one's."""
+
+
+def _note_fork() -> None:
+    _forked.update([*c10d._world.pg_map, *list_joint()])
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_not_forked(group: Group) -> None:
+    """Raises ExchangeError for a group that this process has from the one that it was forked from."""
+    if group in _forked:
+        what = "this process was forked from the one whose process group this is"
+        raise ExchangeError(f"{what}; start ranks as processes of their own")
+
+
+def group_of(group: Group | None) -> Group:
+    """The group, or the default one. Raises ExchangeError where there is none, or this process is not in it."""
+    if isinstance(group, JointGroup):
+        check_there(group)
+        check_not_forked(group)
+        return group
+    if is_alone():
+        fix = "call torch.distributed.init_process_group on every rank before, or pass group="
+        raise ExchangeError(f"torch.distributed has no process group; {fix}")
+    found = dist.group.WORLD if group is None else group
+    # What torch gives to a rank that is not in a group that it has made with others.
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if found is None or found is outside:
+        raise _make_outside_error()
+    if not isinstance(found, Group) or not is_there(found):
+        what = f"group={found!r} is not a process group that is there"
+        fix = "pass what dist.new_group() or smt.connect() returned, and has not been destroyed"
+        raise ExchangeError(f"{what}; {fix}")
+    check_not_forked(found)
+    if dist.get_rank(found) < 0:
+        raise _make_outside_error()
+    return found
+
+
+def is_alone() -> bool:
+    """Whether this process has no default group."""
+    return not dist.is_available() or not dist.is_initialized()
+
+
+def _make_outside_error() -> ExchangeError:
+    """What to raise on a rank that the group does not have."""
+    fix = "call compile only on the ranks of the group"
+    return ExchangeError(f"rank {dist.get_rank()} is not in the group; {fix}")
+
+
+def ranks_of(group: Group) -> tuple[int, ...]:
+    """The ranks that plans name, in the group's order: global ones, and of a joint group its places."""
+    if isinstance(group, JointGroup):
+        return tuple(range(group.size()))
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def rank_in(group: Group) -> int:
+    """This process's rank as plans on the group name it."""
+    return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
+
+
+def channel_of(group: Group) -> Group:
+    """What has the connections, for one call of it: sends and receives by places.
+
+    Raises ExchangeError where a joint group is disconnected.
+    """
+    return group.channel if isinstance(group, JointGroup) else group
+
+
+def is_there(group: Group) -> bool:
+    """Whether it can be used: not after `destroy_process_group`, or `disconnect`."""
+    return group.is_open if isinstance(group, JointGroup) else group in c10d._world.pg_map
+
+
+def check_there(group: Group) -> None:
+    """Raises ExchangeError for a group that was destroyed or disconnected."""
+    if isinstance(group, JointGroup):
+        group.channel  # noqa: B018
+    elif not is_there(group):
+        raise ExchangeError("the process group was destroyed; make another")
+
+
+def word_gone(group: Group) -> str:
+    """What became of one that is not there."""
+    return "disconnected" if isinstance(group, JointGroup) else "destroyed"
+
+
+def check_registered(group: Group | None, what: str) -> None:
+    """Raises ExchangeError for a joint group: `what` goes on groups of one job alone."""
+    if isinstance(group, JointGroup):
+        fix = f"{what} on a group of the job's own, as the default one"
+        raise ExchangeError(f"{group!r} is of several jobs, which do not {what} together; {fix}")
+
+
+def my_rank() -> int:
+    """This process's global rank. Raises ExchangeError where there is no process group."""
+    group_of(None)
+    return dist.get_rank()
+
+
+def group_of_mesh(mesh: DeviceMesh) -> Group | None:
+    """The group of all ranks of a mesh; None where there is none and none can be made.
+
+    A mesh of one axis has its own. One that is part of a mesh of all ranks has that of its axes
+    flattened: all ranks make the groups of all such parts together.
+    """
+    if mesh.ndim == 1:
+        return groups_of_axes(mesh)[0]
+    root = mesh._get_root_mesh()
+    # Flattening is collective, so all ranks have to be in the root.
+    if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
+        return None
+    name = "_".join(mesh.mesh_dim_names)
+    with _saying_gone(mesh):
+        found = mesh._flatten(f"shardmath_{name}").get_group()
+    return _check_ranks(found, mesh, mesh.mesh)
+
+
+def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
+    """The group of each of the mesh's axes that this rank is in. Raises ExchangeError where they are gone."""
+    with _saying_gone(mesh):
+        found = mesh.get_all_groups()
+    place = mesh.get_coordinate()
+    if place is None:
+        return found
+    groups = []
+    for axis, group in enumerate(found):
+        along: list[int | slice] = list(place)
+        along[axis] = slice(None)
+        groups.append(_check_ranks(group, mesh, mesh.mesh[tuple(along)]))
+    return groups
+
+
+@contextmanager
+def _saying_gone(mesh: DeviceMesh) -> Iterator[None]:
+    """ExchangeErrors in place of torch's for groups that it no longer knows."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        what = f"the process group of {mesh} is gone ({error})"
+        raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
+
+
+def _check_ranks(group: Group, mesh: DeviceMesh, ranks_there: Tensor) -> Group:
+    """The group itself. Raises ExchangeError for one that has other ranks than the mesh has there.
+
+    A mesh finds its groups by name, and after `destroy_process_group` torch gives names out again.
+    """
+    ranks = sorted(ranks_there.flatten().tolist())
+    if sorted(ranks_of(group)) != ranks:
+        what = f"the process group of {mesh} was destroyed, and another has its name"
+        raise ExchangeError(f"{what}; make the DeviceMesh anew")
+    return group
+
+
+def rank_or_0() -> int:
+    """This process's global rank; 0 where there is no process group."""
+    return 0 if is_alone() else dist.get_rank()
+
+
+def backend_of(group: Group) -> str:
+    """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
+    if isinstance(group, JointGroup):
+        return group.backend
+    name = str(dist.get_backend(group))
+    return next((known for known in ("nccl", "gloo") if known in name), name)
+
+
+def time_limit_of(group: Group) -> float:
+    """Seconds that the group's own collectives wait for a rank."""
+    device = "cuda" if backend_of(group) == "nccl" else "cpu"
+    backend = channel_of(group)._get_backend(torch.device(device))
+    limit: timedelta = backend.options._timeout
+    return limit.total_seconds()
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
+    if backend_of(group) != "nccl":
+        return torch.device("cpu")
+    bound: torch.device | None = getattr(channel_of(group), "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
+def allow_seconds(group: Group, seconds: float) -> None:
+    """What the group's GPUs are told next may take so long, after which torch's watchdog ends the process.
+
+    Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
+    """
+    missing = seconds - time_limit_of(group)
+    extend = getattr(
+        channel_of(group)._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None
+    )
+    if missing > 0 and extend is not None:
+        extend(timedelta(seconds=missing))
+
+
+def find_missing(group: Group) -> tuple[str, list[str]]:
+    """The kind of an NCCL group's backend (torch 2.15: ProcessGroupNCCL2), and what it lacks that moves rely on."""
+    backend = channel_of(group)._get_backend(torch.device("cuda"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    limit = getattr(getattr(backend, "options", None), "_timeout", None)
+    offered = {
+        "supports_coalescing": getattr(backend, "supports_coalescing", False),
+        "options._timeout": isinstance(limit, timedelta),
+        "_add_ephemeral_timeout": hasattr(backend, "_add_ephemeral_timeout"),
+    }
+    return type(backend).__name__, [name for name, there in offered.items() if not there]
+
+
+@contextmanager
+def closing_group(group: Group, device: torch.device) -> Iterator[None]:
+    """Closes NCCL's group where a batch is left by an exception: torch leaves it open, for all that the thread does."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            channel_of(group)._end_coalescing(device)
+        raise
+
+
+def store_of(group: Group) -> Store | None:
+    """The group's key-value store; None where torch no longer says."""
+    if isinstance(group, JointGroup):
+        return group.store
+    try:
+        return c10d._get_process_group_store(group)
+    except (AttributeError, KeyError):
+        return None
+
+
+def packs_saved_tensors() -> bool:
+    """Whether something, as activation checkpointing, packs what autograd saves here (torch 2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_own_connections(group: Group) -> bool:
+    """Whether it is not the default group, on which a job's other collectives go."""
+    return group is not dist.group.WORLD
+
+
+class Spec(NamedTuple):
+    """What a DTensor says of itself: placements, and what may be meant by them.
+
+    `order` are the mesh dimensions that divide, first to last, where that is not left to right; `readings` otherwise.
+    """
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...] | None
+    readings: tuple[Literal["placement", "order"], ...]
+
+
+def spec_of(tensor: DTensor) -> Spec:
+    """The DTensor's placements and how they may be read (torch 2.13: DTensorSpec.shard_order)."""
+    spec = tensor._spec
+    placements = tuple(spec.placements)
+    if any(isinstance(p, _StridedShard) for p in placements):
+        is_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+        return Spec(placements, None, ("placement", "order") if is_order else ("placement",))
+    order: list[int] = []
+    for entry in getattr(spec, "shard_order", None) or ():
+        order += entry.mesh_dims
+    # Left to right, each tensor dimension for itself, is what placements say anyway.
+    usual = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
+    unusual = tuple(order) if order != usual else None
+    return Spec(placements, unusual, ("placement", "order"))
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hold_nothing(tensor: DTensor) -> None:
+    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has: of none, a zero.
+
+    torch's own has one dimension, and its `to_local` cannot take gradients of that (torch 2.13).
+    """
+    tensor._local_tensor = tensor._local_tensor.new_zeros((0,) * tensor.ndim)
+
+
+def shape_of_scalar(local: Tensor) -> Tensor:
+    """In place of an empty tensor on a rank that is not on a scalar's mesh: one of its shape, as part of the graph.
+
+    `DTensor.from_local` takes `shape=()` for none given, and that of the local tensor instead (torch 2.13).
+    """
+    return local.sum() if local.requires_grad else local.new_zeros(())
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The local tensor, not part of the DTensor's graph."""
+    return tensor._local_tensor
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive, also from a later one at its address."""
+    return int(storage._cdata)
+
+
+def storage_start(tensor: Tensor) -> int | None:
+    """Where in the file that a tensor without data was read from its storage begins."""
+    return tensor.untyped_storage()._checkpoint_offset

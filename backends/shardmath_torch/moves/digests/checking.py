@@ -1,0 +1,142 @@
+"""A move compared: whether the destination has what the source had, and whether the source stayed as it was.
+
+1. Each rank weighs its source before the move, and its source and destination after it; then all ranks
+   tell each other these numbers once.
+2. A source of another digest than before was written while it was moved: then nobody can say what should
+   have arrived. Otherwise a destination of another digest than the source got wrong bytes.
+3. A plan that reduces makes elements that no source has, and one for a part of a tensor leaves the rest
+   out: neither is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import show_ranks, shown
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.plan import Movable
+from shardmath.values.digests.patches import hull, list_held, list_patches
+from shardmath.values.digests.shares import Shares, add_patches, label, show_box
+from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.moves.digests.comparing import bound_sides, find_odd_replica
+from shardmath_torch.moves.digests.sides import (
+    AllShares,
+    Side,
+    count_shares,
+    divide_shares,
+    gather_numbers,
+)
+
+__all__ = ["Check", "check_checkable"]
+
+Tensors = Mapping[str, Tensor]
+
+
+def check_checkable(check: object, plan: Movable) -> None:
+    """Raise ExchangeError for what is no check, and for a plan whose destination is not its source in
+    another layout."""
+    if check is None:
+        return
+    if not isinstance(check, str) or check != "digest":
+        raise ExchangeError(f"check={shown(check)} is unknown; pass 'digest', or leave it out")
+    why = _find_change_of_content(plan)
+    if why:
+        what = "check='digest' compares the destination with the source"
+        fix = "leave check out, and compare what should be alike by smt.digest"
+        raise ExchangeError(f"{what}, but {why}; {fix}")
+
+
+def _find_change_of_content(plan: Movable) -> str:
+    """Why the plan's destination does not hold what the source does; "" where it does."""
+    if isinstance(plan, Transposed):
+        return "an adjoint adds up what several ranks hold"
+    for side in (plan.src, plan.dst):
+        for name, windows in side.items():
+            for layout in windows:
+                if layout.partial:
+                    return f"{label(name)} is Partial, so that a move reduces it: {layout}"
+    for name in plan.in_part:
+        return f"it holds {label(name)} in part: {plan.dst[name][0]}"
+    return ""
+
+
+class Check:
+    """A rank's tensors on both sides of a move that is compared."""
+
+    def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
+        self._src = Side(plan.src, rank, src)
+        self._dst = Side(plan.dst, rank, dst)
+        self._shares: list[int] = []
+
+    def begin(self) -> None:
+        """Weigh the source, before the move."""
+        self._shares = self._src.list_shares()
+
+    def end(self) -> None:
+        """Weigh the source and the destination, after it."""
+        self._shares += self._src.list_shares()
+        self._shares += self._dst.list_shares()
+
+    def compare(self, party: Party) -> str:
+        """What is wrong with the move, in the words of all ranks; "" for nothing. Raises PeerFailure."""
+        before, after, arrived = self._gather(party)
+        changed = _find_changed(self._src.windows, before, after)
+        if changed:
+            return changed
+        odd = find_odd_replica(party, self._src, after)
+        if odd:
+            return f"before the move, too, replicas of the source differ: {odd}"
+        return self._find_wrong(party, after, arrived)
+
+    def _gather(self, party: Party) -> tuple[AllShares, AllShares, AllShares]:
+        """All ranks' shares of the source before the move and after it, and of the destination."""
+        src = self._src.windows
+        dst = self._dst.windows
+        sides = (src, src, dst)
+        counts = {rank: sum(count_shares(side, rank) for side in sides) for rank in party.ranks}
+        numbers = gather_numbers(party, self._shares, counts)
+        # Each side goes on where the one before it ended.
+        rest = {rank: iter(shares) for rank, shares in numbers.items()}
+        before, after, arrived = (divide_shares(side, rest) for side in sides)
+        return before, after, arrived
+
+    def _find_wrong(self, party: Party, source: AllShares, arrived: AllShares) -> str:
+        """What to say of the first tensor that is not at the destination what it is at the source."""
+        for name, windows in self._src.windows.items():
+            there = self._dst.windows[name]
+            if add_patches(windows, source[name]) != add_patches(there, arrived[name]):
+                box = bound_sides(party, name, (self._src, self._dst))
+                return (
+                    f"{label(name)} arrived with other bits in {show_box(box)} than its source has, "
+                    f"which is as it was before the move: something wrote it, or bytes came wrong; move it again"
+                )
+        fix = "something wrote them, or bytes came wrong; move it again"
+        odd = find_odd_replica(party, self._dst, arrived, fix)
+        return f"some replicas of the destination are wrong: {odd}" if odd else ""
+
+
+def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:
+    """What to say of the first tensor of which somebody's part is not what it was."""
+    for name, windows in side.items():
+        patches = _list_changed(windows, before[name], after[name])
+        if patches:
+            ranks = {rank for rank, _ in patches}
+            box = hull(list_patches(windows)[patches[0][1]])
+            return (
+                f"the source of {label(name)} changed while it was moved: {show_ranks(ranks)} has "
+                f"other bits than before in {show_box(box)}; let nothing write it during a move"
+            )
+    return ""
+
+
+def _list_changed(windows: Windows, before: Shares, after: Shares) -> list[tuple[int, int]]:
+    """(rank, patch) of all that is not what it was."""
+    changed = []
+    for rank, held in list_held(windows).items():
+        shares = zip(held, before[rank], after[rank], strict=True)
+        changed += [(rank, patch) for (patch, _), was, now in shares if was != now]
+    return changed

@@ -1,0 +1,62 @@
+"""The arithmetic of digests by torch, for tensors that numpy cannot see.
+
+1. Tensors on the CPU are numpy's arrays of the same memory, without a copy.
+2. Those elsewhere stay there: the same integers are computed where they are, and one number comes back.
+
+>>> array, library = see(torch.arange(6, dtype=torch.bfloat16))
+>>> array.dtype, library is NUMPY
+(dtype('int16'), True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardmath.values.digests.weighing import NUMPY, Array, Library
+from shardmath_torch.groups import dtypes
+
+__all__ = ["TORCH", "see"]
+
+
+class _Torch:
+    """torch, on whatever device its tensors are."""
+
+    def strides(self, array: Tensor) -> tuple[int, ...]:
+        return array.stride()
+
+    def transpose(self, array: Tensor, order: Sequence[int]) -> Tensor:
+        return array.permute(tuple(order))
+
+    def words(self, array: Tensor) -> Tensor:
+        word = torch.int8 if array.element_size() == 1 else torch.int16
+        whole = dtypes.flat(array.contiguous())
+        return whole.view(word).to(torch.float64)
+
+    def products(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return self.integers(rows @ weights)
+
+    def integers(self, array: Tensor) -> Tensor:
+        return array.to(torch.int64)
+
+    def join(self, arrays: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(arrays))
+
+    def constant(self, array: NDArray[Any], like: Tensor) -> Tensor:
+        # Torch writes through such a tensor, and weights are kept: hence a copy.
+        return torch.tensor(array, device=like.device)
+
+
+TORCH: Library = _Torch()
+
+
+def see(tensor: Tensor) -> tuple[Array, Library]:
+    """The tensor's bits as an array, and the library that it is of."""
+    words = dtypes.words(tensor)
+    if tensor.device.type == "cpu":
+        return dtypes.see_words(words), NUMPY
+    return words, TORCH

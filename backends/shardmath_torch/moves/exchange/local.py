@@ -1,0 +1,319 @@
+"""The tensors that a rank passes, checked against what a plan's layouts store there.
+
+1. A plan of two layouts takes a tensor a side; a plan of mappings takes dicts by local buffer key;
+   a side that the rank is not on takes None.
+2. Nothing is converted: a wrong shape, dtype or kind of device is an objection that names both and
+   the fix.
+3. Its memory must be there (`memory`): a move that found out later would have begun.
+4. Nor may tensors share memory that a move writes (`apart`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.errors import ExchangeError
+from shardmath.layouts.layout import Layout
+from shardmath.plans.plan import Movable
+from shardmath.plans.programs.part import own_boxes, stored_on
+from shardmath_torch.moves.exchange.memory import missing_memory, plain
+from shardmath_torch.moves.exchange.overlaps import (
+    find_meeting,
+    find_meeting_sides,
+    overlaps_itself,
+    shares_memory,
+)
+
+__all__ = [
+    "Local",
+    "Tensors",
+    "Wanted",
+    "by_key",
+    "check",
+    "fits",
+    "signature",
+    "wanted",
+    "witness",
+]
+
+Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
+"""What a rank passes for one side."""
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+MOST_NAMES = 8
+"""Names that an error shows."""
+
+
+class Wanted(NamedTuple):
+    """What a rank stores on one side: local buffer key -> (local shape, layout); `single`: one tensor, not a dict."""
+
+    side: str
+    rank: int
+    tensors: Mapping[str, tuple[tuple[int, ...], Layout]]
+    single: bool
+
+
+def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
+    """What `rank` passes to a move of the plan: source and destination."""
+    sides = []
+    for side, layouts in (("source", plan.src), ("destination", plan.dst)):
+        tensors = {}
+        for key, (_, layout) in stored_on(layouts, rank).items():
+            tensors[key] = layout.local_shape(rank), layout
+        single = not plan.is_tree and len(layouts[""]) == 1
+        sides.append(Wanted(side, rank, tensors, single))
+    return sides[0], sides[1]
+
+
+# Names
+
+
+def by_key(want: Wanted, given: Local) -> Tensors:
+    """The side's tensors, without subclasses that can be seen through, by local buffer key.
+
+    Raises ExchangeError for names that are missing or too many.
+    """
+    named = _name_tensors(want, given)
+    _check_names(want, named)
+    return {key: plain(t) if isinstance(t, Tensor) else t for key, t in named.items()}
+
+
+def _name_tensors(want: Wanted, given: Local) -> Tensors:
+    """The tensors as a mapping. Raises ExchangeError where one tensor and a dict are mistaken for each other."""
+    if given is None:
+        return {}
+    if isinstance(given, Tensor):
+        if want.single:
+            return {"": given}
+        what = f"the {want.side} is one tensor; the plan has names"
+        raise ExchangeError(f"{what}: pass a dict with {_list_names(want.tensors)}")
+    if not isinstance(given, Mapping):
+        raise ExchangeError(
+            f"the {want.side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None"
+        )
+    if want.single and given:
+        what = f"the {want.side} is a dict with {_list_names(given)}; the plan has one tensor"
+        raise ExchangeError(f"{what}: pass it without a dict")
+    return given
+
+
+def _check_names(want: Wanted, given: Tensors) -> None:
+    """Raise ExchangeError for a name that is missing, and for one too many."""
+    for key in want.tensors:
+        if key not in given:
+            what = f"{_label(want.side, key)} is missing: {_list_names(given)} given"
+            out = " as out=" if want.side == "destination" else ""
+            raise ExchangeError(f"{what}; pass {_list_names(want.tensors)}{out}")
+    for key in given:
+        if key in want.tensors:
+            continue
+        label = _label(want.side, key)
+        if not want.tensors:
+            what = f"{label} is given, but this rank is not on the {want.side} side"
+            raise ExchangeError(f"{what}; {'pass None' if want.single else 'leave it out'}")
+        what = f"{label} is not one that this rank stores"
+        raise ExchangeError(f"{what}; pass {_list_names(want.tensors)}")
+
+
+def _label(side: str, key: str) -> str:
+    """How errors call a tensor."""
+    return f"{side} tensor {key!r}" if key else f"the {side} tensor"
+
+
+def _list_names(keys: Mapping[str, object]) -> str:
+    """The first of the names, and how many there are where that is not all."""
+    shown = [repr(key) for key in keys if key]
+    if not shown:
+        return "one tensor" if "" in keys else "nothing"
+    few = ", ".join(shown[:MOST_NAMES])
+    if len(shown) > MOST_NAMES:
+        few += f", ... ({len(shown)} in all)"
+    return few
+
+
+# Each tensor
+
+
+def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
+    """Raises ExchangeError for the first tensor of a side that is not as stored there, or not on such a device."""
+    for key, (shape, layout) in want.tensors.items():
+        label = _label(want.side, key)
+        tensor = tensors[key]
+        _check_kind(label, tensor)
+        _check_shape(label, tensor, shape, layout)
+        if device is not None:
+            _check_device(label, tensor, device)
+        _check_memory(label, tensor)
+
+
+def _check_kind(label: str, tensor: object) -> None:
+    """Raise ExchangeError for what is not a tensor, or has no shape of its own."""
+    if not isinstance(tensor, Tensor):
+        raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
+    if isinstance(tensor, DTensor):
+        raise ExchangeError(f"{label} is a DTensor; pass its local tensor, tensor.to_local()")
+    if tensor.is_nested:
+        raise ExchangeError(f"{label} is a nested tensor, which has no shape; pass a plain one")
+
+
+def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Layout) -> None:
+    """Raise ExchangeError for another shape or dtype than the layout's."""
+    if tuple(tensor.shape) != shape:
+        what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"
+        raise ExchangeError(f"{what}; pass the local tensor of {layout}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != layout.dtype:
+        what = f"{label} has dtype {dtype}, the plan's layout has {layout.dtype}"
+        fix = f"pass a tensor of {layout.dtype}, or plan with dtype={dtype!r}"
+        raise ExchangeError(f"{what}; {fix}")
+
+
+def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ExchangeError for a tensor that the group cannot move."""
+    here = tensor.device
+    if here != device:
+        what = f"{label} is on device '{here}', the process group moves tensors on '{device}'"
+        fix = f"pass it on '{device}', or compile on a group for '{here}'"
+        raise ExchangeError(f"{what}; {fix}")
+
+
+def _check_memory(label: str, tensor: Tensor) -> None:
+    """Raise ExchangeError where the bytes in memory are not the elements, or are not there."""
+    if tensor.layout != torch.strided:
+        what = f"{label} is stored as {tensor.layout}"
+        raise ExchangeError(f"{what}; pass a plain strided tensor: .to_dense()")
+    if tensor.is_conj() or tensor.is_neg():
+        what = f"{label} is a lazy conjugate or negative"
+        fix = "pass a plain strided tensor: .resolve_conj().resolve_neg()"
+        raise ExchangeError(f"{what}; {fix}")
+    lacks = missing_memory(tensor)
+    if lacks:
+        fix = "pass a plain tensor on its own memory, while that is there"
+        raise ExchangeError(f"{label} {lacks}; {fix}")
+
+
+# All of them together
+
+
+def check(
+    wants: tuple[Wanted, Wanted],
+    given: tuple[Tensors, Tensors],
+    device: torch.device,
+    apart: bool = True,
+) -> None:
+    """Raises ExchangeError for the first tensor that does not fit; `apart`: sides may not share memory."""
+    for want, tensors in zip(wants, given, strict=True):
+        fits(want, tensors, device)
+    src, dst = given
+    _check_writable(dst)
+    _check_one_device(src, dst)
+    if apart:
+        _check_sides_apart(src, dst)
+    _check_destinations_apart(wants[1], dst)
+
+
+def _check_writable(dst: Tensors) -> None:
+    """Raise ExchangeError for a destination of which several elements are one cell."""
+    for key, tensor in dst.items():
+        if overlaps_itself(tensor):
+            label = _label("destination", key)
+            what = f"{label} has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            fix = "which put several elements into one cell; pass .contiguous() of it"
+            raise ExchangeError(f"{what}, {fix}")
+
+
+def _check_one_device(src: Tensors, dst: Tensors) -> None:
+    """Raise ExchangeError where the rank's tensors are on several devices."""
+    first: tuple[str, torch.device] | None = None
+    for side, tensors in (("source", src), ("destination", dst)):
+        for key, tensor in tensors.items():
+            label = _label(side, key)
+            first = first or (label, tensor.device)
+            if tensor.device != first[1]:
+                what = f"{label} is on device '{tensor.device}', {first[0]} on '{first[1]}'"
+                raise ExchangeError(f"{what}; pass all tensors of a rank on one device")
+
+
+def _check_sides_apart(src: Tensors, dst: Tensors) -> None:
+    """Raise ExchangeError where a source and a destination share memory."""
+    for here, there in find_meeting_sides(src, dst):
+        if shares_memory(src[here], dst[there]):
+            what = f"{_label('source', here)} and {_label('destination', there)} share memory"
+            why = "arriving bytes would overwrite some that have not left"
+            raise ExchangeError(f"{what}: {why}; pass a clone of one")
+
+
+def _check_destinations_apart(want: Wanted, dst: Tensors) -> None:
+    """Raise ExchangeError for a cell that is two destinations' own, as of tied weights passed twice."""
+    for one, other in find_meeting(dst):
+        parts = _list_own_parts(want, one, dst), _list_own_parts(want, other, dst)
+        if any(shares_memory(a, b) for a, b in itertools.product(*parts)):
+            what = f"{_label('destination', one)} and {_label('destination', other)} share memory"
+            fix = "one would overwrite the other; pass tensors of their own"
+            raise ExchangeError(f"{what}: {fix}")
+
+
+def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
+    """The boxes of the tensor that are its own: what lies in its holes may be another's."""
+    _, layout = want.tensors[key]
+    return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
+
+
+def witness(*given: Local) -> Callable[[], str]:
+    """Asked later: which of these destination tensors is not where it is now; "" for none."""
+    tensors: dict[str, Tensor] = {}
+    for some in given:
+        named = {"": some} if isinstance(some, Tensor) else some or {}
+        tensors.update(named)
+    before = {key: _describe_memory({key: tensor}) for key, tensor in tensors.items()}
+
+    def find_lost() -> str:
+        for key, was in before.items():
+            if _describe_memory({key: tensors[key]}) != was:
+                what = f"{_label('destination', key)} was freed or moved in smt.commit"
+                return f"{what}; leave destinations alone until the block ends"
+        return ""
+
+    return find_lost
+
+
+def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
+    """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
+    src, dst = given
+    return _describe_memory(src), _describe_memory(dst)
+
+
+def _describe_memory(tensors: Tensors) -> list[object]:
+    """All that a check depends on, end to end; equal to nothing for what has no memory.
+
+    Of many small tensors this takes as long as copying them, hence one row, and no function for each.
+    """
+    # No tuple is made of a generator: while another thread looks at all objects, as `prepare` of a refit does, CPython
+    # 3.11 cannot end that (SystemError).
+    found: list[object] = [*tensors]
+    for tensor in tensors.values():
+        try:
+            storage = tensor.untyped_storage()
+            found += (
+                type(tensor),
+                storage.data_ptr(),
+                # A storage that shrank may stay where it was.
+                storage.nbytes(),
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.device,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+        except (AttributeError, RuntimeError):
+            # No tensor, or one without memory of its own.
+            found.append(object())
+    return found

@@ -1,0 +1,121 @@
+"""Whether tensors share memory.
+
+1. A rank's source and destination may be any views, but must not share memory: what arrives would
+   overwrite what has not left.
+2. Destinations must not share cells that are theirs; holes may be another's.
+3. Tensors are compared in pairs only where their extents meet, from the first to the last byte that
+   each uses: one sweep over where these begin finds all such pairs.
+
+>>> import torch
+>>> buffer = torch.zeros(4, 6)
+>>> left, right = buffer[:, :3], buffer[:, 3:]
+>>> list(find_meeting({"left": left, "right": right})), shares_memory(left, right)
+([('left', 'right')], False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from shardmath_torch.groups.dtypes import Seen
+from shardmath_torch.moves.exchange.memory import reach
+
+__all__ = ["find_meeting", "find_meeting_sides", "overlaps_itself", "shares_memory"]
+
+COUNTED = 1 << 20
+"""Elements of a tensor whose cells are looked at one by one."""
+
+MOST_WORK = 100_000
+"""Steps that numpy may take to find a common byte."""
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one cell.
+
+    Of a small tensor it is known; a large one must nest: each stride steps over all that smaller ones reach.
+    """
+    dims = []
+    for step, count in zip(tensor.stride(), tensor.shape, strict=True):
+        if count > 1:
+            dims.append((step, count))
+    dims.sort()
+    reached = 0
+    for step, count in dims:
+        if step <= reached:
+            return tensor.numel() > COUNTED or not _are_all_apart(dims, tensor.numel())
+        reached += (count - 1) * step
+    return False
+
+
+def _are_all_apart(dims: list[tuple[int, int]], numel: int) -> bool:
+    """Whether so many elements of these strides and lengths lie in as many cells."""
+    if not numel:
+        return True
+    cells = np.zeros(1, np.int64)
+    for step, count in dims:
+        along = step * np.arange(count)
+        cells = np.add.outer(cells, along).reshape(-1)
+    return len(np.unique(cells)) == numel
+
+
+class _Span(NamedTuple):
+    """The extent of a tensor: the first, and one past the last byte of memory that it uses."""
+
+    start: int
+    end: int
+    key: str
+
+
+def _list_spans(tensors: Mapping[str, Tensor]) -> list[_Span]:
+    """The extents of all tensors that have elements."""
+    spans = []
+    for key, tensor in tensors.items():
+        if tensor.numel():
+            start = tensor.data_ptr()
+            nbytes = reach(tensor) * tensor.element_size()
+            spans.append(_Span(start, start + nbytes, key))
+    return spans
+
+
+def find_meeting(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of keys whose extents of memory meet."""
+    active: list[_Span] = []
+    for span in sorted(_list_spans(tensors)):
+        # Spans come by their starts, so one that has ended meets none that follows.
+        active = [other for other in active if other.end > span.start]
+        for other in active:
+            yield other.key, span.key
+        active.append(span)
+
+
+def find_meeting_sides(
+    src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    """Pairs (source key, destination key) whose extents of memory meet."""
+    spans = [(span, True) for span in _list_spans(src)]
+    spans += [(span, False) for span in _list_spans(dst)]
+    sources: list[_Span] = []
+    destinations: list[_Span] = []
+    for span, is_source in sorted(spans):
+        mine, others = (sources, destinations) if is_source else (destinations, sources)
+        # Only the other side's spans are looked at, so they alone are thinned out here.
+        others[:] = [other for other in others if other.end > span.start]
+        for other in others:
+            yield (span.key, other.key) if is_source else (other.key, span.key)
+        mine.append(span)
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the tensors have a byte in common; yes where that is too hard to tell."""
+    # numpy's own types know two values of max_work only.
+    shares: Callable[..., bool] = np.shares_memory
+    # Addresses alone, of memory that is never read.
+    here, there = (np.asarray(Seen(one, f"|V{one.element_size()}")) for one in (a, b))
+    try:
+        return shares(here, there, max_work=MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True

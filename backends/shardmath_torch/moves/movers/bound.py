@@ -1,0 +1,59 @@
+"""Bound: which tensors a mover has looked at, so that it looks at them once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardmath.plans.plan import Movable
+from shardmath_torch.moves.exchange.local import Local, Tensors, by_key, check, signature, wanted
+from shardmath_torch.moves.movers import stages
+from shardmath_torch.moves.movers.calls import Call
+from shardmath_torch.moves.movers.carriers import Carrier
+from shardmath_torch.moves.movers.stages import Stages
+
+__all__ = ["Bound"]
+
+
+class _Held(NamedTuple):
+    """Mappings that a caller holds on to, and what was bound of them."""
+
+    src: Local
+    out: Local
+    tensors: tuple[Tensors, Tensors]
+
+    def is_of(self, src: Local, out: Local) -> bool:
+        """Whether these are the same mappings."""
+        return src is self.src and out is self.out
+
+
+class Bound:
+    """What a rank has bound for moves by a plan."""
+
+    def __init__(self, plan: Movable, rank: int) -> None:
+        self._wanted = wanted(plan, rank)
+        self._checked: object = None
+        self._held: _Held | None = None
+
+    def prepare(
+        self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
+    ) -> tuple[Tensors, Tensors]:
+        """The call's tensors by local buffer key, bound unless these were already. Raises ExchangeError."""
+        src, out = stages.bind(ends, call.src, call.out)
+        if call.held and self._held is not None and self._held.is_of(src, out):
+            return self._held.tensors
+        tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        signed = signature(tensors)
+        if signed != self._checked or call.held or self._held is not None:
+            # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
+            self.let_go()
+            check(self._wanted, tensors, device, apart=not carrier.is_beside)
+            carrier.prepare(*tensors, call.held)
+            self._checked = signed
+            self._held = _Held(src, out, tensors) if call.held else None
+        return tensors
+
+    def let_go(self) -> None:
+        """Keep nothing of tensors: the next move looks at its own."""
+        self._checked = self._held = None

@@ -1,0 +1,118 @@
+"""Moved: what a move did on this rank, and in what time.
+
+>>> traffic = Traffic({1: Amount(2, 4_000_000)}, {}, Amount(1, 1_000_000))
+>>> seconds = {"preparing": 1e-5, "agreeing": 5e-4, "packing": 3e-4, "waiting": 7e-4}
+>>> print(Moved("move 3 of plan 1234", "step 3", traffic, seconds, {1: 7e-4}))
+move 3 of plan 1234, 'step 3': 1.51 ms, 4.00 GB/s
+sent 4.00 MB in 2 messages, received 0 B in 0 messages, kept 1.00 MB
+preparing 10 us, agreeing 500 us, packing 300 us, waiting 700 us
+rank     sent  messages  received  messages  waited for
+   1  4.00 MB         2       0 B         0      700 us
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardmath.base.public import public
+from shardmath.base.text import make_table, plural, show_bytes, show_seconds
+from shardmath_torch.moves.observing.laps import WORK
+from shardmath_torch.moves.observing.traffic import Amount, Traffic, add_up
+
+__all__ = ["Moved"]
+
+HEAD = ("rank", "sent", "messages", "received", "messages", "waited for")
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a move did on this rank: bytes and messages by peer, seconds by phase and by peer.
+
+    `seconds` add up to the time of the call. `waited`: by peer, how long this rank did nothing but wait for its
+    messages to come or leave. Messages are waited for one after another, so that who is late counts, and who was late
+    at the same time does not.
+    """
+
+    name: str
+    label: str
+    traffic: Traffic
+    seconds: Mapping[str, float]
+    waited: Mapping[int, float]
+
+    @property
+    def sent(self) -> Amount:
+        """Messages and bytes to other ranks."""
+        return add_up(self.traffic.sent)
+
+    @property
+    def received(self) -> Amount:
+        """Messages and bytes from other ranks."""
+        return add_up(self.traffic.received)
+
+    @property
+    def kept(self) -> Amount:
+        """What stayed on this rank."""
+        return self.traffic.kept
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the call."""
+        return sum(self.seconds.values())
+
+    @property
+    def moving_s(self) -> float:
+        """Seconds from the vote to the end of all messages."""
+        return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes sent or received, whichever are more, per second of moving; 0.0 where nothing moved."""
+        most = max(self.sent.nbytes, self.received.nbytes)
+        return most / self.moving_s if self.moving_s else 0.0
+
+    def __str__(self) -> str:
+        sent, received, kept = self.sent, self.received, self.kept
+        lines = [
+            f"{self.title}: {show_seconds(self.total_s)}, {self.rate}",
+            f"sent {_show(sent)}, received {_show(received)}, kept {show_bytes(kept.nbytes)}",
+            self.phases,
+        ]
+        if self.traffic.sent or self.traffic.received:
+            lines.append(make_table(HEAD, self._list_peers()))
+        return "\n".join(lines)
+
+    @property
+    def title(self) -> str:
+        """Which move, and what for."""
+        return f"{self.name}, {self.label!r}" if self.label else self.name
+
+    @property
+    def rate(self) -> str:
+        """`bytes_per_s` in words."""
+        return f"{show_bytes(self.bytes_per_s)}/s"
+
+    @property
+    def phases(self) -> str:
+        """`seconds` in words."""
+        return ", ".join(f"{name} {show_seconds(took)}" for name, took in self.seconds.items())
+
+    def _list_peers(self) -> Iterator[tuple[object, ...]]:
+        """A row for each peer."""
+        sent, received, _ = self.traffic
+        for peer in sorted({*sent, *received}):
+            out = sent.get(peer, Amount())
+            into = received.get(peer, Amount())
+            yield (
+                peer,
+                show_bytes(out.nbytes),
+                out.messages,
+                show_bytes(into.nbytes),
+                into.messages,
+                show_seconds(self.waited.get(peer, 0.0)),
+            )
+
+
+def _show(amount: Amount) -> str:
+    return f"{show_bytes(amount.nbytes)} in {plural(amount.messages, 'message')}"

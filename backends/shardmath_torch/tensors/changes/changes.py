@@ -1,0 +1,188 @@
+"""Changes: moves that send only what changed since the move before.
+
+    send = smt.compile_changes(plan)     # collective, once
+    send(mine, out=theirs)               # the first is a whole move
+    send(mine, out=theirs)               # from then on, what has changed at the sources
+
+1. Each source rank keeps a snapshot of what it sent, or is told which cells have changed.
+2. Destinations must still hold what the move before brought: what a rank changes there itself stays changed.
+3. Every call is a turn of the group, as every move is (`mover`): what one rank objects to is an error on all, and no
+   destination has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from shardmath.base.public import public
+from shardmath.base.text import shown
+from shardmath.plans.plan import Plan
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.agree import Ballot
+from shardmath_torch.groups.agreement.naming import describe_crossing
+from shardmath_torch.groups.agreement.party import is_time
+from shardmath_torch.groups.agreement.transport import join
+from shardmath_torch.moves.commits.shadows import Shadows
+from shardmath_torch.moves.exchange.local import Local
+from shardmath_torch.moves.exchange.task import Engine, Task
+from shardmath_torch.moves.movers.calls import EVERY, Call, keep
+from shardmath_torch.moves.movers.carriers import Whole
+from shardmath_torch.moves.movers.compile import AgreeFirst, make_ready
+from shardmath_torch.moves.movers.handles import Handle
+from shardmath_torch.moves.movers.mover import Mover, move_by
+from shardmath_torch.moves.movers.settings import (
+    ALL,
+    DEFAULT_TIMEOUT_S,
+    DIRECT,
+    LONGEST_GRACE_S,
+    Settings,
+    is_text,
+)
+from shardmath_torch.moves.movers.stages import Stage, list_own
+from shardmath_torch.moves.observing.bars import Progress
+from shardmath_torch.moves.observing.moved import Moved
+from shardmath_torch.tensors.changes.carrying import How, Sent, Sparse
+
+__all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
+
+
+@public
+class Changes(Mover):
+    """A plan compiled to move what has changed: `send(src_tensors, out=dst_tensors)`, collective.
+
+    `last` says what this rank sent in the last call, `snapshot_bytes` what its snapshots take. Raises ExchangeError.
+    """
+
+    @property
+    def _sparse(self) -> Sparse:
+        assert isinstance(self._carrier, Sparse), "made by make_changes"
+        return self._carrier
+
+    @property
+    def last(self) -> Sent | None:  # type: ignore[override]
+        """What this rank sent in the last move, even if ranks then did not commit it; None before the first."""
+        return self._sparse.last
+
+    @property
+    def moved(self) -> Moved | None:
+        """What the latest move that ended well did on this rank, as of `Mover.last`."""
+        return self._ledger.last
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of this rank's snapshots: those of what it sends of its source tensors, once it was sent."""
+        return self._sparse.snapshot_bytes
+
+    def __call__(  # type: ignore[override]
+        self,
+        src: Local,
+        *,
+        out: Local = None,
+        positions: Mapping[str, Tensor] | None = None,
+        whole: bool = False,
+        timeout: float | None = None,
+        acknowledge: bool = False,
+        label: str = "",
+        check: Literal["digest"] | None = None,
+        async_op: bool = False,
+        progress: Progress | None = None,
+    ) -> Sent | Handle:
+        """Bring `out` up to date with `src`; whole the first time, and where `whole` on all ranks alike.
+
+        `positions` tells which cells have changed, by local key: int64 tensors of numbers of cells, row by row in the
+        local shape, each once; of tensors that are not named nothing has. The other arguments are a move's.
+        """
+        how = How(keep(positions), whole)
+        call = Call(src, out, timeout, acknowledge, label, check, progress, how=how)
+        handle = move_by(self, call, async_op)
+        if handle is not None:
+            return handle
+        assert self.last is not None, "it has just sent"
+        return self.last
+
+
+def compile_changes(
+    plan: Plan,
+    *,
+    group: compat.Group | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    max_inflight_bytes: int | None = None,
+    thread: str | None = None,
+    commit: str = DIRECT,
+    agree: str = EVERY,
+    snapshots: bool = True,
+) -> Changes:
+    """The plan made ready to move what has changed. Collective, with the arguments of `compile`.
+
+    `snapshots=False` keeps none: every call but whole ones then passes `positions`. With `commit="all"` a whole move
+    takes as many bytes beside the destination as that has, a move of changes what it receives. Raises ExchangeError on
+    every rank where ranks pass different plans or settings, for a plan that reduces, and for a program.
+    """
+    settings = Settings(timeout, max_inflight_bytes, "auto", thread, commit, agree)
+    return make_changes(plan, group, settings, snapshots)
+
+
+def make_changes(
+    plan: Plan,
+    group: compat.Group | None,
+    settings: Settings,
+    snapshots: bool = True,
+    stages: tuple[Stage, ...] = (),
+    agree_first: AgreeFirst | None = None,
+) -> Changes:
+    """As `compile_changes`, with stages, and what else ranks agree on before they go on by another plan."""
+
+    def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)
+        _agree(plan, group, settings.timeout, snapshots, objection)
+
+    def agree_again(plan: object, group: compat.Group | None, settings: Settings) -> None:
+        if agree_first is not None:
+            agree_first(plan, group, settings)
+        agree(plan, group, settings)
+
+    def make(task: Task, engine: Engine, shadows: Shadows | None) -> Sparse:
+        return Sparse(task, Whole(task.part, engine, shadows), snapshots)
+
+    agree(plan, group, settings)
+    return Changes(make_ready(plan, group, settings, stages, make, agree_again))
+
+
+def _agree(
+    plan: object, group: compat.Group | None, timeout: float, snapshots: bool, objection: str
+) -> None:
+    """Ranks agree that they move changes, and that this is a plan by which they can."""
+    waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    grace = min(LONGEST_GRACE_S, waiting / 5)
+    party = join(compat.group_of(group), waiting - grace, grace)
+    claim = f"compile_changes(snapshots={snapshots!r})"
+    party.together(
+        lambda: party.vote(Ballot(claim, objection=objection)),
+        lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
+    )
+
+
+def _find_objection(plan: object, snapshots: object) -> str:
+    """Why changes of this cannot be moved; "" where they can."""
+    if not isinstance(snapshots, bool):
+        return f"snapshots={shown(snapshots)}; pass True or False"
+    if not isinstance(plan, Plan):
+        what = f"compile_changes takes a Plan, got {type(plan).__name__}"
+        return f"{what}; pass shardmath.plan(src, dst), of which no rank relays"
+    for name, windows in (*plan.src.items(), *plan.dst.items()):
+        if any(layout.partial for layout in windows):
+            return f"{windows[0]} is Partial in tensor {name!r}: what changed is a sum; use compile"
+    return ""
+
+
+def _find_unfinished(stages: Sequence[Stage], commit: object) -> str:
+    """Why changes cannot come in place on all ranks or on none where stages make tensors of them; "" where they can."""
+    own = list_own(stages)
+    if not (is_text(commit, ALL) and own):
+        return ""
+    what = f"{shown(min(own))} is what a rule makes another tensor of at the destination"
+    why = "with changes and commit='all' parts of it come as ranks commit, after that"
+    return f"{what}, and {why}; leave out one of both, or make it at the source"

@@ -1,0 +1,198 @@
+"""Comparing: which cells of tensors differ from what they held before.
+
+1. Snapshots are contiguous copies of the words in a box of each tensor: of what leaves it. Words are compared, not
+   values: NaN is equal to itself, and -0.0 is not 0.0.
+2. Blocks are compared that fit a cache, in the order in which they lie in memory: nothing else is as large as a tensor.
+3. Cells are numbered row by row, however the tensor lies in memory.
+
+>>> weights = {"w": torch.tensor([1.0, 2.0, 3.0])}
+>>> snapshots = Snapshots(weights, {"w": (slice(0, 3),)})
+>>> weights["w"][1] = float("nan")
+>>> (changed,) = snapshots.list_changed(weights)
+>>> changed.cells, changed.words.view(torch.float32), snapshots.nbytes
+(array([1]), tensor([nan]), 12)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.base.arrays import Ints
+from shardmath.values.changes.boxes import unravel
+from shardmath.values.changes.windows import Window, make_window
+from shardmath_torch.groups import dtypes
+from shardmath_torch.tensors.changes.differing import (
+    BLOCK_BYTES,
+    Scratch,
+    Words,
+    find_different_there,
+)
+
+__all__ = ["Changed", "Snapshots", "take"]
+
+DEVICE_BLOCK_BYTES = 1 << 26
+"""Of a tensor and its snapshot each, on a device where every block is waited for."""
+
+
+class Changed(NamedTuple):
+    """Cells of a source tensor, numbered row by row, and the words that they hold now.
+
+    `places` are the numbers of their words among the snapshots' of that size, where these are known.
+    """
+
+    key: str
+    cells: Ints
+    words: Tensor
+    places: Ints | None = None
+
+
+class _Snapshot(NamedTuple):
+    """What a tensor held in a box: which cells, and where its words begin among those of its size."""
+
+    window: Window
+    size: int
+    first: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The words of the box, in the order of the snapshot."""
+        return dtypes.words(tensor)[self.window.box].permute(self.window.order)
+
+
+class Snapshots:
+    """What tensors held in these boxes, given as slices with both ends."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
+        self._scratch = Scratch()
+        self._snapshots: dict[str, _Snapshot] = {}
+        lengths: dict[int, int] = {}
+        for key, box in boxes.items():
+            tensor = tensors[key]
+            # Dimensions in the order in which they lie in memory: so the tensor is read end to end.
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            window = make_window(tensor.shape, box, order)
+            size = tensor.element_size()
+            first = lengths.setdefault(size, 0)
+            self._snapshots[key] = _Snapshot(window, size, first)
+            lengths[size] += window.count
+        # Words of one size are one row: where they have changed, all are brought up to date at once.
+        self._words: dict[int, Tensor] = {}
+        for size, length in lengths.items():
+            device = next(t.device for t in tensors.values() if t.element_size() == size)
+            self._words[size] = torch.empty(length, dtype=dtypes.WORDS[size], device=device)
+        for key, snapshot in self._snapshots.items():
+            view = snapshot.view(tensors[key])
+            self._before(snapshot).view(view.shape).copy_(view)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take."""
+        return sum(words.nbytes for words in self._words.values())
+
+    def _before(self, snapshot: _Snapshot) -> Tensor:
+        """What the tensor held, as a row."""
+        past = snapshot.first + snapshot.window.count
+        return self._words[snapshot.size][snapshot.first : past]
+
+    def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
+        """The cells of the boxes that the tensors, which lie as before, have otherwise."""
+        for key, snapshot in self._snapshots.items():
+            view = snapshot.view(tensors[key])
+            before = self._before(snapshot)
+            if view.device.type == "cpu":
+                places, words = _compare(dtypes.see_words(view), before.numpy(), self._scratch)
+            else:
+                places, words = _compare_there(view, before)
+            if len(places):
+                cells = snapshot.window.number(places)
+                yield Changed(key, cells, words, places + snapshot.first)
+
+    def update(self, changed: Iterable[Changed]) -> None:
+        """Remember what these cells hold; those beyond the boxes are not remembered."""
+        by_size: dict[int, list[tuple[Ints, Tensor]]] = {}
+        for one in changed:
+            if one.key in self._snapshots:
+                size = one.words.element_size()
+                by_size.setdefault(size, []).append(self._locate(one))
+        for size, located in by_size.items():
+            places = np.concatenate([each for each, _ in located])
+            words = torch.cat([each for _, each in located])
+            self._words[size].scatter_(0, torch.from_numpy(places).to(words.device), words)
+
+    def _locate(self, changed: Changed) -> tuple[Ints, Tensor]:
+        """Where words are remembered, and those."""
+        if changed.places is not None:
+            return changed.places, changed.words
+        snapshot = self._snapshots[changed.key]
+        which, places = snapshot.window.find(changed.cells)
+        words = changed.words
+        if len(which) < len(words):
+            words = words[torch.from_numpy(which).to(words.device)]
+        return places + snapshot.first, words
+
+
+def take(tensor: Tensor, cells: Ints) -> Tensor:
+    """The words of these cells, numbered row by row."""
+    words = dtypes.words(tensor)
+    if words.is_contiguous():
+        return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]
+    along = unravel(cells, tuple(words.shape))
+    return words[tuple(torch.from_numpy(one).to(words.device) for one in along)]
+
+
+def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]:
+    """Where words are others than before, row by row, and what they are now."""
+    places = []
+    words = []
+    first = 0
+    for index in _list_blocks(now.shape, BLOCK_BYTES // now.itemsize):
+        block = scratch.flatten(now[index])
+        past = first + len(block)
+        found = scratch.find_different(block, before[first:past])
+        if len(found):
+            # Taken while the block is in a cache.
+            words.append(block[found])
+            found += first
+            places.append(found)
+        first = past
+    if not places:
+        return np.zeros(0, np.int64), torch.from_numpy(before[:0])
+    if len(places) == 1:
+        return places[0], torch.from_numpy(words[0])
+    return np.concatenate(places), torch.from_numpy(np.concatenate(words))
+
+
+def _compare_there(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
+    """As `_compare`, on the tensors' device."""
+    places = [np.zeros(0, np.int64)]
+    words = [before[:0]]
+    first = 0
+    for index in _list_blocks(now.shape, DEVICE_BLOCK_BYTES // now.element_size()):
+        block = dtypes.flat(now[index].contiguous())
+        past = first + len(block)
+        found = find_different_there(block, before[first:past])
+        words.append(block[found])
+        places.append(found.numpy(force=True) + first)
+        first = past
+    return np.concatenate(places), torch.cat(words)
+
+
+def _list_blocks(shape: Sequence[int], most: int) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of blocks of at most so many cells, in order."""
+    if not shape:
+        yield ()
+        return
+    inside = math.prod(shape[1:])
+    if inside <= most:
+        rows = max(1, most // max(inside, 1))
+        for first in range(0, shape[0], rows):
+            yield (slice(first, first + rows),)
+    else:
+        for row in range(shape[0]):
+            for rest in _list_blocks(shape[1:], most):
+                yield (row, *rest)

@@ -1,0 +1,149 @@
+"""`digest`: a number for what all ranks hold of a tensor, the same under every layout.
+
+1. Each rank weighs what it holds, where it is; what ranks tell each other is 8 bytes for each tensor.
+2. It is a turn of the group, as a move is: a rank's wrong tensor is an objection, hence an error on all
+   ranks; so are replicas that differ.
+3. Numbers are those of `shardmath.digest_of`, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias, overload
+
+from shardmath.base.arguments import as_integer
+from shardmath.base.digest import digest as digest_text
+from shardmath.base.errors import ExchangeError
+from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest
+from shardmath.plans.programs.part import stored_on
+from shardmath.values.digests.content import Held, read_side
+from shardmath.values.digests.shares import add_patches, seal
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.agree import Ballot
+from shardmath_torch.groups.agreement.gather import party_of
+from shardmath_torch.groups.agreement.naming import word_objection
+from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.groups.agreement.transport import package_of
+from shardmath_torch.groups.agreement.turns import check_thread, in_thread
+from shardmath_torch.moves.digests.comparing import find_odd_replica
+from shardmath_torch.moves.digests.sides import Side, count_shares, divide_shares, gather_numbers
+from shardmath_torch.moves.exchange.local import Local, Tensors, Wanted, by_key, fits
+
+__all__ = ["digest"]
+
+
+@overload
+def digest(
+    held: LayoutOrWindows, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
+) -> int: ...
+@overload
+def digest(
+    held: Mapping[str, LayoutOrWindows],
+    tensors: Local,
+    *,
+    group: compat.Group | None = None,
+    seed: int = 0,
+) -> dict[str, int]: ...
+def digest(
+    held: Held, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
+) -> int | dict[str, int]:
+    """The digest of a tensor from what all ranks hold of it, 0 to 2^61 - 2; of several, by name.
+
+    `held` is a layout, a tuple of them for a tensor in windows, or a mapping of either by name, the same
+    on all ranks; `tensors` are this rank's, as a move takes them; None where it holds nothing. The numbers
+    are those of `shardmath.digest_of`. Collective over `group` (default: all ranks), which has every rank
+    of the layouts. Raises ExchangeError on every rank: for tensors that do not fit, for replicas that
+    differ, for a Partial layout, for one that leaves an element to nobody, or where ranks disagree.
+    """
+    found = compat.group_of(group)
+    party = party_of(found)
+    if party is None:
+        package_of(found)  # says which backends there are
+        raise AssertionError("a backend without a party has no package")
+    given = _Given(held, tensors, seed)
+    digests = party.together(
+        lambda: _agree_and_add(party, given), lambda failure, rank: "ranks were to compare digests"
+    )
+    # Replicas that differ are known to all ranks alike, whose turn has ended.
+    if isinstance(digests, str):
+        raise ExchangeError(digests)
+    return digests if isinstance(held, Mapping) else digests[""]
+
+
+class _Given(NamedTuple):
+    """What `digest` was called with."""
+
+    held: Held
+    tensors: Local
+    seed: int
+
+
+_Prepared: TypeAlias = tuple[Side, list[int]]
+"""A side, and this rank's shares of it."""
+
+
+def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
+    """The digests by name, or what to say of replicas that differ. Raises Refused, PeerFailure."""
+    claim = "digest"
+    objection = ""
+    prepared: _Prepared | None = None
+    # What fails here is an objection: the others wait for this rank's vote.
+    try:
+        prepared = _prepare(party, given)
+        claim = f"digest of {_word(prepared[0])}"
+    except Exception as error:
+        objection = word_objection(error)
+    party.vote(Ballot(claim + in_thread(None), objection=objection), party.patience)
+    assert prepared is not None, "who objects does not get past the vote"
+    side, mine = prepared
+    counts = {rank: count_shares(side.windows, rank) for rank in party.ranks}
+    numbers = gather_numbers(party, mine, counts)
+    rest = {rank: iter(shares) for rank, shares in numbers.items()}
+    shares = divide_shares(side.windows, rest)
+    odd = find_odd_replica(party, side, shares)
+    if odd:
+        return odd
+    return {name: seal(own, add_patches(own, shares[name])) for name, own in side.windows.items()}
+
+
+def _prepare(party: Party, given: _Given) -> _Prepared:
+    """This rank's tensors, checked and weighed. Raises ShardError to object."""
+    check_thread(party.turns, None)
+    seed = as_integer(given.seed, "seed", ExchangeError)
+    windows = read_side(given.held)
+    _check_ranks(party, windows)
+    single = not isinstance(given.held, Mapping) and len(windows[""]) == 1
+    held = _read_tensors(party.rank, windows, given.tensors, single)
+    ordered = dict(sorted(windows.items()))
+    side = Side(ordered, party.rank, held, seed)
+    return side, side.list_shares()
+
+
+def _read_tensors(rank: int, side: Mapping[str, Windows], given: Local, single: bool) -> Tensors:
+    """This rank's tensors by local name. Raises ExchangeError for those that do not fit."""
+    tensors = {}
+    for key, (_, layout) in stored_on(side, rank).items():
+        tensors[key] = layout.local_shape(rank), layout
+    wanted = Wanted("given", rank, tensors, single)
+    held = by_key(wanted, given)
+    fits(wanted, held)
+    return held
+
+
+def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
+    """Raise ExchangeError where the group lacks a rank of a layout."""
+    known = set(party.ranks)
+    for windows in side.values():
+        for layout in windows:
+            outside = [rank for rank in layout.mesh.ranks if rank not in known]
+            if outside:
+                raise ExchangeError(
+                    f"rank {outside[0]} of {layout} is not in the group of ranks {list(party.ranks)[:16]}; "
+                    f"pass a group that has all of them"
+                )
+
+
+def _word(side: Side) -> str:
+    """What all ranks must say alike: which tensors, how they are held, and the seed."""
+    held = [(name, tuple(map(holdings_digest, own))) for name, own in side.windows.items()]
+    return f"{digest_text(held)[:24]}, seed={side.seed}"

@@ -1,0 +1,131 @@
+"""Saved: what transformers saves of a module's tensors, under other names or in parts.
+
+1. transformers keeps some models otherwise than it saves them, such as experts in a stack. Its own code that makes the
+   one of the other is run once on tensors without data, and recorded.
+2. Where a saved tensor is a box of a module's, in its order, it is a `Part`: no data moves to make one of the other.
+
+>>> recorded = Recorded(
+...     (("experts", (3, 2), "int64"),),
+...     (Native("experts.1.weight", (2,), "int64", (Piece("experts", 0, 2, ((2, 1, 1),)),), "views", ""),),
+... )
+>>> find_parts(recorded)
+[Part(name='experts.1.weight', shape=(2,), tensor='experts', box=((1, 2), (0, 2)), kept=(1,))]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from shardmath.base.errors import StoreError
+from shardmath.layouts.algebra.box import Box
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.recordings.recorded import Native, Recorded
+from shardmath.models.storage.stored import Shapes
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.refits.recording import record
+
+__all__ = ["Part", "find_parts", "record_conversion"]
+
+_Shape: TypeAlias = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A tensor of a checkpoint: its name and shape, and the box of a module's tensor that it is. It has the dimensions
+    `kept` of the box; the others are 1 long.
+    """
+
+    name: str
+    shape: _Shape
+    tensor: str
+    box: Box
+    kept: tuple[int, ...]
+
+
+def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
+    """What checkpoints of the module have of tensors of these shapes; None where that is the tensors themselves.
+
+    Raises StoreError where transformers computes with them.
+    """
+    revert = _find_reversion(module)
+    if revert is None:
+        return None
+    blank = {}
+    for name, (shape, dtype) in shapes.items():
+        blank[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+    saved = revert(blank)
+    # A tensor of the same name may be another, as one that is saved transposed.
+    if saved.keys() == blank.keys() and all(saved[name] is blank[name] for name in blank):
+        return None
+    into = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in revert(dict(tensors)).items():
+            into[name].copy_(tensor)
+
+    return record(load, shapes, into)
+
+
+def _find_reversion(module: nn.Module) -> Any:
+    """What transformers makes a module's tensors into as it saves them; None where it is no model of its."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        return None
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        saved: dict[str, Tensor] = revert_weight_conversion(module, tensors)
+        return saved
+
+    return revert
+
+
+def find_parts(recorded: Recorded) -> list[Part]:
+    """The saved tensors as parts of the module's. Raises StoreError for one that is not a box of one tensor."""
+    shapes = {name: shape for name, shape, _ in recorded.tensors}
+    return [_find_part(native, shapes) for native in recorded.natives]
+
+
+def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> Part:
+    if len(native.pieces) == 1 and not native.unwritten:
+        (piece,) = native.pieces
+        whole = shapes[piece.tensor]
+        for kept in itertools.combinations(range(len(whole)), len(native.shape)):
+            box = _find_box(piece, native.shape, kept, whole)
+            if _lies_in(piece, box, whole):
+                return Part(native.name, native.shape, piece.tensor, box, kept)
+    tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
+    what = (
+        f"transformers makes {native.name!r} of {tensors or 'nothing'}, not as a box of one tensor"
+    )
+    raise StoreError(f"{what}; give the tensors under the names that the checkpoint has")
+
+
+def _find_box(piece: Piece, shape: _Shape, kept: tuple[int, ...], whole: _Shape) -> Box:
+    """Where the piece begins in the whole tensor, as long as the shape along the dimensions that are kept."""
+    sizes = dict(zip(kept, shape, strict=True))
+    box = []
+    element = piece.element
+    for d, stride in enumerate(_list_strides(whole)):
+        at, element = divmod(element, stride)
+        box.append((at, at + sizes.get(d, 1)))
+    return tuple(box)
+
+
+def _lies_in(piece: Piece, box: Box, whole: _Shape) -> bool:
+    """Whether the piece is all of that box, in its order, and the box is inside the tensor."""
+    sizes = [stop - start for start, stop in box]
+    steps = zip(sizes, _list_strides(sizes), _list_strides(whole), strict=True)
+    inside = all(stop <= n for (_, stop), n in zip(box, whole, strict=True))
+    return inside and Piece(piece.tensor, 0, piece.element, tuple(steps)) == piece
+
+
+def _list_strides(shape: Sequence[int]) -> list[int]:
+    """Elements from one index to the next, per dimension."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return strides[::-1]

@@ -1,0 +1,143 @@
+"""DeviceMesh and Mesh: the same axes over the same ranks, with process groups and without.
+
+1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
+2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was
+   made here is kept, and made once under one default group. A process that ends its groups and
+   begins others begins here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmath.base.errors import MeshError
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import gather, shared
+
+__all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class World:
+    """What ranks made together under the default group `group`, by what it was made for.
+
+    `kept` is for other files.
+    """
+
+    group: object
+    meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    kept: dict[object, Any] = field(default_factory=dict)
+
+
+_latest = World(None)
+
+
+def world() -> World:
+    """What was made under the present default group; what was made under an earlier one is dropped."""
+    global _latest
+    group = dist.group.WORLD
+    if _latest.group is not group:
+        _latest = World(group)
+    return _latest
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+"""Weak, since a DeviceMesh holds what its world made."""
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The axes and ranks of a DeviceMesh."""
+    found = _meshes.get(device_mesh)
+    if found is None:
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
+        sizes = dict(zip(names, ranks.shape, strict=True))
+        found = Mesh(sizes, ranks=ranks.flatten().tolist())
+        _meshes[device_mesh] = found
+    return found
+
+
+def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """A DeviceMesh of these axes and ranks.
+
+    Collective over the default group on first use, as `group_for` is.
+    """
+    if not dist.is_initialized():
+        raise MeshError(
+            f"{mesh} has no process groups; call torch.distributed.init_process_group first"
+        )
+    size = dist.get_world_size()
+    outside = sorted(set(mesh.ranks) - set(range(size)))
+    if outside:
+        what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{size - 1}"
+        raise MeshError(f"{what}; use ranks of the group")
+    made = world().meshes
+    # No other thread makes groups in between: ranks have to make them in one order.
+    if (mesh, device_type) not in made:
+        with shared(None):
+            for each in _gather_requests((mesh, device_type), made, "make a DeviceMesh"):
+                made[each] = _make_device_mesh(*each)
+    return made[mesh, device_type]
+
+
+def _make_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """Collective over the default group, as torch makes a group per axis."""
+    ranks = torch.from_numpy(mesh.array())
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh.shape))
+
+
+def _gather_requests(mine: _T, made: Container[_T], what: str) -> list[_T]:
+    """What ranks ask for that is not made yet, each thing once and in one order."""
+    requests = set(gather(mine, None, what))
+    return sorted((one for one in requests if one not in made), key=repr)
+
+
+def group_for(
+    ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
+) -> dist.ProcessGroup | None:
+    """A group of exactly these ranks: None, the default one, where they are all; that of a mesh that has them.
+
+    A rank outside gets None, and has nothing to say in it.
+
+    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once,
+    also for different groups, of which none has been made before, and all make all of them in one
+    order. torch names groups by how many a rank has seen, so that ranks which make one without the
+    others may deadlock (`use_local_synchronization`, torch 2.13).
+    """
+    among = tuple(sorted(set(ranks)))
+    if len(among) == dist.get_world_size():
+        return None
+    for mesh in meshes:
+        if mesh is None or set(mesh_of(mesh).ranks) != set(among):
+            continue
+        if mesh.ndim == 1 and compat.my_rank() not in among:
+            return None
+        found = compat.group_of_mesh(mesh)
+        if found is not None:
+            return found
+    made = world().groups
+    if among not in made:
+        with shared(None):
+            for each in _gather_requests(among, made, "make a process group"):
+                made[each] = _make_group(each)
+    return made[among]
+
+
+def _make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Collective over the default group.
+
+    None on a rank outside, for which torch has a mark of its own.
+    """
+    made = dist.new_group(list(ranks))
+    return made if isinstance(made, dist.ProcessGroup) else None

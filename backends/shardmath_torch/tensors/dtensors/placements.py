@@ -1,0 +1,226 @@
+"""DTensor placements as Layouts, and Layouts as DTensor placements. Knows shapes and meshes, and not one tensor.
+
+1. `layout_of_placements` reads placements in one of the two readings of `shardmath.Layout`: as
+   splits, or as an order of splits.
+2. `placements_of` finds placements of which one reading is the layout, if there are any. Reading
+   them back gives the layout again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import placement_types as theirs
+
+from shardmath.base.errors import PlacementError, ShardError
+from shardmath.base.memo import memo
+from shardmath.layouts import placement as ours
+from shardmath.layouts.algebra.cuts import Chunks
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.layout import Layout
+from shardmath_torch.tensors.dtensors.devicemesh import mesh_of
+
+__all__ = [
+    "Placements",
+    "Reading",
+    "Shape",
+    "layout_in_order",
+    "layout_like",
+    "layout_of_placements",
+    "placements_of",
+]
+
+Reading: TypeAlias = Literal["placement", "order"]
+Shape: TypeAlias = tuple[int, ...]
+Placements: TypeAlias = tuple[theirs.Placement, ...]
+
+
+# Placements -> Layout
+
+
+def layout_like(
+    shape: Sequence[int],
+    device_mesh: DeviceMesh,
+    placements: Iterable[theirs.Placement],
+    dtype: object,
+) -> dict[Reading, Layout | ShardError]:
+    """The layouts of a tensor that `placements` on a DeviceMesh may stand for."""
+    size = tuple(shape)
+    mesh = mesh_of(device_mesh)
+    given = tuple(placements)
+    name = str(dtype).removeprefix("torch.")
+    both: tuple[Reading, ...] = get_args(Reading)
+    return {reading: layout_of_placements(size, mesh, given, name, reading) for reading in both}
+
+
+@memo()
+def layout_of_placements(
+    shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
+) -> Layout | ShardError:
+    """The layout in that reading, or why there is none."""
+    try:
+        spec = tuple(_translate(placement) for placement in placements)
+    except PlacementError as error:
+        return error.with_traceback(None)
+    return _try_layout(shape, mesh, spec, dtype, reading)
+
+
+def layout_in_order(
+    shape: Shape, mesh: Mesh, placements: Placements, dtype: str, order: Sequence[int]
+) -> Layout | ShardError:
+    """The layout of plain shards that divide in this order of mesh dimensions, or why there is none.
+
+    Raises PlacementError for a placement that shardmath does not have.
+    """
+    names = list(mesh.shape)
+    idle = [i for i in range(len(names)) if i not in order]  # divides nothing: first
+    spec = {names[i]: _translate(placements[i]) for i in (*idle, *order)}
+    return _try_layout(shape, mesh, spec, dtype, "placement")
+
+
+def _try_layout(
+    shape: Shape, mesh: Mesh, spec: Any, dtype: str, reading: Reading
+) -> Layout | ShardError:
+    """The layout, or its error without the frames, which would keep what they see alive."""
+    try:
+        return Layout(shape, mesh, spec, dtype=dtype, reading=reading)
+    except ShardError as error:
+        return error.with_traceback(None)
+
+
+def _translate(placement: theirs.Placement) -> ours.Spec:
+    """Our placement for one of DTensor's. Raises PlacementError where there is none."""
+    match placement:
+        case theirs._StridedShard():
+            return ours.StridedShard(placement.dim, int(placement.split_factor))
+        case theirs.Shard():
+            return ours.Shard(placement.dim)
+        case theirs.Replicate():
+            return ours.Replicate()
+        case theirs.Partial() if _is_plain_partial(placement):
+            return ours.Partial(placement.reduce_op)
+    if isinstance(placement, ours.BuiltIn | ours.Replicate | ours.Partial):
+        fix = "give torch's placements, or a Layout of these"
+        raise PlacementError(f"{placement!r} is shardmath's; {fix}")
+    known = "Shard, _StridedShard, Replicate, and Partial of " + ", ".join(ours.OPS)
+    what = f"{placement!r} is not among shardmath's placements, which are {known}"
+    raise PlacementError(f"{what}; redistribute it to one of these")
+
+
+def _is_plain_partial(placement: theirs.Partial) -> bool:
+    """Whether it says all by its operation: torch's subclasses (masked sums) hold more."""
+    return type(placement) is theirs.Partial and placement.reduce_op in ours.OPS
+
+
+# Layout -> placements
+
+
+@memo()
+def placements_of(layout: Layout) -> Placements:
+    """DTensor placements, one per mesh axis, of which one reading is the layout.
+
+    Raises PlacementError where there are none, saying why.
+    """
+    by_axis: dict[str, theirs.Placement] = {}
+    for name in layout.mesh.shape:
+        by_axis[name] = theirs.Replicate()
+    for name, op in layout.partial:
+        by_axis[name] = theirs.Partial(op)
+    readings: set[Reading] = set(get_args(Reading))
+    for d, dim in enumerate(layout.dims):
+        if dim.axes:
+            factors, readings = _find_factors(layout, d, dim, readings)
+            for name, factor in factors.items():
+                by_axis[name] = _write_shard(d, factor)
+        elif dim.stored is not None:
+            raise _inexpressible(layout, d, "it stores padding or less than the dimension")
+    return tuple(by_axis.values())
+
+
+def _find_factors(
+    layout: Layout, d: int, dim: Dimension, readings: set[Reading]
+) -> tuple[dict[str, int], set[Reading]]:
+    """Split factors of the axes that divide a dimension, and the readings in which they say what the layout does.
+
+    The first that are right in most of `readings`. Raises PlacementError where none are right.
+    """
+    best: dict[str, int] = {}
+    best_readings: set[Reading] = set()
+    for factors in _list_factors(layout.mesh, dim):
+        right = {reading for reading in readings if _is_right(layout, dim, factors, reading)}
+        if len(right) > len(best_readings):
+            best, best_readings = factors, right
+        if right == readings:
+            break
+    if not best_readings:
+        raise _inexpressible(layout, d, "no Shard or _StridedShard of its axes cuts it so")
+    return best, best_readings
+
+
+def _is_right(layout: Layout, dim: Dimension, factors: Mapping[str, int], reading: Reading) -> bool:
+    """Whether shards of these factors, in that reading, divide the dimension as the layout does."""
+    spec: list[ours.Spec] = []
+    for name in layout.mesh.shape:
+        factor = factors.get(name)
+        if factor is None:
+            spec.append(ours.Replicate())
+        elif factor == 1:
+            spec.append(ours.Shard(0))
+        else:
+            spec.append(ours.StridedShard(0, factor))
+    made = _try_layout((dim.size,), layout.mesh, tuple(spec), layout.dtype, reading)
+    return isinstance(made, Layout) and _holds_same(made.dims[0], dim, layout.mesh)
+
+
+def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
+    """Split factors to try for the axes that divide a dimension: products of digits' sizes, few and small first."""
+    names = [name for name in mesh.shape if name in dim.axes]
+    sizes = [dim.axes[name] for name in names] + _list_local_parts(dim)
+    products: set[int] = set()
+    for n in range(len(sizes) + 1):
+        products.update(math.prod(some) for some in itertools.combinations(sizes, n))
+    candidates = itertools.product(sorted(products), repeat=len(names))
+
+    def few_and_small(factors: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        strided = sum(factor > 1 for factor in factors)
+        return strided, factors
+
+    for chosen in sorted(candidates, key=few_and_small):
+        yield dict(zip(names, chosen, strict=True))
+
+
+def _list_local_parts(dim: Dimension) -> list[int]:
+    """Parts of the digits that every rank keeps."""
+    parts: list[int] = []
+    for field in dim.fields:
+        for digit in itertools.chain.from_iterable(field.stages):
+            if not digit.axes and isinstance(digit.cut, Chunks):
+                parts.append(digit.cut.parts)
+    return parts
+
+
+def _holds_same(a: Dimension, b: Dimension, mesh: Mesh) -> bool:
+    """Whether every rank holds the same of both."""
+    x, y = partition(a), partition(b)
+    x_by_rank = x.by_rank(mesh).tolist()
+    y_by_rank = y.by_rank(mesh).tolist()
+    pairs = set(zip(x_by_rank, y_by_rank, strict=True))
+    return all(x.parts[i] == y.parts[j] for i, j in pairs)
+
+
+def _write_shard(d: int, factor: int) -> theirs.Placement:
+    """DTensor's shard of dimension d with that split factor."""
+    if factor == 1:
+        return theirs.Shard(d)
+    return theirs._StridedShard(d, split_factor=factor)
+
+
+def _inexpressible(layout: Layout, d: int, why: str) -> PlacementError:
+    fix = "keep the local tensor with its Layout, or move it to a layout of Shard"
+    return PlacementError(f"DTensor cannot express dimension {d} of {layout}: {why}; {fix}")

@@ -1,0 +1,372 @@
+"""Redistribute: a DTensor, or a local tensor with its Layout, to any other layout on any mesh; differentiable.
+
+1. What a DTensor has is asked of it (`from_dtensor`), not of its placements alone; what comes out
+   is a DTensor where placements can say it, and else this rank's local tensor.
+2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the
+   gradient.
+3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input
+   has a Replicate gradient, or a Partial one where it arrives so along the same axis of the same
+   mesh, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial
+   gradient, which saves reducing it here.
+4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
+5. The move of a gradient says of which move it is, so that gradients of two tensors are never
+   mixed where ranks differentiate different functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
+
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.layouts.edits import cast as _of_dtype
+from shardmath.layouts.edits import repartialed
+from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.layout import Layout
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.dtensors.devicemesh import group_for, mesh_of
+from shardmath_torch.tensors.dtensors.dtensor import layout_among, local_of, to_dtensor
+from shardmath_torch.tensors.dtensors.moves import SILENT, Said, move_between
+from shardmath_torch.tensors.dtensors.placed import check_said
+from shardmath_torch.tensors.dtensors.placements import Reading, layout_like, placements_of
+
+__all__ = ["Target", "redistribute"]
+
+Target: TypeAlias = Layout | str | Sequence[Placement]
+Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
+
+
+def redistribute(
+    tensor: Tensor,
+    target: Target,
+    *,
+    layout: Layout | None = None,
+    device_mesh: DeviceMesh | None = None,
+    reading: Reading | None = None,
+    grad: Literal["replicate", "partial"] = "replicate",
+) -> Tensor:
+    """The same tensor, moved to the layout `target`; gradients flow back the same way.
+
+    `target` is a Layout, the text of one, or DTensor placements; text and placements are on
+    `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is found out
+    (`reading` helps where it has two), or this rank's local tensor of the Layout `layout`. Returns a
+    DTensor if DTensor has placements for the target, otherwise the local tensor. `grad` says what a
+    replicated input's gradient is: "replicate", the same on all ranks, or "partial", an addend of it
+    on each.
+
+    A rank outside the source's mesh passes an empty tensor. A rank outside the target's mesh gets an
+    empty tensor (for a scalar, a DTensor that holds a zero), and takes part in the backward:
+    `moved.to_local().sum().backward()` does, or the backward of any other function of it. All ranks
+    differentiate the same moves. Where gradients are differentiated in turn (`create_graph=True`),
+    use one function on all ranks: if the gradient depends on something on some of them alone, they
+    disagree, which is an ExchangeError.
+
+    Collective over the ranks of both meshes. The first time among ranks that are neither all nor
+    those of one of the DeviceMeshes, it is over the default group, since a process group or a
+    DeviceMesh is made: give `device_mesh` to avoid that. Raises LayoutError where shapes, dtypes or
+    readings do not fit, PlacementError where tensor or target have the placements of a fused weight
+    (`set_device_mesh`) and are not known to be one, and what `plan` and `compile` raise.
+    """
+    _check_given(tensor, target, device_mesh, grad)
+    own = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    if isinstance(target, str):
+        target = _read_text(target, tensor, layout, device_mesh or own)
+    if isinstance(target, Layout):
+        dst = target
+        src = _find_source(tensor, layout, reading, dst.mesh.ranks, device_mesh)
+        if device_mesh is None and own is not None and mesh_of(own) == dst.mesh:
+            device_mesh = own
+        result = _Form(device_mesh, _try_placements(dst))
+    else:
+        mesh = _require_mesh(device_mesh or own)
+        src = _find_source(tensor, layout, reading, mesh_of(mesh).ranks, mesh)
+        dst = _read_placements(src, mesh, target, reading)
+        result = _Form(mesh, tuple(target))
+    _check_same_tensor(src, dst)
+    route = _Route(src, dst, _form_of(tensor), result, grad)
+    moved: Tensor = _Moved.apply(tensor, route)  # type: ignore[no-untyped-call]
+    return moved
+
+
+# What is asked for
+
+
+def _check_given(tensor: object, target: object, device_mesh: object, grad: str) -> None:
+    """Raise LayoutError for an argument that is of no use as what it was given."""
+    if grad not in ("replicate", "partial"):
+        raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
+    if not isinstance(tensor, Tensor):
+        fix = "a rank that has no part of it passes torch.empty(0)"
+        raise LayoutError(f"{type(tensor).__name__} is not a tensor; {fix}")
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        fix = "give torch's DeviceMesh, or a Layout on that mesh as target"
+        raise LayoutError(f"device_mesh is {device_mesh!r}; {fix}")
+    if not isinstance(target, Layout | Sequence):
+        fix = "give a Layout, text of one, or a sequence of placements"
+        raise LayoutError(f"the target is {target!r}; {fix}")
+
+
+def _check_same_tensor(src: Layout, dst: Layout) -> None:
+    """Raise LayoutError unless both are layouts of one shape and dtype."""
+    if (dst.shape, dst.dtype) == (src.shape, src.dtype):
+        return
+    here = f"{src.dtype}{list(src.shape)}"
+    there = f"{dst.dtype}{list(dst.shape)}"
+    fix = "a move changes neither shape nor dtype"
+    raise LayoutError(f"the tensor is {here}, the target {there}; {fix}")
+
+
+def _require_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh of a target that has none of its own. Raises LayoutError where there is none."""
+    if mesh is None:
+        fix = "pass device_mesh= with them, or a Layout as the target"
+        raise LayoutError(f"placements are on a mesh; {fix}")
+    return mesh
+
+
+def _read_text(text: str, tensor: Tensor, layout: Layout | None, mesh: DeviceMesh | None) -> Layout:
+    """The layout that the text writes, of a tensor like this one, or like the whole that `layout` has."""
+    if layout is not None:
+        shape, dtype = layout.shape, layout.dtype
+    else:
+        shape, dtype = tuple(tensor.shape), _name_dtype(tensor.dtype)
+    return Layout(shape, mesh_of(_require_mesh(mesh)), text, dtype=dtype)
+
+
+def _find_source(
+    tensor: Tensor,
+    layout: Layout | None,
+    reading: Reading | None,
+    ranks: Iterable[int],
+    mesh: DeviceMesh | None,
+) -> Layout:
+    """The layout of the tensor: as given, or asked of a DTensor together with `ranks`."""
+    if isinstance(tensor, DTensor):
+        if layout is not None:
+            fix = "leave it out, or pass to_local()"
+            raise LayoutError(f"layout= is for plain tensors, a DTensor has its own; {fix}")
+        return layout_among(tensor, ranks, reading=reading, meshes=[mesh])
+    if layout is None:
+        raise LayoutError("a plain tensor is part of what? pass layout=, or a DTensor")
+    return layout
+
+
+def _read_placements(
+    src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
+) -> Layout:
+    """The layout that the target's placements stand for."""
+    found = _list_readings(src, mesh, target, reading)
+    layouts = [one for one in found if isinstance(one, Layout)]
+    if not layouts:
+        raise next(one for one in found if isinstance(one, ShardError))
+    first = layouts[0]
+    if not all(equivalent(first, other) for other in layouts[1:]):
+        texts = " and ".join(layout.text for layout in layouts)
+        what = f"{tuple(target)} has two readings at {src.shape}, {texts}"
+        raise LayoutError(f"{what}; pass reading=, or a Layout")
+    return first
+
+
+def _list_readings(
+    src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
+) -> list[Layout | ShardError]:
+    """What the target's placements may stand for, by the reading given or by both."""
+    found = layout_like(src.shape, mesh, target, src.dtype)
+    if reading is None:
+        check_said(mesh_of(mesh), target)
+        return list(found.values())
+    if reading not in found:
+        raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+    return [found[reading]]
+
+
+def _try_placements(layout: Layout) -> tuple[Placement, ...] | None:
+    """Placements that stand for the layout, if there are any."""
+    try:
+        return placements_of(layout)
+    except ShardError:
+        return None
+
+
+class _Form(NamedTuple):
+    """How a tensor shows itself: as a DTensor of these placements on a mesh, or as a local tensor where there are none.
+
+    Without a mesh one is made of the layout's.
+    """
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    """How the tensor shows itself."""
+    if isinstance(tensor, DTensor):
+        return _Form(tensor.device_mesh, tensor.placements)
+    return _Form(None, None)
+
+
+# The move, and its gradient
+
+
+class _Route(NamedTuple):
+    """A move from layout to layout, and how the tensors at its two ends show themselves.
+
+    `records_gradient`: it moves a gradient that depends on other tensors, which autograd records.
+    """
+
+    src: Layout
+    dst: Layout
+    source: _Form
+    target: _Form
+    grad: str
+    said: Said = SILENT
+    voted: bool = False
+
+    @property
+    def meshes(self) -> Meshes:
+        """DeviceMeshes that may have the group of all ranks."""
+        return self.source.mesh, self.target.mesh
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        moved, name = _move(local, route)
+        ctx.route, ctx.name, ctx.shape, ctx.device = route, name, tensor.shape, local.device
+        ctx.set_materialize_grads(False)  # zeros of a DTensor would have its global shape
+        # Activation checkpointing makes forwards again where something saved is asked for: so that all
+        # ranks make this one again, which all of them take part in, all have saved something.
+        # Without it nothing is saved, so that a graph may be gone through twice.
+        ctx.is_made_again = compat.packs_saved_tensors()
+        if ctx.is_made_again:
+            ctx.save_for_backward(local.new_empty(0))
+        form = route.target
+        if form.placements is None:
+            return moved
+        return to_dtensor(moved, route.dst, device_mesh=form.mesh, placements=form.placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
+        if ctx.is_made_again:
+            _ = ctx.saved_tensors
+        route: _Route = ctx.route
+        given = _make_zeros(route.dst, ctx.device) if gradient is None else gradient
+        here = _agree_on(_layout_of_gradient(given, route), route)
+        dual = _dualise(route.src, here, route.grad)
+        there = _of_dtype(dual, here.dtype)
+        form = route.source._replace(placements=_dualise_placements(route.source, there))
+        # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
+        # records it where this rank's gradient depends on something, so all ranks say whether it does.
+        again = torch.is_grad_enabled()
+        said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
+        given_form = _form_of(given)
+        if given_form.mesh is None:
+            # A plain gradient, too, goes among the ranks of the mesh that was given.
+            given_form = given_form._replace(mesh=route.target.mesh)
+        back = _Route(here, there, given_form, form, route.grad, said, voted=again)
+        moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
+        if form.placements is None and compat.my_rank() not in there.mesh:
+            # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.
+            moved = moved.new_zeros(ctx.shape) + moved.sum()
+        return moved.to(dtype_of(route.src.dtype)), None
+
+
+def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
+    """What this rank holds under `dst` of a tensor of which it holds `local` under `src`; the move's name."""
+    src, dst = route.src, route.dst
+    rank = compat.my_rank()
+    receives = rank in dst.mesh
+    out = _make_zeros(dst, local.device, filled=receives and bool(dst.holes(rank)))
+    move = move_between(src, dst, route.meshes, voted=route.voted)
+    if move is None:
+        return out, ""
+    given = local if rank in src.mesh else None
+    name = move(given, out=out if receives else None, said=route.said)
+    return out, name
+
+
+def _make_zeros(layout: Layout, device: torch.device, *, filled: bool = True) -> Tensor:
+    """A local tensor of the layout on this rank; an empty one, also for a scalar, where it has none."""
+    rank = compat.my_rank()
+    outside = (0,) * max(1, len(layout.shape))
+    shape = layout.local_shape(rank) if rank in layout.mesh else outside
+    make = torch.zeros if filled else torch.empty
+    return make(shape, dtype=dtype_of(layout.dtype), device=device)
+
+
+def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:
+    """The layout that a gradient arrives in; None on a rank that has none of it."""
+    if compat.my_rank() not in route.dst.mesh:
+        return None
+    if isinstance(gradient, DTensor):
+        # What placements like the target's mean was found out then, or was said.
+        if _form_of(gradient) == route.target:
+            return _of_dtype(route.dst, _name_dtype(gradient.dtype))
+        return layout_among(gradient, mesh_of(gradient.device_mesh).ranks)
+    reduced = repartialed(route.dst, ())
+    return _of_dtype(reduced, _name_dtype(gradient.dtype))
+
+
+def _agree_on(mine: Layout | None, route: _Route) -> Layout:
+    """The gradient's layout, told to the ranks that have none of it."""
+    receivers = set(route.dst.mesh.ranks)
+    everyone = receivers.union(route.src.mesh.ranks)
+    if compat.my_rank() not in everyone:
+        return route.dst
+    if everyone == receivers and mine is not None:
+        return mine
+    group = group_for(everyone, route.meshes)
+    return next(
+        layout for layout in gather(mine, group, "redistribute a tensor") if layout is not None
+    )
+
+
+def _dualise(layout: Layout, gradient: Layout, grad: str) -> Layout:
+    """The layout of the gradient of a tensor of this layout, of which it arrives as `gradient`.
+
+    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum
+    them, or need not.
+    """
+    free = set(layout.free_axes) if grad == "partial" else set()
+    op = gradient.op or "sum"
+    if layout.mesh != gradient.mesh or (free and op != "sum"):
+        return repartialed(layout, free)
+    ours = {name for name, _ in layout.partial}
+    theirs = {name for name, _ in gradient.partial}
+    return repartialed(layout, free | (ours & theirs), op)
+
+
+def _dualise_placements(form: _Form, dual: Layout) -> tuple[Placement, ...] | None:
+    """The input's placements, but that its Partial and Replicate ones are what they are in the dual."""
+    if form.placements is None:
+        return None
+    ops = dict(dual.partial)
+    out: list[Placement] = []
+    for name, placement in zip(dual.mesh.shape, form.placements, strict=True):
+        if isinstance(placement, Shard | _StridedShard):
+            out.append(placement)
+        elif name in ops:
+            out.append(Partial(ops[name]))
+        else:
+            out.append(Replicate())
+    return tuple(out)
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    """A dtype by its name in layouts."""
+    return str(dtype).removeprefix("torch.")

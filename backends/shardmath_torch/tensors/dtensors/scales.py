@@ -1,0 +1,102 @@
+"""Scales: the largest absolute value of whole parameters, for quantisation to one scale a tensor.
+
+1. The maximum is over exactly the ranks of the `weight_mesh` that `set_device_mesh` was given:
+   under FSDP2 the shards of data parallelism and tensor parallelism together, without replicas,
+   which hold the same.
+2. Maxima travel as integers: bits of floats that are not negative are in the order of the floats,
+   with NaN above all. A maximum of floats may drop NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.errors import LayoutError
+from shardmath.layouts.layout import Layout
+from shardmath_torch.groups import compat
+from shardmath_torch.tensors.dtensors.devicemesh import mesh_of
+from shardmath_torch.tensors.dtensors.placed import Placed, layout_where, placed_in
+
+__all__ = ["amax"]
+
+
+def amax(module: nn.Module) -> dict[str, Tensor]:
+    """The largest absolute value of each parameter that `set_device_mesh` has placed, by name: float32, no dimensions.
+
+    It is that of the whole parameter, not of this rank's shard; shared ones are listed under each
+    of their names. Collective over the ranks of
+    weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;
+    NaN anywhere makes NaN. Raises LayoutError where weight_mesh lacks ranks that hold other parts
+    of a parameter, and for parameters on the meta device.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    records = placed_in(module)
+    if not records:
+        raise LayoutError("no parameter of the module is on a mesh; call set_device_mesh first")
+    held: dict[DeviceMesh, dict[str, Tensor]] = {}
+    for name, placed in records.items():
+        local = _take_local(name, parameters.get(name), placed)
+        held.setdefault(placed.weight_mesh, {})[name] = local
+    maxima: dict[str, Tensor] = {}
+    for mesh, tensors in held.items():
+        maxima |= _reduce(mesh, tensors)
+    return maxima
+
+
+def _take_local(name: str, parameter: object, placed: Placed) -> Tensor:
+    """This rank's part, if weight_mesh has all ranks that hold the others."""
+    layout = layout_where(parameter, placed.axis, placed.placement)
+    if layout is None or not isinstance(parameter, DTensor):
+        what = f"parameter {name!r} was replaced after set_device_mesh"
+        raise LayoutError(f"{what}; keep the one that it made")
+    if parameter.is_meta:
+        what = f"parameter {name!r} is on the meta device and has no values"
+        raise LayoutError(f"{what}; call to_empty and fill it first")
+    _check_covered(name, layout, placed.weight_mesh)
+    return compat.local_of(parameter).detach()
+
+
+def _check_covered(name: str, layout: Layout, weight_mesh: DeviceMesh) -> None:
+    """Raise LayoutError unless weight_mesh has the ranks that hold the other parts of this rank's replica."""
+    coords = layout.mesh.coords(compat.my_rank())
+    replica = {axis: coords[axis] for axis in layout.free_axes}
+    others = layout.mesh.select(**replica)
+    missing = sorted(set(others.ranks) - set(mesh_of(weight_mesh).ranks))
+    if missing:
+        lack = f"ranks {missing}, which hold parts of it, are not in weight_mesh"
+        fix = (
+            "give set_device_mesh a weight_mesh of all axes that divide parameters, "
+            "such as mesh['dp_shard', 'tp']"
+        )
+        raise LayoutError(f"parameter {name!r} is {layout}; {lack}, {mesh_of(weight_mesh)}; {fix}")
+
+
+def _reduce(mesh: DeviceMesh, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Maxima over the ranks of the mesh."""
+    mine = [_find_largest(tensor) for tensor in held.values()]
+    words = _view_as_words(torch.stack(mine))
+    for group in mesh.get_all_groups():
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+    maxima = words.view(torch.float32).unbind()
+    return dict(zip(held, maxima, strict=True))
+
+
+def _view_as_words(values: Tensor) -> Tensor:
+    """The bits of float32 values without their signs, which a NaN may have."""
+    return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _find_largest(tensor: Tensor) -> Tensor:
+    """The largest absolute value, as float32; 0 of nothing."""
+    if not tensor.numel():
+        return torch.zeros((), device=tensor.device)
+    # Integers and floats of one byte have no norm in torch; as float32 they do.
+    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    if not wide and not tensor.is_complex():
+        tensor = tensor.float()
+    found: Tensor = torch.linalg.vector_norm(tensor, float("inf"))
+    return found.float()

@@ -1,0 +1,287 @@
+"""Quantising: tensors as data and scales and back, bit for bit as the formats of `shardmath.formats` have them.
+
+1. Tensors of bfloat16, float16 and float32 are quantised, strided ones too; the arithmetic is float32's.
+2. `out` are buffers that stay where they are. They are of bytes, or of the types that the bytes mean.
+3. A tensor is read once where its blocks are small. Where one block is larger than a cache, and for NVFP4, whose scales
+   depend on the largest magnitude of all, it is read twice.
+4. All arguments are checked before anything is written.
+
+>>> from shardmath.values import formats
+>>> data, scales = quantise(formats.MXFP8(), torch.full((1, 32), 450, dtype=torch.bfloat16))
+>>> data[0, :2], scales
+(tensor([118, 118], dtype=torch.uint8), tensor([[128]], dtype=torch.uint8))
+>>> dequantise(formats.MXFP8(), (data, scales), torch.bfloat16)[0, :2]
+tensor([448., 448.], dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmath.base.errors import FormatError
+from shardmath.base.text import plural, shown
+from shardmath.values.formats import FP8, NVFP4, Format, Part
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.formats.casting import cast_into
+from shardmath_torch.tensors.formats.rounding import make_table, read_into, round_into
+from shardmath_torch.tensors.formats.scaling import Rule, find_rule, make_global_scale
+from shardmath_torch.tensors.formats.slabs import Slab, choose_most, cut_slabs, fits
+
+__all__ = ["amax_of", "dequantise", "quantise"]
+
+DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+def amax_of(format: Format, tensor: Tensor) -> Tensor:
+    """The largest magnitude of each block, float32, shaped as the scales; NaN counts as `format.nan_magnitude`.
+
+    Ranks whose cuts part blocks pass the largest over ranks of these to `quantise`. Raises FormatError.
+    """
+    _check_format(format)
+    values = _read_tensor(tensor, "the tensor")
+    shape = tuple(values.shape)
+    largest = torch.zeros(format.scale_shape(shape), dtype=torch.float32, device=values.device)
+    for slab, (magnitudes,) in _Work(format, shape, values.device, 1):
+        torch.abs(magnitudes.copy_(slab.take(values)), out=magnitudes)
+        shared = slab.take_shared(largest)
+        # Of a block that is cut into slabs, the others count, too.
+        torch.maximum(shared, slab.amax(magnitudes, format.nan_magnitude), out=shared)
+    return largest
+
+
+def quantise(
+    format: Format,
+    tensor: Tensor,
+    out: Sequence[Tensor] | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The tensors for `format.parts`: data shaped like the tensor (two numbers per byte of NVFP4), scales, and so on.
+
+    `out` are the tensors to write to, in that order: bytes, or of the dtype that the part's `kind` names. They are
+    returned. `amax` are the largest magnitudes of the blocks, float32 and shaped as the scales, where the tensor has
+    only parts of them; its first position is then taken for the beginning of a block. Raises FormatError.
+    """
+    _check_format(format)
+    values = _read_tensor(tensor, "the tensor")
+    shape = tuple(values.shape)
+    format.check_shape(shape)
+    parts = _make_parts(format, values) if out is None else tuple(out)
+    stored = _read_parts(format, parts, shape, values.device, "out")
+    amaxes = _find_amax(format, values, amax)
+    data, scales, *others = stored
+    g = None
+    if isinstance(format, NVFP4):
+        assert amaxes is not None
+        g = make_global_scale(format, amaxes)
+        others[0].copy_(g)
+    rule = find_rule(format, g)
+    if amaxes is not None:
+        scales.copy_(rule.make_scales(amaxes))
+    kernel = _Kernel(format, rule, values, data, scales)
+    kernel.run(measured=amaxes is not None)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A tensor and where its data and scales go."""
+
+    format: Format
+    rule: Rule
+    values: Tensor
+    data: Tensor
+    scales: Tensor
+
+    def run(self, measured: bool) -> None:
+        """Quantises all slabs; scales are there where amaxes were `measured` before."""
+        shape = tuple(self.values.shape)
+        work = _Work(self.format, shape, self.values.device, 2)
+        for slab, (numbers, magnitudes) in work:
+            numbers.copy_(slab.take(self.values))
+            shared = slab.take_shared(self.scales)
+            if not measured:
+                torch.abs(numbers, out=magnitudes)
+                amaxes = slab.amax(magnitudes, self.format.nan_magnitude)
+                shared.copy_(self.rule.make_scales(amaxes))
+            scaled = self.rule.scale_down(numbers, shared)
+            round_into(self.format.element, scaled, slab.take(self.data, self.format.per_element))
+
+
+class _Work:
+    """A tensor's slabs, and memory for them, which stays in the cache from one to the next."""
+
+    def __init__(
+        self, format: Format, shape: tuple[int, ...], device: torch.device, count: int
+    ) -> None:
+        most = choose_most(device)
+        self._slabs = cut_slabs(format.blocks, shape, most)
+        size = min(most, math.prod(shape))
+        self._rows = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(count)]
+
+    def __iter__(self) -> Iterator[tuple[Slab, list[Tensor]]]:
+        """Each slab, and as many contiguous tensors for it, split into blocks."""
+        for slab in self._slabs:
+            size = math.prod(slab.sizes)
+            yield slab, [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
+
+
+def dequantise(
+    format: Format,
+    parts: Sequence[Tensor],
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The numbers that data and scales stand for, computed in float32 and rounded to `dtype`.
+
+    `parts` are as `quantise` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
+    is the tensor to write to, which is returned. Every NaN of bfloat16 and float16 has the same bits. Raises
+    FormatError.
+    """
+    _check_format(format)
+    given = tuple(parts)
+    shape = _find_shape(format, given)
+    data, scales, *others = _read_parts(format, given, shape, given[0].device, "parts")
+    if out is None:
+        out = _make_out(shape, dtype, data.device)
+    written = _read_out(out, shape, dtype, data.device)
+    g = others[0].reshape(()) if others else None
+    rule = find_rule(format, g)
+    table = make_table(format.element, data.device)
+    for slab, (numbers,) in _Work(format, shape, data.device, 1):
+        read_into(table, slab.take(data, format.per_element), numbers)
+        rule.scale_up(numbers, slab.take_shared(scales))
+        cast_into(numbers, "float32", DTYPES[dtype], slab.take(written))
+    return out
+
+
+# What is given
+
+
+def _check_format(format: object) -> None:
+    """Raise FormatError for what is no format."""
+    if not isinstance(format, Format):
+        fix = "give one of shardmath.values.formats, as MXFP8()"
+        raise FormatError(f"{shown(format)} is no format; {fix}")
+
+
+def _read_tensor(given: object, what: str) -> Tensor:
+    """The tensor, detached. Raises FormatError for what has no numbers to be quantised."""
+    if not isinstance(given, Tensor):
+        raise FormatError(f"{what} is {shown(given)}; give a torch.Tensor")
+    # A subclass has meanings of its own for what is done here.
+    if type(given) not in (Tensor, torch.nn.Parameter):
+        fix = "give a plain tensor: `sendable(it)`, or its local part"
+        raise FormatError(f"{what} is a {type(given).__name__}; {fix}")
+    if given.dtype not in DTYPES:
+        raise FormatError(f"{what} has dtype {given.dtype}; give {', '.join(DTYPES.values())}")
+    if not given.ndim:
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantised")
+    if given.is_meta:
+        raise FormatError(f"{what} is on the meta device and has no values; fill it first")
+    return given.detach()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _make_parts(format: Format, values: Tensor) -> tuple[Tensor, ...]:
+    """Empty tensors for the parts of one."""
+    return tuple(
+        torch.empty(
+            part.blocks.count(tuple(values.shape)), dtype=dtype_of(part.dtype), device=values.device
+        )
+        for part in format.parts
+    )
+
+
+def _read_parts(
+    format: Format,
+    given: tuple[Tensor, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+    what: str,
+) -> list[Tensor]:
+    """The tensors for the parts as they are stored, of the same memory. Raises FormatError."""
+    if len(given) != len(format.parts):
+        names = ", ".join(part.name for part in format.parts)
+        raise FormatError(
+            f"{what} has {plural(given, 'tensor')}, {format.name} is {names}; give these"
+        )
+    return [
+        _read_part(part, tensor, shape, device, what)
+        for part, tensor in zip(format.parts, given, strict=True)
+    ]
+
+
+def _read_part(
+    part: Part, given: Tensor, shape: tuple[int, ...], device: torch.device, what: str
+) -> Tensor:
+    expected = part.blocks.count(shape)
+    dtypes = {part.dtype: dtype_of(part.dtype), part.kind: dtype_of(part.kind)}
+    if not isinstance(given, Tensor):
+        raise FormatError(f"{what}: {part.name} is {shown(given)}; give a torch.Tensor")
+    fits_here = tuple(given.shape) == expected and given.device == device
+    if not fits_here or given.dtype not in dtypes.values():
+        fix = f"give {' or '.join(dtypes)} {expected} on {device}"
+        raise FormatError(f"{what}: {part.name} is {_describe(given)}; {fix}")
+    return given.detach().view(dtype_of(part.dtype))
+
+
+def _make_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor. Raises FormatError for a dtype that has not the numbers."""
+    if dtype not in DTYPES:
+        fix = f"use {', '.join(DTYPES.values())}"
+        raise FormatError(f"quantised tensors are not read as {shown(dtype)}; {fix}")
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _read_out(
+    given: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The tensor to write to, detached. Raises FormatError for one that does not fit."""
+    out = _read_tensor(given, "out")
+    if out.dtype != dtype or tuple(out.shape) != shape or out.device != device:
+        raise FormatError(f"out is {_describe(out)}; give {dtype} {shape} on {device}")
+    return out
+
+
+def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """The shape of the numbers that the data stand for."""
+    if not given or not isinstance(given[0], Tensor) or not given[0].ndim:
+        raise FormatError(f"{format.name}: no data with dimensions; give the tensors of its parts")
+    *outer, last = given[0].shape
+    return (*outer, last * format.per_element)
+
+
+def _find_amax(format: Format, values: Tensor, given: Tensor | None) -> Tensor | None:
+    """The amaxes of all blocks where they are known, or needed before the first slab; None where slabs have theirs."""
+    shape = tuple(values.shape)
+    count = format.scale_shape(shape)
+    if given is not None:
+        return _read_amax(given, count, values.device)
+    if isinstance(format, FP8) and format.tensor_amax is not None:
+        return torch.full(count, format.tensor_amax, dtype=torch.float32, device=values.device)
+    is_whole = values.numel() > 0 and fits(format.blocks, shape, choose_most(values.device))
+    if is_whole and not isinstance(format, NVFP4):
+        return None
+    return amax_of(format, values)
+
+
+def _read_amax(given: object, count: tuple[int, ...], device: torch.device) -> Tensor:
+    """The amaxes that somebody knows. Raises FormatError unless there is one for each block."""
+    expected = f"give float32 {count} on {device}"
+    if not isinstance(given, Tensor):
+        raise FormatError(f"amax is {shown(given)}; {expected}")
+    if given.dtype != torch.float32 or tuple(given.shape) != count or given.device != device:
+        raise FormatError(f"amax is {_describe(given)}; {expected}")
+    return given.detach()

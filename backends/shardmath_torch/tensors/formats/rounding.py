@@ -1,0 +1,103 @@
+"""Rounding: float32 as numbers of 8 and 4 bits and back, bit for bit as `shardmath.values.formats.floats` has them.
+
+1. torch's casts to float8 round as wanted, subnormals too. But some of what is too large becomes infinite, so numbers
+   are clamped before; and a NaN keeps its sign, which is taken from it.
+2. torch has no cast to E2M1. Adding a power of two whose last bit weighs as much as one step rounds to steps.
+3. Casts from float8 take six times as long as a table of all codes. Of E2M1 the table is of bytes, two numbers each.
+
+>>> codes = torch.empty(4, dtype=torch.uint8)
+>>> round_into(E4M3, torch.tensor([1, -0.5, 1000, 5]), codes)
+>>> codes
+tensor([ 56, 176, 126,  74], dtype=torch.uint8)
+>>> numbers = torch.empty(4)
+>>> read_into(make_table(E4M3, codes.device), codes, numbers)
+>>> numbers
+tensor([  1.0000,  -0.5000, 448.0000,   5.0000])
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.values.formats.floats import E2M1, E4M3, Float, decode, unpack_pairs
+from shardmath_torch.groups.dtypes import dtype_of, flat
+from shardmath_torch.tensors.formats.casting import may_have_nan
+
+__all__ = ["make_table", "read_e4m3", "read_e8m0", "read_into", "round_into"]
+
+FRACTION = 23
+"""Bits of a float32's fraction."""
+FIELD = 0x7F80_0000
+"""A float32's exponent."""
+
+
+def round_into(element: Float, values: Tensor, out: Tensor) -> None:
+    """The codes of float32 numbers in bytes, two codes in each of E2M1. `values` are overwritten."""
+    if element is E2M1:
+        codes = _round_e2m1(values).to(torch.uint8)
+        out.copy_(_pack(codes))
+        return
+    values.clamp_(-element.most, element.most)
+    out.view(dtype_of(element.dtype)).copy_(values)
+    if may_have_nan(values):
+        out.masked_fill_(values.isnan(), element.nan)
+
+
+def _round_e2m1(values: Tensor) -> Tensor:
+    """The codes as int32."""
+    # Of NaN, which has no code, the largest number without a sign.
+    values.nan_to_num_(nan=E2M1.most)
+    signs = values.view(torch.int32) >> 28 & 8
+    magnitude = values.abs_().clamp_(max=E2M1.most)
+    # Steps are of 1/2 below 2, and twice as large from each power of two on.
+    power = magnitude.clamp(min=1).view(torch.int32) & FIELD
+    binades = power - (127 << FRACTION) >> FRACTION
+    # 2^22 times the power of two has a last bit that weighs half of it.
+    adder = power.add_(22 << FRACTION)
+    rounded = magnitude.add_(adder.view(torch.float32))
+    steps = rounded.view(torch.int32) - adder
+    # Each binade has two steps, and the least two more.
+    return steps.add_(binades, alpha=2).bitwise_or_(signs)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two codes in each byte, the first in the low bits."""
+    if sys.byteorder == "big":
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    # Two bytes as one word: the second is shifted beside the first, and the low byte of the word is what remains.
+    pairs = codes.view(torch.int16)
+    return (pairs | pairs >> 4).to(torch.uint8)
+
+
+def make_table(element: Float, device: torch.device) -> Tensor:
+    """The float32 number of each byte; of E2M1 two numbers, as one element of float64."""
+    codes = np.arange(256, dtype=np.uint8)
+    if element is not E2M1:
+        return torch.from_numpy(decode(element, codes)).to(device)
+    pairs = decode(element, unpack_pairs(codes[:, None]))
+    return torch.from_numpy(pairs).to(device).view(torch.float64)[:, 0]
+
+
+def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
+    """The numbers of bytes in `out`, which is contiguous."""
+    indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
+    # Bytes of two numbers are looked up as one element of twice the size.
+    torch.index_select(table, 0, indices, out=flat(out).view(table.dtype))
+
+
+def read_e4m3(codes: Tensor) -> Tensor:
+    """The float32 numbers of few codes."""
+    return codes.contiguous().view(dtype_of(E4M3.dtype)).float()
+
+
+def read_e8m0(codes: Tensor) -> Tensor:
+    """2^(b - 127) of each byte b, exactly; NaN of 255."""
+    bits = codes.to(torch.int32) << FRACTION
+    # 2^-127 is a subnormal float32, and the exponent of 255 alone would be an infinity.
+    bits.masked_fill_(bits == 0, 1 << (FRACTION - 1))
+    bits.masked_fill_(bits == FIELD, 0x7FC0_0000)
+    return bits.view(torch.float32)

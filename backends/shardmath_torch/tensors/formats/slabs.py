@@ -1,0 +1,160 @@
+"""Slabs: a tensor in boxes that fit a cache, each of whole blocks or of one shorter than others.
+
+1. All that is done to a slab is done while it is in the cache: memory is read once, and written once.
+2. In each dimension a slab has several whole blocks, or one, or a part of one. So it is split into blocks by a view,
+   and what blocks share is broadcast.
+3. A block is cut only where it alone is larger than a slab.
+
+>>> from shardmath.values.formats import FP8Blocks
+>>> for slab in cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16): print(*slab.spans)
+Span(start=0, first=0, count=1, size=2) Span(start=0, first=0, count=2, size=4)
+Span(start=0, first=0, count=1, size=2) Span(start=8, first=2, count=1, size=2)
+>>> list(cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16))[0].take(torch.zeros(2, 10)).shape
+torch.Size([2, 2, 4])
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmath.values.formats import Blocks
+from shardmath_torch.tensors.formats.casting import may_have_nan
+
+__all__ = ["MOST", "Slab", "choose_most", "cut_slabs", "fits"]
+
+MOST = 1 << 18
+"""Positions of a slab on a CPU: a megabyte of float32. Of fewer, the time that torch takes to begin a step counts."""
+MOST_ELSEWHERE = 1 << 24
+"""The same on a GPU, where each step has to fill all of it; 64 MB of float32."""
+
+
+def choose_most(device: torch.device) -> int:
+    """How many positions slabs on the device have."""
+    return MOST if device.type == "cpu" else MOST_ELSEWHERE
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` blocks of `size` positions in one dimension: from position `start`, which is in the block `first`."""
+
+    start: int
+    first: int
+    count: int
+    size: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are several blocks of several positions, so that a view has two dimensions for them."""
+        return self.count > 1 and self.size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A box of a tensor, by a span for each dimension."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the box."""
+        return tuple(span.count * span.size for span in self.spans)
+
+    def take(self, tensor: Tensor, per: int = 1) -> Tensor:
+        """The box, split into blocks; of a tensor that has an element for `per` positions of the last dimension."""
+        steps = [1] * (len(self.spans) - 1) + [per]
+        for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
+            tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)
+        return self.split(tensor)
+
+    def split(self, box: Tensor) -> Tensor:
+        """A view of a box, of any elements, split into blocks."""
+        # From the last dimension on, so that the numbers of those before stay.
+        for d in reversed(range(len(self.spans))):
+            span = self.spans[d]
+            if span.is_split:
+                box = box.unflatten(d, (span.count, -1))
+        return box
+
+    def take_shared(self, shared: Tensor) -> Tensor:
+        """What its blocks have of a tensor with an element per block, so that it is broadcast to what `take` gives."""
+        for d, span in enumerate(self.spans):
+            shared = shared.narrow(d, span.first, span.count)
+        for d in reversed(range(len(self.spans))):
+            if self.spans[d].is_split:
+                shared = shared.unsqueeze(d + 1)
+        return shared
+
+    def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
+        """The largest in each block of what `take` gave, shaped as by `take_shared`; that of NaN is `nan`."""
+        largest = self._reduce(magnitudes)
+        if may_have_nan(largest):
+            # Rare, and so found out by a look at the blocks instead of all numbers.
+            largest = self._reduce(magnitudes.nan_to_num(nan=nan, posinf=math.inf))
+        return largest
+
+    def _reduce(self, magnitudes: Tensor) -> Tensor:
+        # The last dimension last: over others whole rows are compared, which is fastest and leaves little.
+        d = 0
+        for span in self.spans:
+            d += span.is_split
+            if span.size > 1:
+                magnitudes = torch.amax(magnitudes, d, keepdim=True)
+            d += 1
+        return magnitudes
+
+
+def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
+    """Whether no slab cuts a block."""
+    sizes = map(min, blocks.positions(shape), shape)
+    return math.prod(sizes) <= most
+
+
+def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
+    """All of a tensor of that shape, in boxes of `most` positions at most; none of an empty tensor."""
+    sizes = blocks.positions(shape)
+    steps = _choose_steps(sizes, shape, most)
+    spans = map(_cut_dimension, sizes, shape, steps)
+    return map(Slab, itertools.product(*spans))
+
+
+def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> list[int]:
+    """How many positions of each dimension a slab has: as many as fit of the last, with one block of those before."""
+    blocks = list(map(min, sizes, shape))
+    is_cut = math.prod(blocks) > most
+    steps: list[int] = []
+    for d in reversed(range(len(shape))):
+        before = 1 if is_cut else math.prod(blocks[:d])
+        room = most // max(1, before * math.prod(steps))
+        step = min(shape[d], room)
+        # Whole blocks, where one fits.
+        if step >= sizes[d]:
+            step -= step % sizes[d]
+        steps.insert(0, max(1, step))
+    return steps
+
+
+def _cut_dimension(block: int, n: int, step: int) -> list[Span]:
+    """Spans of `step` positions, which are whole blocks or a part of one, and the shorter last block by itself."""
+    whole = n - n % block
+    spans = []
+    for start in range(0, whole, max(step, block)):
+        stop = min(start + max(step, block), whole)
+        spans += _cut_inside(start, stop, block, step)
+    if whole < n:
+        spans += _cut_inside(whole, n, block, step)
+    return spans
+
+
+def _cut_inside(start: int, stop: int, block: int, step: int) -> list[Span]:
+    """Whole blocks as one span; those of a block that is larger than a step, or shorter than others."""
+    count, rest = divmod(stop - start, block)
+    if count and not rest and step >= block:
+        return [Span(start, start // block, count, block)]
+    cuts = range(start, stop, step)
+    return [Span(cut, start // block, 1, min(step, stop - cut)) for cut in cuts]

@@ -1,0 +1,259 @@
+"""Views: what other libraries' quantised tensors hold, as formats and plain tensors of the same memory.
+
+1. Tensors are known by their attributes, so that neither TransformerEngine nor torchao is imported.
+2. Padding of scales is left out, and what lies transposed is viewed as it is meant. Parts of TransformerEngine's blocks
+   have two dimensions, as its scales do, also where a tensor has more.
+3. TransformerEngine's tensors have two copies, made independently. The rowwise one is taken, and the other if that was
+   dropped, or when asked.
+4. A tensor does not say by which rule its scales were made. The format has TransformerEngine's rule or torchao's
+   default, "floor", which matters only when numbers are quantised again.
+
+>>> sendable(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+tensor([1., 1.], dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardmath.base.errors import FormatError
+from shardmath.base.text import shown
+from shardmath.values.formats import FP8, MXFP8, Format, FP8Blocks
+from shardmath_torch.groups import compat
+from shardmath_torch.tensors.formats.quantising import dequantise
+
+__all__ = ["Quantised", "quantised_parts", "sendable"]
+
+Reader: TypeAlias = Callable[[Any, bool | None], "Quantised"]
+
+TILE = 128
+"""Positions of a block in TransformerEngine's blockwise tensors."""
+SHORT = ("float8", "float4")
+"""How names of types begin that have no arithmetic."""
+
+
+class Quantised(NamedTuple):
+    """A format, and its parts by name: plain tensors of uint8 and float32, of memory that somebody else has."""
+
+    format: Format
+    parts: dict[str, Tensor]
+
+
+def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quantised:
+    """The format and parts of a tensor of TransformerEngine or torchao, of the same memory.
+
+    TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
+    `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
+    for a copy that is not there, and for swizzled scales, which are no view of scales.
+    """
+    found = _find_reader(tensor)
+    if found is None:
+        what = f"a {type(tensor).__name__} is no quantised tensor that is known here"
+        fix = "give its data and scales as plain tensors, with a format of shardmath.values.formats"
+        raise FormatError(f"{what}; {fix}")
+    return found(tensor, columnwise)
+
+
+def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
+    """A plain tensor of the same values, without autograd; of DTensors the local part.
+
+    Quantised tensors that are known are dequantised to `dtype`, by default the one that they claim to have. Of others
+    the memory is shared; `dtype` means nothing for them. Plain float8 tensors have no meaning without their scales, and
+    are given as their bytes (uint8). Raises FormatError for other wrappers of tensors.
+    """
+    if isinstance(param, DTensor):
+        return sendable(compat.local_of(param), dtype)
+    if _find_reader(param) is not None and not _is_swizzled(param):
+        return _read(param, dtype)
+    own = _find_own(param)
+    if own is not None:
+        claimed = dtype or getattr(param, "dtype", None) or torch.float32
+        return own().detach().to(claimed)
+    if not isinstance(param, Tensor):
+        raise FormatError(f"{shown(param)} is no tensor; give a torch.Tensor")
+    # By way of a name: mypy takes the question for an answer.
+    is_wrapper: bool = is_traceable_wrapper_subclass(param)
+    if is_wrapper:
+        what = f"a {type(param).__name__} is a wrapper without dequantize()"
+        raise FormatError(f"{what}; give its inner tensors")
+    plain = param.detach().as_subclass(Tensor)
+    is_short = str(plain.dtype).removeprefix("torch.").startswith(SHORT)
+    return plain.view(torch.uint8) if is_short else plain
+
+
+def _find_own(param: object) -> Callable[[], Tensor] | None:
+    """How a tensor dequantises itself: those whose scales are swizzled, or divide as torchao's training tensors' do."""
+    for name in ("to_original_precision", "dequantize"):
+        method = getattr(type(param), name, None)
+        # Every tensor has a `dequantize`, of torch's old quantised types.
+        if method is not None and method is not getattr(Tensor, name, None):
+            found: Callable[[], Tensor] = getattr(param, name)
+            return found
+    return None
+
+
+def _read(param: Any, dtype: torch.dtype | None) -> Tensor:
+    """The numbers of a quantised tensor."""
+    format, parts = quantised_parts(param)
+    claimed = dtype or getattr(param, "dtype", None) or torch.float32
+    numbers = dequantise(format, tuple(parts.values()), claimed)
+    shape = param.shape if isinstance(param, Tensor) else numbers.shape
+    return numbers.reshape(shape)
+
+
+def _find_reader(tensor: object) -> Reader | None:
+    for names, reader in READERS:
+        if all(hasattr(tensor, name) for name in names):
+            return reader
+    return None
+
+
+def _is_swizzled(tensor: object) -> bool:
+    """Whether scales are in tiles, as tensor cores read them."""
+    names = ("is_swizzled_scales", "_with_gemm_swizzled_scales")
+    return any(getattr(tensor, name, False) is True for name in names)
+
+
+def _make(format: Format, data: Tensor, scales: Tensor) -> Quantised:
+    """The parts as formats have them. Raises FormatError for scales of another shape."""
+    expected = format.scale_shape(tuple(data.shape))
+    if tuple(scales.shape) != expected:
+        what = f"{format.name}: scales have shape {tuple(scales.shape)}"
+        raise FormatError(
+            f"{what}, data {tuple(data.shape)} have {expected}; pass a tensor that is whole"
+        )
+    # Compact types are views of bytes; float32 stays what it is.
+    typed = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    return Quantised(format, {"data": data.view(torch.uint8), "scales": typed})
+
+
+def _name_element(dtype: object) -> str:
+    """ "e4m3" or "e5m2" by a type of torch or of TransformerEngine. Raises FormatError for another."""
+    name = str(dtype).lower()
+    for element in ("e4m3", "e5m2"):
+        if element in name and "fnuz" not in name:
+            return element
+    raise FormatError(f"data of {shown(dtype)} have no format here; give e4m3 or e5m2")
+
+
+def _take(scales: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The scales without padding."""
+    for d, n in enumerate(sizes):
+        if scales.shape[d] < n:
+            what = f"scales have shape {tuple(scales.shape)}, {tuple(sizes)} are needed"
+            raise FormatError(f"{what}; pass a tensor that is whole")
+        scales = scales.narrow(d, 0, n)
+    return scales
+
+
+# TransformerEngine
+
+
+def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, bool]:
+    """Data and scales of a copy, detached, and whether it is the columnwise one."""
+    if columnwise is None:
+        columnwise = tensor._rowwise_data is None
+    way = "columnwise" if columnwise else "rowwise"
+    data = getattr(tensor, f"_{way}_data")
+    scales = getattr(tensor, f"_{way}_scale_inv")
+    if data is None or scales is None:
+        fix = "take the other one, or keep both (`update_usage`)"
+        raise FormatError(f"the {type(tensor).__name__} has no {way} copy; {fix}")
+    if _is_swizzled(tensor):
+        fix = "unswizzle them, or `sendable` it"
+        raise FormatError(f"scales of the {type(tensor).__name__} are swizzled; {fix}")
+    return data.detach(), scales.detach(), columnwise
+
+
+def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantised:
+    """MXFP8Tensor: neither copy is transposed; scales of rows by columns, padded."""
+    data, scales, is_columnwise = _choose_copy(tensor, columnwise)
+    element = _name_element(tensor._fp8_dtype)
+    format = MXFP8(element, axis=-2 if is_columnwise else -1)
+    flat = data.flatten(0, -2)
+    return _make(format, flat, _take(scales, format.scale_shape(tuple(flat.shape))))
+
+
+def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
+    """Float8BlockwiseQTensor: the columnwise copy is transposed, and scales of 1 x 128 are, too."""
+    data, scales, is_columnwise = _choose_copy(tensor, columnwise)
+    # The columnwise copy has the last dimension first.
+    flat = data.flatten(1) if is_columnwise else data.flatten(0, -2)
+    rows, columns = flat.shape
+    across = -(-columns // TILE)
+    if tensor._is_2D_scaled:
+        block = TILE, TILE
+        taken = _take(scales, (-(-rows // TILE), across))
+    else:
+        block = 1, TILE
+        taken = _take(scales, (across, rows)).t()
+    if is_columnwise:
+        block = block[::-1]
+        flat = flat.t()
+        taken = taken.t()
+    quantizer = getattr(tensor, "_quantizer", None)
+    is_power = bool(getattr(quantizer, "force_pow_2_scales", True))
+    format = FP8Blocks(block, is_power, _name_element(tensor._fp8_dtype))
+    return _make(format, flat, taken)
+
+
+def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantised:
+    """Float8Tensor: one scale, and perhaps a transposed copy of the same bytes."""
+    data = tensor._data
+    if columnwise or (columnwise is None and data is None):
+        data = getattr(tensor, "_transpose", None)
+        if data is None or getattr(tensor, "_transpose_invalid", False):
+            raise FormatError(f"the {type(tensor).__name__} has no columnwise copy; take the other")
+        data = data.movedim(0, -1)
+    if data is None:
+        raise FormatError(f"the {type(tensor).__name__} has no rowwise copy; take the other")
+    format = FP8(data=_name_element(tensor._fp8_dtype))
+    scale = tensor._scale_inv.detach().reshape((1,) * data.ndim)
+    return _make(format, data.detach(), scale)
+
+
+# torchao
+
+
+def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantised:
+    """MXTensor of MXFP8; where it was transposed, blocks are of rows."""
+    element = _name_element(tensor.elem_dtype)
+    if tensor.block_size != 32 or _is_swizzled(tensor):
+        what = f"an MXTensor of blocks of {tensor.block_size}"
+        swizzled = ", swizzled" if _is_swizzled(tensor) else ""
+        raise FormatError(f"{what}{swizzled}: blocks of 32 that are not swizzled have parts")
+    data = tensor.qdata.detach()
+    is_transposed = data.ndim > 1 and data.stride(-2) < data.stride(-1)
+    format = MXFP8(element, "floor", -2 if is_transposed else -1)
+    return _make(format, data, tensor.scale.detach())
+
+
+def _read_ao_float8(tensor: Any, columnwise: bool | None) -> Quantised:
+    """Float8Tensor: as many scales as blocks, of any size in each dimension."""
+    data = tensor.qdata.detach()
+    element = _name_element(data.dtype)
+    scale = tensor.scale.detach()
+    shape = tuple(data.shape)
+    # A slice keeps the blocks of what it was taken from.
+    block = tuple(map(min, tensor.block_size, shape))
+    if block == shape or scale.numel() == 1:
+        return _make(FP8(data=element), data, scale.reshape((1,) * data.ndim))
+    if block == (1,) * (len(shape) - 1) + shape[-1:]:
+        return _make(FP8("channel", data=element), data, scale)
+    return _make(FP8Blocks(block, data=element), data, scale)
+
+
+READERS: list[tuple[tuple[str, ...], Reader]] = [
+    (("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype", "_is_2D_scaled"), _read_engine_blocks),
+    (("_rowwise_data", "_rowwise_scale_inv", "_fp8_dtype"), _read_engine_mx),
+    (("_data", "_scale_inv", "_fp8_dtype"), _read_engine_tensor),
+    (("qdata", "scale", "elem_dtype", "block_size"), _read_ao_mx),
+    (("qdata", "scale", "block_size", "mm_config"), _read_ao_float8),
+]
+"""Attributes by which tensors are known, the first that fit; and what reads them."""

@@ -1,0 +1,223 @@
+"""Checkpointable: torch's CheckpointableTensor, a plain tensor that says which part of a larger one it is.
+
+1. From torch 2.14 on, `torch.distributed.checkpoint` takes a tensor with four attributes for boxes of a larger tensor:
+   `global_shape`, and of each box `global_offsets`, `local_offsets` and `local_sizes`. Whoever takes such a tensor for
+   the same on all ranks loses what the other ranks have.
+2. A rank's boxes are a product of Runs, one per dimension; what is in no box is padding. The Runs of all ranks are a
+   layout, so ranks have to ask each other.
+3. The attributes are those of one Python object: `detach` and `clone` lose them.
+
+>>> rows = torch.zeros(2, 4)
+>>> rows.global_shape, rows.global_offsets = (9, 4), ((7, 0),)
+>>> rows.local_offsets, rows.local_sizes = ((0, 0),), ((2, 4),)
+>>> read_boxes("w", rows)
+Boxes(shape=(9, 4), runs=(Runs(((0, 7, 2),), 2), Runs(((0, 0, 4),), 4)))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.arguments import instance
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.base.text import show_ranks, shown
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.fitting import from_holdings
+from shardmath.layouts.layout import Layout
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.gather import gather
+from shardmath_torch.groups.agreement.naming import attempt
+
+__all__ = ["Boxes", "checkpointable", "from_boxes", "is_checkpointable", "keep_boxes", "read_boxes"]
+
+_Numbers: TypeAlias = tuple[int, ...]
+_Box: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Per dimension: the first local and the first global position, and the size."""
+
+ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+class Boxes(NamedTuple):
+    """What a rank has of a tensor: the tensor's global shape, and the Runs of each dimension that this rank has."""
+
+    shape: _Numbers
+    runs: tuple[Runs, ...]
+
+
+Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]]]
+"""Gives the Boxes of each tensor on all ranks that may have some, by name and rank."""
+
+
+def is_checkpointable(tensor: object) -> bool:
+    """Whether it is a plain tensor with the four attributes."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        return False
+    return all(hasattr(tensor, name) for name in ATTRIBUTES)
+
+
+def keep_boxes(source: Tensor, tensor: Tensor) -> None:
+    """Gives a tensor of the same memory the attributes of a source that has them."""
+    if is_checkpointable(source):
+        for name in ATTRIBUTES:
+            setattr(tensor, name, getattr(source, name))
+
+
+def read_boxes(name: str, tensor: Tensor) -> Boxes:
+    """What the attributes say. Raises LayoutError, with the name, for boxes that are not a product of Runs."""
+    try:
+        shape, boxes = _list_boxes(tensor)
+        runs = _make_runs(shape, tensor.shape, boxes)
+    except (ShardError, TypeError, ValueError) as error:
+        raise LayoutError(f"tensor {name!r}: {_show(tensor)}: {error}") from error
+    held = sum(math.prod(n for _, _, n in box) for box in boxes)
+    if held != math.prod(part.size for part in runs):
+        fix = "give boxes that are all combinations of ranges, some ranges per dimension"
+        raise LayoutError(f"tensor {name!r}: {_show(tensor)} is no layout's; {fix}")
+    return Boxes(shape, runs)
+
+
+def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
+    """The global shape, and the boxes that have elements. Raises ValueError for lists of several lengths."""
+    shape = tuple(map(operator.index, tensor.global_shape))
+    sides = zip(tensor.local_offsets, tensor.global_offsets, tensor.local_sizes, strict=True)
+    boxes = []
+    for local, whole, sizes in sides:
+        if not len(local) == len(whole) == len(sizes) == len(shape) == tensor.ndim:
+            raise ValueError(f"a box has not the {len(shape)} dimensions of the tensor")
+        box = tuple(zip(local, whole, sizes, strict=True))
+        if all(n for _, _, n in box):
+            boxes.append(box)
+    return shape, boxes
+
+
+def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple[Runs, ...]:
+    """The Runs of each dimension that has them. Raises RunsError for boxes that overlap or are outside."""
+    if not boxes and not shape:
+        raise ValueError("a scalar without a box is held by nobody; give it the box ()")
+    found = []
+    for d, (n, size) in enumerate(zip(shape, local, strict=True)):
+        segments = {box[d] for box in boxes}
+        if not boxes and d and n == size:
+            # Nothing of the first dimension is enough to hold nothing.
+            segments = {(0, 0, n)}
+        runs = Runs(segments, size)
+        if runs.extent > n:
+            raise ValueError(f"{runs} is outside dimension {d} of {n}")
+        found.append(runs)
+    return tuple(found)
+
+
+def _show(tensor: Any) -> str:
+    """The attributes, for an error."""
+    said = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
+    return f"{list(tensor.shape)} with {', '.join(said)}"
+
+
+# Boxes -> Layout
+
+
+def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
+    """The layouts of those tensors that are checkpointable, by name.
+
+    Collective over the default group, unless `ask` knows what all ranks have: every rank has the
+    attributes, or none. Raises LayoutError, on all ranks, if one has attributes that are not a
+    part, or lacks those of a tensor, if ranks have other global shapes, and if their parts together
+    are not one layout.
+    """
+    parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
+    if not parts:
+        return {}
+    said = (ask or _gather_boxes)(parts)
+    return {name: _find_layout(name, tensor, said[name]) for name, tensor in parts.items()}
+
+
+def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, Boxes]]:
+    """The boxes that ranks of the default group have, by name and rank."""
+    # A rank with wrong attributes tells the others, who wait for it.
+    mine, why = attempt(partial(_read_all, tensors))
+    said = [(mine or {}, why)]
+    if dist.is_initialized():
+        said = gather(said[0], None, "find out how checkpointable tensors lie")
+    faults = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]
+    if faults:
+        raise LayoutError("; ".join(faults))
+    by_rank = [boxes for boxes, _ in said]
+    return {name: _pick(name, by_rank) for name in tensors}
+
+
+def _read_all(tensors: Mapping[str, Tensor]) -> dict[str, Boxes]:
+    return {name: read_boxes(name, tensor) for name, tensor in tensors.items()}
+
+
+def _pick(name: str, by_rank: Sequence[Mapping[str, Boxes]]) -> dict[int, Boxes]:
+    """The boxes of one tensor by rank. Raises LayoutError if a rank has none."""
+    without = [rank for rank, boxes in enumerate(by_rank) if name not in boxes]
+    if without:
+        what = f"tensor {name!r} says here which part it is, and not on {show_ranks(without)}"
+        raise LayoutError(f"{what}; give it the attributes on all ranks")
+    return {rank: boxes[name] for rank, boxes in enumerate(by_rank)}
+
+
+def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, Boxes]) -> Layout:
+    """The layout under which every rank has its boxes."""
+    shapes = {each.shape: rank for rank, each in boxes.items()}
+    if len(shapes) > 1:
+        listed = ", ".join(f"{shape} on rank {rank}" for shape, rank in shapes.items())
+        raise LayoutError(f"tensor {name!r}: global_shape is {listed}; give the same on all ranks")
+    (shape,) = shapes
+    held = {rank: each.runs for rank, each in boxes.items()}
+    found = from_holdings(shape, held, dtype=str(tensor.dtype).removeprefix("torch."))
+    if not isinstance(found, Layout):
+        what = f"tensor {name!r} of shape {shape}: what ranks hold is {len(found)} layouts together"
+        raise LayoutError(
+            f"{what}; save it with shardmath_torch.save under shardmath.from_holdings"
+        )
+    return found
+
+
+# Layout -> boxes
+
+
+def checkpointable(local: Tensor, layout: Layout) -> Tensor:
+    """The same tensor, with attributes that say which part of the layout's tensor it is: then torch's own `dcp.save`
+    and `dcp.load` take it for that, and so do `save_state`, `layout_of` and `export`.
+
+    It has the local shape that the layout has on this rank. Raises LayoutError for another one, for a Partial layout,
+    and with torch before 2.14, which would save the tensor as all there is.
+    """
+    _check_sayable(layout)
+    rank = compat.rank_or_0()
+    boxes: list[_Box] = []
+    if rank in layout.mesh:
+        expected = layout.local_shape(rank)
+        if tuple(local.shape) != expected:
+            what = f"rank {rank} gives {tuple(local.shape)}, {layout} has {expected} there"
+            raise LayoutError(f"{what}; give the local tensor")
+        boxes += itertools.product(*(runs.segments for runs in layout.runs(rank)))
+    said: Any = local
+    said.global_shape = layout.shape
+    said.local_offsets, said.global_offsets, said.local_sizes = (
+        tuple(tuple(segment[side] for segment in box) for box in boxes) for side in range(3)
+    )
+    return local
+
+
+def _check_sayable(layout: Layout) -> None:
+    """Raises LayoutError for a layout that the attributes cannot say, or that this torch would not read in them."""
+    instance(layout, Layout, "give a shardmath.Layout", LayoutError)
+    if layout.partial:
+        raise LayoutError(f"{layout} is Partial, and files have whole values; reduce it first")
+    if not hasattr(dcp, "CheckpointableTensor"):
+        what = f"torch {torch.__version__} does not know checkpointable tensors"
+        raise LayoutError(f"{what}; take torch 2.14 or later, or shardmath_torch.save")

@@ -1,0 +1,163 @@
+"""Patterns: values of each element type by their bits, on which no function but a copy is the identity.
+
+1. A type of up to 16 bits has all of its values here, a larger one 65,536: every upper half, with lower bits drawn.
+2. Elements are compared by their words, of complex numbers by those of both parts.
+3. Nothing is drawn from torch's generators, and all lies on the CPU.
+
+>>> holds(torch.float32, torch.bfloat16), holds(torch.bfloat16, torch.float32)
+(True, False)
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardmath.base.memo import memo
+from shardmath_torch.groups.dtypes import WORDS
+
+__all__ = [
+    "Words",
+    "as_tensor",
+    "as_words",
+    "cast",
+    "holds",
+    "is_finite",
+    "is_nan",
+    "list_finite",
+    "list_infinite",
+    "list_nan",
+    "order",
+    "real",
+    "repeat",
+]
+
+Words: TypeAlias = NDArray[Any]
+"""Elements of a type, as integers of its size."""
+
+MOST = 1 << 16
+"""Values of one type."""
+QUIET = {torch.float32: 1 << 22, torch.float64: 1 << 51}
+"""The bit without which a NaN is changed by whatever reads it."""
+
+
+def real(dtype: torch.dtype) -> torch.dtype:
+    """The type of a part of complex numbers; any other type itself."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """The same memory as integers, with one dimension more for complex numbers."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return plain.view(WORDS[plain.element_size()])
+
+
+def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
+    """A row of words as elements."""
+    return torch.from_numpy(words).view(dtype)
+
+
+def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
+    """A row of words as those of the same numbers of another type, as torch casts them."""
+    if dtype == to:
+        return words
+    made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
+    return made
+
+
+def repeat(byte: int, dtype: torch.dtype) -> int:
+    """The word of this byte all over; of truths its lowest bit."""
+    if dtype == torch.bool:
+        return byte % 2
+    size = real(dtype).itemsize
+    return int.from_bytes(bytes([byte] * size), "little", signed=size > 1)
+
+
+@memo()
+def list_finite(dtype: torch.dtype) -> Words:
+    """Numbers of a type that is not complex, ascending."""
+    words = _list_all(dtype)
+    values = _value(words, dtype)
+    order = np.argsort(values, kind="stable")
+    finite: Words = words[order[np.isfinite(values[order])]]
+    return finite
+
+
+@memo()
+def list_nan(dtype: torch.dtype) -> Words:
+    """Quiet NaN of a type that is not complex."""
+    words = _list_all(dtype)
+    return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
+
+
+@memo()
+def list_infinite(dtype: torch.dtype) -> Words:
+    """Infinities of a type that is not complex."""
+    words = _list_all(dtype)
+    found: Words = words[np.isinf(_value(words, dtype))]
+    return found
+
+
+def is_finite(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
+    """Which words of a type that is not complex are numbers."""
+    return np.isfinite(_value(words, dtype))
+
+
+def is_nan(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
+    """Which words of a type that is not complex are NaN."""
+    return np.isnan(_value(words, dtype))
+
+
+def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
+    """The places of numbers, from those next to zero to the largest."""
+    sizes = np.abs(_value(words, dtype))
+    return np.argsort(sizes, kind="stable")
+
+
+@memo()
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether one type has all numbers of another."""
+    if wide == narrow:
+        return True
+    if narrow.is_complex and not wide.is_complex:
+        return False
+    kept, part = real(wide), real(narrow)
+    words = list_finite(part)
+    try:
+        there = cast(words, part, kept)
+        back = cast(there, kept, part)
+    except (RuntimeError, TypeError):
+        # A type without casts.
+        return False
+    # -1 goes to 255 and back.
+    is_equal = np.array_equal(_value(there, kept), _value(words, part))
+    return is_equal and np.array_equal(back, words)
+
+
+def _list_all(dtype: torch.dtype) -> Words:
+    """Words of a type that is not complex."""
+    size = dtype.itemsize
+    if dtype == torch.bool:
+        return np.arange(2, dtype=np.uint8)
+    upper = np.arange(min(MOST, 1 << 8 * size))
+    if size <= 2:
+        return upper.astype(f"u{size}").view(np.uint8 if size == 1 else np.int16)
+    bits = 8 * size - 16
+    lower = np.random.default_rng(size).integers(0, 1 << bits, len(upper))
+    # Zeros, powers of two and infinities have none.
+    lower[upper % 16 == 0] = 0
+    words = (upper.astype(np.uint64) << np.uint64(bits)) | lower.astype(np.uint64)
+    return words.astype(f"u{size}").view(f"i{size}")
+
+
+def _value(words: Words, dtype: torch.dtype) -> NDArray[np.float64]:
+    """The numbers, at least in their order; the words of types that torch does not cast."""
+    try:
+        return as_tensor(words, dtype).to(torch.float64).numpy()
+    except (RuntimeError, TypeError):
+        return words.astype(np.float64)

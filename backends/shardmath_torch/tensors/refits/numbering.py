@@ -1,0 +1,207 @@
+"""Numbering: a loader run on tensors whose values say which element each is, and what each cell then has.
+
+1. Elements of one type are numbered. The first runs have the digits of each number, as values of the type (`drawing`).
+   They say which element a cell has; in all later runs it has to have that element's value, too.
+2. Targets are filled with other bytes before each run. Cells that have these after every run, or are always zero, were
+   not written.
+3. In the last runs no element is finite. A loader may refuse that, by an error or by leaving a target as it was.
+4. Values are compared by bits. NaN of few bits, and NaN that was cast, may be any NaN: torch's casts make several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardmath.models.recordings.numbers import find_pieces
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.storage.stored import Shapes
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.probes.drawing import SPECIAL, Kind, Run, list_runs
+from shardmath_torch.tensors.probes.patterns import (
+    Words,
+    as_tensor,
+    as_words,
+    cast,
+    is_nan,
+    real,
+    repeat,
+)
+
+__all__ = ["Numbering", "Reading"]
+
+_Flat: TypeAlias = NDArray[np.int64]
+_Truths: TypeAlias = NDArray[np.bool_]
+
+FEW_BITS = 2
+"""Bytes of types that pass through others, as bfloat16 through float32 where numpy has to hold it."""
+
+
+class Numbering:
+    """The elements of these logical tensors, for targets of these types."""
+
+    def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
+        self.shapes = shapes
+        by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, (shape, dtype) in shapes.items():
+            by_type.setdefault(dtype_of(dtype), {})[name] = tuple(shape)
+        wanted = tuple(sorted({real(dtype) for dtype in targets}, key=str))
+        self.kinds = []
+        for place, (kind, own) in enumerate(by_type.items()):
+            self.kinds.append(Kind(place, kind, own, wanted))
+        self.runs = list_runs(self.kinds)
+        self.digits = sum(run.way == "digit" for run in self.runs)
+
+    def make(self, name: str, run: Run) -> Tensor:
+        """The logical tensor of a run."""
+        dtype = dtype_of(self.shapes[name][1])
+        (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
+        return kind.make(name, run)
+
+
+class Reading:
+    """What one target of this type is seen to have after each run."""
+
+    def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.digits = numbering.digits
+        self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
+        self.unwritten: _Truths = np.array(True)
+        self.zero: _Truths = np.array(True)
+        self.guesses: list[_Guess] = []
+        self._first: list[tuple[Run, Words]] = []
+
+    def add(self, run: Run, after: Tensor) -> None:
+        """Note what the target has after a run."""
+        seen = _flatten(after, self.dtype)
+        is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
+        if run.way in SPECIAL and is_left.all():
+            return
+        self.unwritten = self.unwritten & is_left
+        self.zero = self.zero & (seen == 0).all(axis=1)
+        if len(self._first) < self.digits:
+            # The target has the next run's values in the same memory.
+            self._first.append((run, seen.copy()))
+            if len(self._first) == self.digits:
+                self._guess()
+        else:
+            for guess in self.guesses:
+                guess.check(run, seen)
+
+    def _guess(self) -> None:
+        """Find the element that each cell has by its digits."""
+        digits = [seen[:, 0] for _, seen in self._first]
+        for kind in self.kinds:
+            guess = _Guess(kind, self.dtype, *kind.find(digits, self.dtype))
+            for run, seen in self._first:
+                guess.check(run, seen)
+            self.guesses.append(guess)
+        # They may be as large as the target.
+        self._first = [(run, seen[:0]) for run, seen in self._first]
+
+    def find_fault(self) -> str:
+        """What is wrong with the first cell that has no element, or several; "" if there is none."""
+        written = ~(self.unwritten | self.zero)
+        found = np.zeros(written.shape, np.int64)
+        for guess in self.guesses:
+            found = found + guess.right
+        cells = np.flatnonzero(written & (found != 1))
+        if not len(cells):
+            return ""
+        cell = int(cells[0])
+        if found[cell] > 1:
+            names = [g.kind.name(int(g.numbers[cell])) for g in self.guesses if g.right[cell]]
+            return f"cell {cell} may be {' or '.join(names)}"
+        for guess in self.guesses:
+            if guess.fault and guess.fault[0] == cell:
+                return guess.fault[1]
+        return f"cell {cell} has no element of a logical tensor"
+
+    def list_pieces(self) -> list[Piece]:
+        """The pieces of each logical tensor."""
+        written = ~(self.unwritten | self.zero)
+        pieces: list[Piece] = []
+        for guess in self.guesses:
+            cells = np.flatnonzero(written & guess.right)
+            written = written & ~guess.right
+            pieces += _divide(guess.kind, cells, guess.numbers[cells])
+        return pieces
+
+
+class _Guess:
+    """An element of one type for each cell, and whether it was right so far; `fault` is where it first was not."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, numbers: _Flat, right: _Truths) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.numbers = numbers
+        self.right = right
+        self.fault: tuple[int, str] | None = None
+        part = real(dtype)
+        self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
+
+    def check(self, run: Run, seen: Words) -> None:
+        """Compare the cells with the values of a run."""
+        cells = np.flatnonzero(self.right)
+        if not len(cells):
+            return
+        row = cast(self.kind.draw(self.numbers[cells], run), self.kind.dtype, self.dtype)
+        expected = row.reshape(len(cells), -1)
+        found = seen[cells]
+        wrong = np.flatnonzero((expected != found).any(axis=1))
+        if self._takes_any_nan:
+            wrong = wrong[self._differ(expected[wrong], found[wrong])]
+        if not len(wrong):
+            return
+        self.right[cells[wrong]] = False
+        if self.fault is None:
+            cell, first = int(cells[wrong[0]]), wrong[0]
+            values = f"{_show(found[first], self.dtype)} for {_show(expected[first], self.dtype)}"
+            element = self.kind.name(int(self.numbers[cell]))
+            self.fault = cell, f"cell {cell} seems to be {element}, and has {values}"
+
+    def _differ(self, expected: Words, found: Words) -> _Truths:
+        """Which cells have another value, if all NaN are one."""
+        both_nan = _is_nan(expected, self.dtype) & _is_nan(found, self.dtype)
+        differ: _Truths = ((expected != found) & ~both_nan).any(axis=1)
+        return differ
+
+
+def _flatten(after: Tensor, dtype: torch.dtype) -> Words:
+    """The words of each cell, in a row of one or two."""
+    plain = after.detach().to("cpu", dtype)
+    words: Words = as_words(plain).reshape(after.numel(), 1 + dtype.is_complex).numpy()
+    return words
+
+
+def _is_nan(words: Words, dtype: torch.dtype) -> _Truths:
+    row = np.ascontiguousarray(words).reshape(-1)
+    found: _Truths = is_nan(row, real(dtype))
+    return found.reshape(words.shape)
+
+
+def _show(words: Words, dtype: torch.dtype) -> str:
+    """One value, for people."""
+    try:
+        value: Any = as_tensor(np.ascontiguousarray(words), dtype).item()
+    except RuntimeError:
+        return f"bits {int(words[0]):#x}"
+    return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
+
+
+def _divide(kind: Kind, cells: _Flat, numbers: _Flat) -> list[Piece]:
+    """The pieces of each logical tensor of a type."""
+    tensors = np.searchsorted(kind.starts, numbers, side="right") - 1
+    order = np.argsort(tensors, kind="stable")
+    found, counts = np.unique(tensors, return_counts=True)
+    ends = np.cumsum(counts)
+    pieces: list[Piece] = []
+    for tensor, own in zip(found.tolist(), np.split(order, ends[:-1]), strict=False):
+        elements = numbers[own] - kind.starts[tensor]
+        pieces += find_pieces(kind.names[tensor], cells[own], elements)
+    return pieces

@@ -1,0 +1,285 @@
+"""Recording: what a loader stores where, read off one run of it, instead of rows that say it.
+
+recorded = smt.record(model.load_weights, shapes, model, form="pairs")    # on each rank, without communication
+side = sm.RecordedSide({rank: recorded, ...})                             # in place of rows, for sm.refit
+
+1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this does
+   not explain is read from runs on element numbers (`numbering`), which any movement of elements carries.
+2. What `into` has is as before afterwards. Cells that nothing wrote are counted in `Recorded.unwritten`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmath.base import dtypes
+from shardmath.base.errors import StoreError
+from shardmath.models.recordings.pieces import Piece
+from shardmath.models.recordings.recorded import Native, Recorded
+from shardmath.models.storage.stored import Shapes
+from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
+from shardmath_torch.tensors.refits.numbering import Numbering, Reading
+from shardmath_torch.tensors.refits.targets import Into, Kept, key_of
+from shardmath_torch.tensors.refits.watching import Watch, Write
+
+__all__ = ["Load", "record"]
+
+Load: TypeAlias = Callable[[Any], object]
+"""Copies logical tensors into its targets: takes a mapping from name to tensor, or pairs of both."""
+Form: TypeAlias = Literal["mapping", "pairs"]
+Ways: TypeAlias = Literal["views", "numbers"]
+
+
+def record(
+    load: Load,
+    shapes: Shapes,
+    into: Into,
+    *,
+    form: Form = "mapping",
+    functions: Mapping[str, str] | None = None,
+    ways: tuple[Ways, ...] = ("views", "numbers"),
+) -> Recorded:
+    """Which element of which logical tensor the loader puts into which cell of each target of `into`.
+
+    `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
+    and tensor. `into` is the module, or mutable mapping from name to tensor, that it loads into, or a list of them, one
+    per virtual stage. `functions` names the function of a target that is computed: {"A": "neg_exp"}, and of another
+    chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError for what else is computed, and
+    where two tensors are written into one cell, or an element comes twice in one target.
+    """
+    plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
+    recording = _Recording(load, plain, into, form, dict(functions or {}))
+    return recording.record(ways)
+
+
+class _Recording:
+    """One loader, and what is known of each target so far."""
+
+    def __init__(
+        self, load: Load, shapes: Shapes, into: Into, form: Form, functions: dict[str, str]
+    ) -> None:
+        self.load = load
+        self.shapes = shapes
+        self.form = form
+        self.functions = functions
+        self.kept = Kept(into)
+        self.pieces: dict[str, list[Piece]] = {}
+        self.made: dict[str, tuple[str, ...]] = {}
+        self.ways: dict[str, str] = {}
+        absent = functions.keys() - self.kept.targets.keys()
+        if absent:
+            raise StoreError(f"functions= names {min(absent)!r}, which is not a target")
+
+    def record(self, ways: tuple[Ways, ...]) -> Recorded:
+        """By each of the ways, until all targets are explained."""
+        unexplained = set(self.kept.targets)
+        failure: Exception | None = None
+        if "views" in ways:
+            try:
+                unexplained = self._watch()
+            except _Computed:
+                raise
+            # What a loader does with tensors without data is anybody's guess; it is run on real ones then.
+            except Exception as error:
+                failure = error
+                self.pieces, self.made = {}, {}
+        if unexplained and "numbers" in ways:
+            self._number(sorted(unexplained))
+        elif unexplained:
+            raise StoreError(self._word(min(unexplained), "is not explained by views")) from failure
+        return self._finish()
+
+    def _call(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Run the loader on tensors that are made as it asks for them, if it takes pairs."""
+        with torch.no_grad():
+            if self.form == "pairs":
+                self.load((name, make()) for name, make in tensors.items())
+            else:
+                self.load({name: make() for name, make in tensors.items()})
+
+    # By views
+
+    def _watch(self) -> set[str]:
+        """Note what copies took; the targets that this does not explain."""
+        sources = {}
+        for name, (shape, dtype) in self.shapes.items():
+            sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+        kept = self.kept
+        watch = Watch(sources, list(kept.targets.values()))
+        before = {name: _version_of(target) for name, target in kept.targets.items()}
+        try:
+            with watch:
+                self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
+            now = kept.find()
+            self._check(now)
+            found = {name: self._list_writes(watch, name, now) for name in kept.targets}
+            for name, target in kept.targets.items():
+                # Modes are of one thread, and versions of all.
+                if key_of(target) not in watch.noted and _version_of(target) > before[name]:
+                    found[name].append(Write(None, ("another thread",)))
+        finally:
+            kept.put_back()
+        return {name for name, writes in found.items() if not self._take(name, writes)}
+
+    def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
+        """What was written into a target, or put in its place, where these are now."""
+        target = self.kept.targets[name]
+        own = now.get(name, target)
+        if key_of(own) != key_of(target):
+            where = torch.empty(target.shape, dtype=target.dtype, device="meta")
+            return [watch.explain(own, where)]
+        writes = watch.writes[key_of(target)]
+        if target.is_contiguous():
+            return [_shift(write, target) for write in writes]
+        return [Write(None, write.made) for write in writes]
+
+    def _take(self, name: str, writes: list[Write]) -> bool:
+        """Whether the writes explain the target."""
+        made: list[str] = []
+        last: dict[Piece, bool] = {}
+        for write in writes:
+            last.update(dict.fromkeys(write.pieces or (), bool(write.made)))
+            if write.pieces != ():
+                made += write.made
+        self.made[name] = tuple(made)
+        if any(write.pieces is None for write in writes):
+            return False
+        if last:
+            self._check_function(name, all(last.values()))
+        # A loader that is called twice, or for an alias too, writes the same again.
+        self.pieces[name] = list(last)
+        self.ways[name] = "views" if last else ""
+        return True
+
+    def _check_function(self, name: str, is_made: bool) -> None:
+        """Raise StoreError where a target is computed and not declared so, and the other way round."""
+        function = self.functions.get(name)
+        if self.made[name] and function is None:
+            raise _Computed(self._word(name, "is computed"))
+        if function is not None and not is_made:
+            part = "in part " if self.made[name] else ""
+            raise _Computed(f"{name!r} is {part}stored as it is, and functions= says {function!r}")
+
+    # By numbers
+
+    def _number(self, names: list[str]) -> None:
+        """Read these targets from runs on element numbers."""
+        for name in names:
+            if name in self.functions:
+                raise StoreError(self._word(name, "is a function of what cannot be followed"))
+        types = {name: self.kept.targets[name].dtype for name in names}
+        numbering = Numbering(self.shapes, types.values())
+        readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
+        for run in numbering.runs:
+            self._run(numbering, run, readings)
+        for name, reading in readings.items():
+            fault = reading.find_fault()
+            if fault:
+                raise StoreError(self._word(name, f"is computed: {fault}"))
+            self.pieces[name] = reading.list_pieces()
+            self.ways[name] = "numbers" if self.pieces[name] else ""
+
+    def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
+        """Note what targets have after a run of the loader."""
+        kept = self.kept
+        before = kept.occupy(run.byte)
+        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
+        try:
+            self._call(tensors)
+            now = kept.find()
+            self._check(now)
+            for name, reading in readings.items():
+                reading.add(run, now[name])
+        # A loader may refuse what is not finite.
+        except Exception:
+            if run.way not in SPECIAL:
+                raise
+        finally:
+            kept.put_back()
+            kept.fill(before)
+
+    # Together
+
+    def _check(self, now: Mapping[str, Tensor]) -> None:
+        """Raise StoreError where the loader put something else in the place of a target or of its alias."""
+        for name, target in self.kept.targets.items():
+            if name not in now:
+                raise _Computed(
+                    f"{name!r} is gone once it is loaded; record a loader that keeps it"
+                )
+            own = now[name]
+            if own.shape != target.shape:
+                raise _Computed(
+                    f"{name!r} has shape {list(target.shape)}, and {list(own.shape)} once it is "
+                    f"loaded; record into tensors of the shapes that are stored"
+                )
+            if own.dtype != target.dtype:
+                raise _Computed(
+                    f"{name!r} is {target.dtype}, and {own.dtype} once it is loaded; record into "
+                    f"tensors of the types that are stored"
+                )
+        self._check_aliases(now)
+
+    def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
+        """Raise StoreError where the loader parted what is in one memory."""
+        for alias, name in self.kept.aliases.items():
+            if alias not in now or key_of(now[alias]) != key_of(now[name]):
+                raise _Computed(
+                    f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
+                    f"record into tensors that do not share it"
+                )
+
+    def _word(self, name: str, what: str) -> str:
+        """What is wrong with a target, and with which operations it was made."""
+        by = f" by {', '.join(self.made[name])}" if self.made.get(name) else ""
+        return f"{name!r} {what}{by}; declare it, as functions={{{name!r}: 'neg_exp'}} or by a row"
+
+    def _finish(self) -> Recorded:
+        natives = []
+        for name, target in self.kept.targets.items():
+            shape = tuple(target.shape)
+            dtype = dtypes.canonical(target.dtype)
+            pieces = tuple(self.pieces.get(name, ()))
+            way = self.ways.get(name, "")
+            function = self.functions.get(name, "")
+            chunk, own = self.kept.natives[name]
+            natives.append(Native(own, shape, dtype, pieces, way, function, chunk))
+        tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
+        aliases = tuple(self.kept.aliases.items())
+        return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _version_of(target: Tensor) -> int:
+    return 0 if target.is_inference() else target._version
+
+
+def _give(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Computed(StoreError):
+    """What no other way would explain either."""
+
+
+def _shift(write: Write, target: Tensor) -> Write:
+    """The write as the target sees it, whose memory may be part of a larger one."""
+    if write.pieces is None:
+        return write
+    inside = []
+    for piece in write.pieces:
+        cell = piece.cell - int(target.storage_offset())
+        last = cell
+        for count, stride, _ in piece.blocks:
+            last += (count - 1) * stride
+        if cell >= 0 and last < target.numel():
+            inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
+        elif last >= 0 and cell < target.numel():
+            # One copy into several targets at once: what of it is whose is read from numbers.
+            return Write(None, write.made)
+    return Write(tuple(inside), write.made)

@@ -1,0 +1,146 @@
+"""Targets: the tensors into which a loader loads, by name, and put back as they were.
+
+1. A module's are its parameters and persistent buffers, a mapping's are its values. Names of the same memory are
+   aliases of the first.
+2. Of virtual stages there is one `into` per chunk. A tensor of a chunk behind the first is called "A of chunk 1".
+3. Whatever a loader does to them, or puts in their place, is undone: `Kept` has their places and their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmath.base.errors import StoreError
+from shardmath.models.recordings.recorded import label
+from shardmath_torch.tensors.probes.patterns import as_words, repeat
+
+__all__ = ["Into", "Kept", "key_of"]
+
+Chunk: TypeAlias = nn.Module | MutableMapping[str, Tensor]
+Into: TypeAlias = Chunk | Sequence[Chunk]
+
+
+def key_of(tensor: Tensor) -> int:
+    """The same for all tensors in one memory, while any of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Kept:
+    """The targets of `into` as they are now. Raises StoreError for what is no plain tensor."""
+
+    def __init__(self, into: Into) -> None:
+        self.chunks = _list_chunks(into)
+        self.natives: dict[str, tuple[int, str]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for name, _ in _list_places(chunk):
+                self.natives[label(number, name)] = number, name
+        self.places = self._find_places()
+        self.found = self.find()
+        self.memory = {name: tensor.data for name, tensor in self.found.items()}
+        self.targets: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        first: dict[object, str] = {}
+        for name, tensor in self.found.items():
+            _check(name, tensor)
+            where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+            if first.setdefault(where, name) == name:
+                self.targets[name] = tensor
+            else:
+                self.aliases[name] = first[where]
+
+    def find(self) -> dict[str, Tensor]:
+        """What is under each name now."""
+        now = self._find_places()
+        return {name: holder[key] for name, (holder, key) in now.items()}
+
+    def _find_places(self) -> dict[str, _Place]:
+        """Where each tensor is."""
+        places = {}
+        for number, chunk in enumerate(self.chunks):
+            for name, place in _list_places(chunk):
+                places[label(number, name)] = place
+        return places
+
+    def place(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor in the place of a target, and of its aliases."""
+        for other, (holder, key) in self.places.items():
+            if self.aliases.get(other, other) == name:
+                holder[key] = tensor
+
+    def occupy(self, byte: int) -> dict[str, Tensor]:
+        """This byte all over the targets, with memory for those that have none; what was in the others."""
+        before = {}
+        for name, target in self.targets.items():
+            if target.is_meta:
+                self.place(name, _materialise(target))
+            else:
+                before[name] = target.detach().clone()
+        for target in self.find().values():
+            as_words(target.data).fill_(repeat(byte, target.dtype))
+        return before
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Write these values into targets."""
+        for name, tensor in values.items():
+            self.targets[name].data.copy_(tensor)
+
+    def put_back(self) -> None:
+        """The tensors in their places, and their memory in them."""
+        for name, (holder, key) in self.places.items():
+            tensor = self.found[name]
+            if holder.get(key) is not tensor:
+                holder[key] = tensor
+            if key_of(tensor) != key_of(self.memory[name]):
+                tensor.data = self.memory[name]
+
+
+_Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
+
+
+def _list_chunks(into: Into) -> list[Chunk]:
+    """What is loaded into, by chunk. Raises StoreError for what is neither module nor mapping."""
+    chunks = [into] if isinstance(into, nn.Module | Mapping) else list(into)
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, nn.Module | Mapping):
+            raise StoreError(
+                f"chunk {number} is {type(chunk).__name__}; record into a module, or into a mapping "
+                f"from name to tensor"
+            )
+    return chunks
+
+
+def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
+    """(name, mapping and key in which the tensor is)."""
+    if not isinstance(into, nn.Module):
+        for name in into:
+            yield name, (into, name)
+        return
+    for prefix, module in into.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        hidden = module._non_persistent_buffers_set
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and name not in hidden:
+                    yield start + name, (held, name)
+
+
+def _check(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+        raise StoreError(f"{name!r} is {type(tensor).__name__}; record into plain tensors")
+    if tensor.layout != torch.strided:
+        raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")
+
+
+def _materialise(target: Tensor) -> Tensor:
+    """A tensor with memory, all zeros, that a loader takes for the target."""
+    made = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
+    if isinstance(target, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
+        made.__class__ = type(target)
+    made.__dict__.update(target.__dict__)
+    return made

@@ -1,0 +1,279 @@
+"""Watching: a loader run on tensors without data, and what each of its copies takes.
+
+1. Logical tensors are on the meta device. Nothing is written into targets: copies into their memory are noted, with
+   the strides of both sides.
+2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
+   Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
+3. A target that was written as a whole may be read again: some loaders store first, and then a function of it.
+4. Bits seen as another type are followed as long as they are only copied; a cast of them is a computation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmath.base.errors import StoreError
+from shardmath.models.recordings.pieces import Piece, overlap
+from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
+from shardmath_torch.tensors.refits.targets import key_of
+
+__all__ = ["Watch", "Write"]
+
+aten = torch.ops.aten
+
+COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
+"""What makes the same elements in new memory."""
+STORES = {aten.copy_.default, aten.fill_.Tensor}
+"""What puts its second argument into its first."""
+BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
+"""What fills padding before or after the weights are written."""
+
+
+class Write(NamedTuple):
+    """What was copied into a target: pieces by cells of its memory, and what made them; None if it is not known."""
+
+    pieces: tuple[Piece, ...] | None
+    made: tuple[str, ...]
+
+
+class Watch(TorchDispatchMode):
+    """Notes copies from the memory of `sources` into that of `targets`, by the key of that memory."""
+
+    def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
+        self.noted: set[int] = set()
+        # Memory is known by its key as long as it lives, so all that is known is kept alive.
+        self._alive: list[Tensor] = [*sources.values(), *targets]
+        self._contents: dict[int, Content | None] = {}
+        self._made: dict[int, tuple[str, ...]] = {}
+        # What type the elements have that lie in this memory, however it is seen.
+        self._dtype: dict[int, torch.dtype] = {}
+        self._stored = _find_dtypes(targets)
+        for name, tensor in sources.items():
+            shape = tuple(tensor.shape)
+            self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note the operation, and carry it out unless it writes into a target."""
+        own = dict(kwargs or {})
+        # Views are in memory that is known already, and a loader makes several for each copy.
+        if _makes_views(func):
+            return func(*args, **own)
+        written = _find_written(func, args, own)
+        if written:
+            return self._write(func, written, args, own)
+        given = _list_tensors((args, own))
+        known = [tensor for tensor in given if key_of(tensor) in self._contents]
+        if not known:
+            return func(*args, **own)
+        if "device" in own:
+            # There is no data that could go to another device.
+            own["device"] = known[0].device
+        result = func(*args, **own)
+        self._follow(func, known, result)
+        return result
+
+    def _write(
+        self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], own: dict[str, Any]
+    ) -> Any:
+        """Note what is written into targets, and let other writes happen."""
+        targets = [into for into in written if key_of(into) in self.writes]
+        for into in written:
+            if key_of(into) in self.writes:
+                self._note(func, into, args)
+            else:
+                self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
+                self._made[key_of(into)] = (str(func),)
+        return _return_written(func, written) if targets else func(*args, **own)
+
+    def explain(self, tensor: Tensor, into: Tensor) -> Write:
+        """What a copy of the tensor brings into another."""
+        content = self._contents.get(key_of(tensor))
+        made = self._made.get(key_of(tensor), ())
+        if content is BLANK:
+            return Write((), ())
+        dtype = self._find_dtype(tensor, into)
+        if content is None or dtype is None:
+            return Write(None, made)
+        operations = content.explain(dtype)
+        stored = self._stored.get(key_of(into), into.dtype)
+        if stored != dtype:
+            # No cast gives these numbers.
+            operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
+        try:
+            return Write(tuple(content.read(tensor, into)), operations)
+        except (StoreError, RuntimeError):
+            return Write(None, made)
+
+    def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
+        """A write into a target."""
+        key = key_of(target)
+        self.noted.add(key)
+        write = Write(None, (str(func),))
+        content = dtype = None
+        stored = self._stored[key]
+        if stored is None or stored.itemsize != target.element_size():
+            # Cells of it are not those of the target.
+            pass
+        elif _is_blank(func):
+            write = Write((), ())
+        elif func in STORES:
+            write = self.explain(args[1], target)
+            dtype = self._find_dtype(args[1], target)
+            content = self._content_of_copy(args[1], target)
+        if write.pieces == ():
+            if not self._is_written(target):
+                return
+            # What it held is gone, and what of it is left is read from numbers.
+            write = Write(None, (str(func),))
+        self.writes[key].append(write)
+        self._keep(target, content, dtype)
+        self._made[key] = write.made
+
+    def _content_of_copy(self, source: Tensor, target: Tensor) -> Content | None:
+        """What a target has once the source was copied into it, if it is all of its memory."""
+        content = self._contents.get(key_of(source))
+        if content is None or content is BLANK or self._find_dtype(source, target) is None:
+            return None
+        return content.copied(source, target)
+
+    def _find_dtype(self, source: Tensor, into: Tensor) -> torch.dtype | None:
+        """The type of what a copy of known memory brings into another; None where bits are cast."""
+        key = key_of(into)
+        own = self._stored.get(key, into.dtype)
+        kept = self._dtype.get(key_of(source))
+        if own is None or kept is None or _is_changed(source) or _is_changed(into):
+            return None
+        as_seen = source.dtype, into.dtype
+        if as_seen == (kept, own):
+            return own
+        sizes = kept.itemsize, own.itemsize
+        are_bits = source.dtype == into.dtype and sizes == (source.itemsize, into.itemsize)
+        return kept if are_bits else None
+
+    def _is_written(self, target: Tensor) -> bool:
+        """Whether one of these cells, or of cells of which it is not known, was written before."""
+        blocks = [(n, stride, 0) for n, stride in zip(target.shape, target.stride(), strict=True)]
+        cells = Piece("", int(target.storage_offset()), 0, tuple(blocks))
+        for write in self.writes[key_of(target)] if target.numel() else ():
+            if write.pieces is None:
+                return True
+            if any(overlap((cells, piece), 1) is not None for piece in write.pieces):
+                return True
+        return False
+
+    def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
+        """What is known of the results of an operation on what is known."""
+        for made in _list_tensors(result):
+            # Some operations return what they were given.
+            if key_of(made) not in self._contents:
+                self._keep(made, self._copy(func, known, made), self._find_dtype(known[0], made))
+                before = self._made.get(key_of(known[0]), ())
+                self._made[key_of(made)] = before if func in COPIES else (*before, str(func))
+
+    def _copy(self, func: Any, known: list[Tensor], made: Tensor) -> Content | None:
+        """What is in the memory of a result."""
+        source = known[0]
+        before = self._contents[key_of(source)]
+        if before is None or len(known) > 1 or not _is_by_element(func, source, made):
+            return None
+        if before is BLANK:
+            return BLANK if func in COPIES else None
+        is_bits = source.dtype != self._dtype[key_of(source)]
+        if self._find_dtype(source, made) is None or (is_bits and func not in COPIES):
+            return None
+        return before.copied(source, made, "" if func in COPIES else str(func))
+
+    def _keep(
+        self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._alive.append(tensor)
+        self._contents[key_of(tensor)] = content
+        self._dtype[key_of(tensor)] = dtype or tensor.dtype
+
+
+def _is_changed(view: Tensor) -> bool:
+    """Whether the view stands for other numbers than its memory has."""
+    return view.is_neg() or view.is_conj()
+
+
+def _find_dtypes(targets: Iterable[Tensor]) -> dict[int, torch.dtype | None]:
+    """The type of the targets in each memory; None where they have several."""
+    found: dict[int, torch.dtype | None] = {}
+    for target in targets:
+        key = key_of(target)
+        first = found.setdefault(key, target.dtype)
+        if first != target.dtype:
+            found[key] = None
+    return found
+
+
+def _is_blank(func: Any) -> bool:
+    return func not in STORES and func.overloadpacket.__name__ in BLANKS
+
+
+def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operation writes into, alone or in lists."""
+    written: list[Tensor] = []
+    for i, name in _list_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        written += _list_tensors(value)
+    return written
+
+
+def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
+    """What the operation returns, if that is only what it writes into. Raises StoreError where it is more."""
+    returned = [result.alias_info for result in func._schema.returns]
+    fresh = [alias for alias in returned if alias is None or not alias.is_write]
+    if fresh or len(returned) > len(written):
+        raise StoreError(f"{func} writes into a target and returns more; load it by numbers")
+    if len(returned) == 1:
+        return written[0]
+    return tuple(written) if returned else None
+
+
+@functools.cache
+def _makes_views(func: Any) -> bool:
+    """Whether all results are views of what the operation is given."""
+    results = [result.alias_info for result in func._schema.returns]
+    return bool(results) and all(alias and not alias.is_write for alias in results)
+
+
+@functools.cache
+def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The place and the name of each argument that the operation writes into."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((i, argument.name))
+    return tuple(written)
+
+
+def _list_tensors(values: object) -> Iterator[Tensor]:
+    """The tensors in arguments or results: plain ones, and lists of them."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _list_tensors(values.values())
+    elif isinstance(values, Iterable) and not isinstance(values, str):
+        for value in values:
+            yield from _list_tensors(value)
+
+
+def _is_by_element(func: Any, source: Tensor, made: Tensor) -> bool:
+    """Whether each element of the result is made of the one in its place."""
+    by_element = func in COPIES or torch.Tag.pointwise in func.tags
+    return by_element and source.shape == made.shape

@@ -1,0 +1,23 @@
+"""Agreeing: ranks agree on what is to be made of tensors, before they agree on a plan."""
+
+from __future__ import annotations
+
+from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.agree import Ballot
+from shardmath_torch.groups.agreement.party import Party, is_time
+from shardmath_torch.groups.agreement.transport import join
+from shardmath_torch.moves.movers.settings import DEFAULT_TIMEOUT_S
+
+__all__ = ["agree", "join_group"]
+
+
+def join_group(group: compat.Group | None, timeout: float) -> Party:
+    """This rank in the group."""
+    patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    return join(compat.group_of(group), patience, min(5.0, patience / 5))
+
+
+def agree(party: Party, claim: str, objection: str) -> None:
+    """Ranks agree on what they are about to do. Raises ExchangeError."""
+    ballot = Ballot(claim, objection=objection)
+    party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")

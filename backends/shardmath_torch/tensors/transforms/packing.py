@@ -1,0 +1,50 @@
+"""Packing: what a rank holds of a local tensor, without holes and in ascending order, as in `shardmath.transforms`.
+
+>>> from shardmath import Layout, Mesh
+>>> held = Packing(Layout((4,), Mesh(), "(n)=<2:4 -1 0:2>", dtype="int64"), 0, torch.device("cpu"))
+>>> local = torch.tensor([2, 3, -1, 0, 1])
+>>> held.read(local)
+tensor([0, 1, 2, 3])
+>>> held.write(local, torch.tensor([10, 11, 12, 13]))
+>>> local
+tensor([12, 13, -1, 10, 11])
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmath.layouts.layout import Layout
+from shardmath.values.transforms.packing import find_cells
+from shardmath_torch.groups.dtypes import words
+
+__all__ = ["Packing"]
+
+
+class Packing:
+    """Where a rank has a tensor's positions; `is_view` where they are a part of the local tensor as it lies."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        cells = find_cells(layout, rank)
+        self.is_view = all(isinstance(own, slice) for own in cells)
+        self.shape = tuple(runs.size for runs in layout.runs(rank))
+        sizes = layout.local_shape(rank)
+        index: tuple[object, ...] = (*cells, ...)
+        if not self.is_view:
+            each = [np.arange(n)[own] for own, n in zip(cells, sizes, strict=True)]
+            # Kept from move to move; as many numbers as the sum of the sizes, not their product.
+            index = tuple(torch.from_numpy(one).to(device) for one in np.ix_(*each))
+        self._index = index
+
+    def read(self, local: Tensor) -> Tensor:
+        """The positions: a view, or a copy."""
+        if self.is_view:
+            return local[self._index]  # type: ignore[index]
+        # Not all types can be indexed; words can.
+        return words(local)[self._index].view(local.dtype)  # type: ignore[index]
+
+    def write(self, local: Tensor, packed: Tensor) -> None:
+        """The positions back into the local tensor, whose other cells stay as they are."""
+        words(local)[self._index] = words(packed)  # type: ignore[index]

@@ -1,0 +1,227 @@
+"""Systems: how a recorded model is declared, and what its loader does otherwise.
+
+>>> find_system({"vllm": "0.33.0"}).__name__
+'Vllm'
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.models.storage.binding import Bound, bind
+from shardmath.models.storage.stored import Shapes, Stored
+from shardmath.models.systems import hf_core
+from shardmath.models.systems import torchtitan as titan
+from shardmath.models.systems.megatron_core import megatron, pad_vocab
+from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.models.systems.sglang_core import sglang
+from shardmath.models.systems.vllm_core import vllm
+
+__all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
+
+_Ids: TypeAlias = NDArray[np.int64]
+_Json: TypeAlias = Mapping[str, Any]
+
+VOCAB = 100
+"""Words of every model that was recorded with Megatron, before padding."""
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where a word of a class's name begins."""
+SGLANG_SIZES = ("tp", "pp", "ep", "attn_dp", "attn_cp", "moe_dp")
+EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class System(Protocol):
+    """How a model of one system is declared; `reshapes` where a tensor is declared in another shape than it is laid."""
+
+    reshapes: bool
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """The reference bound to its logical tensors."""
+        ...
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """A layout bound to these logical tensors, as its weights are loaded or once they are processed."""
+        ...
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The logical arrays as the rank's loader reads them: themselves, but for its faults."""
+        ...
+
+
+class Megatron:
+    """A model of Megatron-Core, which declares stacked experts as [hidden, experts * ffn]."""
+
+    reshapes = True
+
+    def __init__(self, model: _Json) -> None:
+        self.model = model
+        self.config = dict(model["config"])
+        self.multiple = model["make_vocab_size_divisible_by"]
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """What one rank stores."""
+        positions = ref.get("embedding.position_embeddings.weight", (0,))
+        shapes = logical_shapes(
+            self.config,
+            vocab=pad_vocab(VOCAB, 1, self.multiple),
+            tied=self.model["tied"],
+            positions=positions[0],
+            pattern=self.model["kw"].get("pattern"),
+            dtype="int64",
+        )
+        return bind(self._declare(self.config, range(1)), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "pp", "cp", "ep", "etp", "order")}
+        sizes["vpp"] = given["vpp"] or 1
+        config = {**self.config, **given["cfg"]}
+        return bind(self._declare(config, range(given["world"]), **sizes), shapes)
+
+    def _declare(self, config: _Json, ranks: range, **sizes: Any) -> Stored:
+        return megatron(
+            config,
+            ranks=ranks,
+            spec=self.model["impl"],
+            vocab=VOCAB,
+            vocab_multiple=self.multiple,
+            **sizes,
+        )
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class _Checkpoint:
+    """A model whose reference is a Hugging Face checkpoint."""
+
+    reshapes = False
+
+    def __init__(self, model: _Json) -> None:
+        kind = _name_kind(model["hf"])
+        self.config = {**model["config"], **model["config_over"], "model_type": kind}
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = hf_core.logical_shapes(self.config, natives)
+        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
+
+
+class Sglang(_Checkpoint):
+    """A model of SGLang."""
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store."""
+        given = layout["layout"]
+        sizes = {name: given.get(name, 1) for name in SGLANG_SIZES}
+        side = sglang(
+            self.config,
+            ranks=range(sizes["tp"] * sizes["pp"]),
+            moe_dense_tp=given.get("moe_dense_tp_size"),
+            dp_lm_head=given.get("enable_dp_lm_head", False),
+            whole_shared="SGLANG_SHARED_EXPERT_TP1" in given,
+            **sizes,
+        )
+        return bind(side, shapes)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class Torchtitan(_Checkpoint):
+    """A model of torchtitan."""
+
+    def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
+        """How the checkpoint stores the logical tensors that its shapes say."""
+        natives = {name: (shape, "int64") for name, shape in ref.items()}
+        shapes = titan.logical_shapes(self.config, natives)
+        return bind(titan.checkpoint(self.config, ref), shapes)
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What one rank stores."""
+        return bind(titan.torchtitan(self.config, ranks=range(1)), shapes)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays themselves."""
+        return arrays
+
+
+class Vllm(_Checkpoint):
+    """A model of vLLM."""
+
+    def bind(self, layout: _Json, shapes: Shapes, processed: bool) -> Bound:
+        """What the ranks of a layout store: of the model, or of its layers that predict further tokens."""
+        given, options = layout["layout"], layout["layout"]["kw"]
+        sizes = {name: given[name] for name in ("tp", "pp", "dp")}
+        draft = "MTP" in layout["module_class"]
+        # What balances experts places them itself, with or without redundant ones.
+        placement = "linear" if options.get("enable_eplb") else given["place"]
+        side = vllm(
+            self.config,
+            ranks=range(math.prod(sizes.values())),
+            ep=given["ep"],
+            placement=placement,
+            redundant=options.get("eplb_config", {}).get("num_redundant_experts", 0),
+            backend=_find_backend(layout),
+            processed=processed,
+            draft=draft,
+            unknown="replicate",
+            **sizes,
+        )
+        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
+        return bind(side, own)
+
+    def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
+        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
+
+        `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
+        error. What refits into these slots has to write the experts that the rows say.
+        """
+        given = layout["layout"]
+        size = given["tp"] * given["dp"]
+        experts = self.config.get("num_local_experts", 0)
+        if (
+            not self.config["model_type"].startswith("gpt_oss")
+            or not given["ep"]
+            or experts % size == 0
+        ):
+            return arrays
+        replica, inside = divmod(rank, given["pp"] * given["tp"])
+        own = replica * given["tp"] + inside % given["tp"]
+        read = f".experts.{own * (experts // size)}."
+        return {name: arrays[EXPERT.sub(read, name)] for name in arrays}
+
+
+def _find_backend(layout: _Json) -> str:
+    """The backend of experts that was chosen, as an option of vLLM calls it."""
+    chosen = layout["moe_backend"] or ["triton"]
+    return str(chosen[0]).rpartition(".")[2].lower()
+
+
+def _name_kind(name: str) -> str:
+    """The `model_type` of a configuration class."""
+    words = WORD.sub("_", name.removesuffix("Config"))
+    return words.lower()
+
+
+def find_system(meta: _Json) -> Callable[[_Json], System]:
+    """Who recorded the file."""
+    named: dict[str, Callable[[_Json], System]] = {
+        "vllm": Vllm,
+        "sglang": Sglang,
+        "torchtitan": Torchtitan,
+    }
+    for name, system in named.items():
+        if name in meta:
+            return system
+    return Megatron

@@ -1,0 +1,235 @@
+"""The command line: `python -m shardmath COMMAND ...`.
+
+    python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
+    python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)"
+
+Those here need the core alone; backends add commands through the entry point group
+`shardmath.commands`, each a function of the remaining arguments that returns an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+import shardmath
+from shardmath.base.errors import ShardError
+from shardmath.display.pictures.text import show
+from shardmath.layouts.layout import Layout
+from shardmath.models.systems.rules import parse_mesh
+from shardmath.plans.plan import Plan, plan
+from shardmath.plans.uncovered import first_unheld
+from shardmath.proofs.verify import verify
+
+__all__ = ["INTERRUPTED", "Command", "main", "make_parser", "run"]
+
+Command = Callable[[Sequence[str]], int]
+
+INTERRUPTED = 130
+"""Exit status, as shells have it: 128 and the number of SIGINT."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line, 130 if interrupted."""
+    commands = dict(BUILT_IN)
+    for point in entry_points(group="shardmath.commands"):
+        commands[point.name] = _load_later(point)
+    return run(commands, sys.argv[1:] if argv is None else argv)
+
+
+def run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names; the exit status, as `main` has it."""
+    try:
+        status = _run(commands, arguments)
+        sys.stdout.flush()
+    except ShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{arguments[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever reads has had enough, as `head`; Python would write what is left at exit, and fail again.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names; the others are its own."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(commands))
+        return 0
+    name, *others = arguments
+    if name == "--version":
+        print(f"shardmath {shardmath.__version__}")
+        return 0
+    if name not in commands:
+        usage = _help(commands)
+        print(f"unknown command {name!r}\n\n{usage}", file=sys.stderr)
+        return 2
+    return commands[name](others)
+
+
+SUMMARIES = {
+    "buffers": "lay out a model's flat buffers, and show them",
+    "formats": "list the quantised formats, their scales and where they may be cut",
+    "plan": "plan a move between two layouts, prove it, and print who sends what",
+    "refit": "move a model's weights between local processes, and check every byte",
+    "show": "print what each rank holds of a layout",
+    "trace": "merge the traces of a move's ranks into one file, and draw it",
+}
+"""A line per command of this project; looking into those of backends would import them."""
+
+
+def _name_program() -> str:
+    """The program as it was typed: `shardmath`, or `python -m` and the package's name."""
+    folder, typed = os.path.split(sys.argv[0])
+    if typed.startswith("shardmath"):
+        return "shardmath"
+    package = os.path.basename(folder) if typed == "__main__.py" else "shardmath"
+    return f"python -m {package}"
+
+
+def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser without arguments, whose usage names the command as it was typed."""
+    prog = f"{_name_program()} {command}"
+    return argparse.ArgumentParser(prog=prog, description=description)
+
+
+def _help(commands: Mapping[str, Command]) -> str:
+    """The usage, and a line per command."""
+    usage = f"usage: {_name_program()} COMMAND ..."
+    lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
+    for name in sorted(commands):
+        own = (commands[name].__doc__ or "of another package").splitlines()[0]
+        summary = SUMMARIES.get(name, own)
+        lines.append(f"  {name:15}{summary}")
+    return "\n".join(lines)
+
+
+def _load_later(point: EntryPoint) -> Command:
+    """A command that imports its package when it is run."""
+
+    def command(argv: Sequence[str]) -> int:
+        try:
+            run: Command = point.load()
+        except ImportError as error:
+            needs = f"error: {point.name} needs {error.name}; install shardmath[torch]"
+            print(needs, file=sys.stderr)
+            return 1
+        return run(argv)
+
+    return command
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    """Sizes with commas between them."""
+    try:
+        return tuple(int(n) for n in text.split(",") if n.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape; write sizes with commas: 9,4"
+        ) from None
+
+
+def _show(argv: Sequence[str]) -> int:
+    """Print what each rank holds."""
+    parser = make_parser("show", _show.__doc__)
+    parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
+    parser.add_argument("shape", type=_read_shape, help="global shape: 9,4")
+    parser.add_argument("layout", help='notation: "(tp dp n) h"')
+    parser.add_argument("--dtype", default="float32")
+    given = parser.parse_args(argv)
+    mesh = parse_mesh(given.mesh)
+    print(show(Layout(given.shape, mesh, given.layout, dtype=given.dtype)))
+    return 0
+
+
+def _plan(argv: Sequence[str]) -> int:
+    """Plan a move between two layouts, prove it, and print who sends what."""
+    given = _plan_parser().parse_args(argv)
+    src = Layout(given.shape, parse_mesh(given.src_mesh), given.src, dtype=given.dtype)
+    dst = Layout(given.shape, parse_mesh(given.dst_mesh), given.dst, dtype=given.dtype)
+    p = plan(src, dst, window=given.window)
+    verify(p)
+    print(f"{show(p)}\n{_describe_proof(p)}; digest {p.digest[:16]}")
+    return 0
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    """The command line of `plan`."""
+    parser = make_parser("plan", _plan.__doc__)
+    parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
+    parser.add_argument("dst_mesh", help='of the destination: "tp=2 ranks=4:6"')
+    parser.add_argument("shape", type=_read_shape, help="global shape: 8,4")
+    parser.add_argument("src", help='layout at the source: "(tp n) h"')
+    parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
+    parser.add_argument("--dtype", default="float32")
+    window_help = "the destination may hold less than the tensor"
+    parser.add_argument("--window", action="store_true", help=window_help)
+    return parser
+
+
+def _describe_proof(p: Plan) -> str:
+    """What `verify` has found of a plan of one tensor."""
+    if not p.in_part:
+        return (
+            "proved: the destination holds every element, "
+            "and each arrives exactly once wherever it is held"
+        )
+    missing = first_unheld(p.dst[""])
+    return (
+        f"proved: what the destination holds arrives exactly once; "
+        f"element {missing} is not held there"
+    )
+
+
+def _merge_traces(argv: Sequence[str]) -> int:
+    """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
+    parser = make_parser("trace", _merge_traces.__doc__)
+    parser.add_argument("files", nargs="+", help="one of each rank")
+    parser.add_argument("--out", help="where to write the trace of all of them")
+    parser.add_argument("--svg", help="where to draw it")
+    given = parser.parse_args(argv)
+    # Only this command needs traces.
+    from shardmath.display.traces import merge, read, svg, write
+    from shardmath.display.traces.chrome import write_text
+
+    found = [read(file) for file in given.files]
+    # One may be of all ranks already.
+    trace = merge(found) if len(found) > 1 else found[0]
+    if given.out:
+        write(trace, given.out)
+    if given.svg:
+        write_text(svg(trace), given.svg)
+    print(trace)
+    return 0
+
+
+def _list_formats(argv: Sequence[str]) -> int:
+    """List the quantised formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
+    parser = make_parser("formats", _list_formats.__doc__)
+    parser.add_argument("--json", action="store_true", help="a list of rows")
+    given = parser.parse_args(argv)
+    # Only this command needs formats.
+    from shardmath.values.formats import listing, show_listing
+
+    if given.json:
+        print(json.dumps([row._asdict() for row in listing()], indent=2))
+    else:
+        print(show_listing())
+    return 0
+
+
+BUILT_IN: dict[str, Command] = {
+    "show": _show,
+    "formats": _list_formats,
+    "plan": _plan,
+    "trace": _merge_traces,
+}

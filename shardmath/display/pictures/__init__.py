@@ -1,0 +1,24 @@
+"""Pictures: values for people, as text and as SVG; strings only.
+
+In reading order:
+
+- `elements`: SVG as strings: colours, elements, drawings made of them, scales, and documents;
+- `text`: values as text;
+- `cells`: a layout cut into boxes that the same ranks hold, a local tensor into pieces;
+- `layout_drawing`: layouts as SVG;
+- `mesh_drawing`: meshes as SVG;
+- `traffic`: who sends how many bytes to whom;
+- `plan_drawing`: plans and programs as SVG;
+- `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;
+- `buffer_text`: flat buffers as text;
+- `buffer_drawing`: flat buffers as SVG.
+
+`show(value)` is text that a notebook draws; `svg(value)` is the picture alone.
+"""
+
+from shardmath.display.pictures.buffer_drawing import buffer_svg
+from shardmath.display.pictures.buffer_text import buffer_map
+from shardmath.display.pictures.drawing import grid, svg
+from shardmath.display.pictures.text import show
+
+__all__ = ["buffer_map", "buffer_svg", "grid", "show", "svg"]

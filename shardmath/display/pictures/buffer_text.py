@@ -1,0 +1,382 @@
+"""Buffer maps: flat buffers as text for people, what lies where and how much is padding; strings only.
+
+1. A row is a bucket, and its columns are ranks: rank r of n has the r-th n-th of every bucket, so that below a rank
+   stands what that rank holds. Rows are equally long, whatever their buckets hold; numbers beside them say that.
+2. What no parameter has is padding, between parameters as at the end of a bucket; shares are of elements.
+3. The first `most` buckets are drawn. The `most` largest parameters of each have a letter, and a line that says where
+   they lie: in the buffer, and in the flat array of the first rank that has some of them.
+
+>>> from shardmath.buffers import Param, distributed_optimizer
+>>> params = [Param("w", (20, 10)), Param("b", (100,)), Param("emb", (300,), shared_embedding=True)]
+>>> print(buffer_map(distributed_optimizer(params, data_parallel_world_size=2), 2, width=40))
+3 parameters in 2 buckets: 768 elements, 168 of them padding (21.88 %)
+2 ranks have 384 elements each; least padding: 28 on rank 0, most: 140 on rank 1
+bucket with the largest share of padding: 0, 21.88 %
+a-z parameters, #= others, . padding, | between ranks; "at" is where in the flat array of its first rank
+<BLANKLINE>
+bucket 0 [0, 384): 1 parameter, 84 padding (21.88 %)
+     |0                   |1                   |
+     |aaaaaaaaaaaaaaaaaaaa|aaaaaaaaaaa.........|
+   elements  ranks  at  shape   parameter
+a  [0, 300)  0-1    0   (300,)  emb
+<BLANKLINE>
+bucket 1 [384, 768): 2 parameters, 84 padding (21.88 %)
+     |0                   |1                   |
+     |aaaaaaaaaa...bbbbbbb|bbbbbbbbbbbbbb......|
+   elements    ranks  at   shape     parameter
+a  [384, 484)  0      192  (100,)    b
+b  [512, 712)  0-1    320  (20, 10)  w
+"""
+
+from __future__ import annotations
+
+import heapq
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import ParamLayoutError
+from shardmath.base.text import show_share
+from shardmath.buffers.param import read_positive
+from shardmath.buffers.param_layout import PerBufferParamLayout
+from shardmath.buffers.shares import shard_numel
+from shardmath.display.pictures.elements import every
+from shardmath.display.pictures.text import align, count, count_more, replace_unprintable
+
+__all__ = [
+    "Bucket",
+    "Span",
+    "buffer_map",
+    "list_buckets",
+    "make_gap",
+    "read_arguments",
+    "shape_of",
+    "summarize",
+]
+
+LETTERS = string.ascii_lowercase + string.ascii_uppercase
+OTHERS, PADDING = "#=", "."
+KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in the flat array of its first rank'
+
+
+class Span(NamedTuple):
+    """Elements start..end-1 of a bucket: of one parameter, of padding (""), or, drawn as one, of `several`."""
+
+    start: int
+    end: int
+    name: str = ""
+    shape: tuple[int, ...] | None = None
+    padding: int = 0
+    several: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.end - self.start
+
+
+class Bucket(NamedTuple):
+    """One bucket to be drawn: where it lies, and its spans in order of their addresses, without a gap."""
+
+    number: int
+    start: int
+    numel: int
+    spans: tuple[Span, ...]
+    ranks: int
+
+    @property
+    def params(self) -> list[Span]:
+        """The spans of parameters."""
+        return [span for span in self.spans if span.several]
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding."""
+        return sum(span.padding for span in self.spans)
+
+    def within(self, span: Span) -> str:
+        """Where in the buffer it lies."""
+        return f"[{self.start + span.start:,}, {self.start + span.end:,})"
+
+    def held_by(self, span: Span) -> str:
+        """The ranks that have some of it."""
+        if not span.numel:
+            return "none"
+        first = span.start * self.ranks // self.numel
+        last = (span.end - 1) * self.ranks // self.numel
+        return str(first) if first == last else f"{first}-{last}"
+
+    def at(self, span: Span) -> int:
+        """Where it begins in the flat array of the first rank that has some of it."""
+        size = max(self.numel // self.ranks, 1)
+        return self.start // self.ranks + span.start % size
+
+
+def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
+    """The first `most` buckets."""
+    borders = layout.bucket_indices[:most]
+    held = _list_params(layout, borders)
+    buckets = []
+    for number, (start, end) in enumerate(borders):
+        numel = end - start
+        spans = tuple(_fill_gaps(held[number], numel))
+        bucket = Bucket(number, start, numel, spans, ranks)
+        buckets.append(bucket)
+    return buckets
+
+
+def _list_params(
+    layout: PerBufferParamLayout, borders: Sequence[tuple[int, int]]
+) -> list[list[Span]]:
+    """The parameters of each of these buckets, the first of the buffer."""
+    held: list[list[Span]] = [[] for _ in borders]
+    shapes = layout.shapes or [None] * len(layout.placed)
+    for (name, where), shape in zip(layout.placed, shapes, strict=True):
+        start, end, number = where
+        if number < len(borders):
+            first, _ = borders[number]
+            span = Span(start - first, end - first, name, shape)
+            held[number].append(span)
+    return held
+
+
+def _fill_gaps(spans: Iterable[Span], numel: int) -> Iterator[Span]:
+    """The spans in order, and padding wherever there is none."""
+    end = 0
+    for span in sorted(spans, key=_PLACE):
+        if span.start > end:
+            yield make_gap(end, span.start)
+        yield span
+        end = span.end
+    if end < numel:
+        yield make_gap(end, numel)
+
+
+_PLACE = itemgetter(0, 1)
+"""Start and end of a span, by which spans are sorted."""
+
+
+def make_gap(start: int, end: int) -> Span:
+    """Padding."""
+    return Span(start, end, padding=end - start, several=0)
+
+
+# What a buffer holds, in numbers
+
+
+def _filled_below(layout: PerBufferParamLayout) -> Callable[[Ints], Ints]:
+    """The function from positions to how many elements of parameters lie below each."""
+    filled = [(start, end) for _, (start, end, _) in layout.placed if end > start]
+    filled.sort()
+    starts, ends = np.array(filled or [(0, 0)], np.int64).T
+    sizes = ends - starts
+    before = sizes.cumsum() - sizes
+
+    def below(at: Ints) -> Ints:
+        # The last parameter that starts at or before a position, or the first.
+        started = np.searchsorted(starts, at, side="right")
+        last = np.maximum(started - 1, 0)
+        within = np.clip(at - starts[last], 0, sizes[last])
+        found: Ints = before[last] + within
+        return found
+
+    return below
+
+
+def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], Ints]:
+    """Elements of padding of each bucket, and of each rank."""
+    below = _filled_below(layout)
+    by_bucket = []
+    by_rank = np.zeros(ranks, np.int64)
+    for start, end in layout.bucket_indices:
+        size = (end - start) // ranks
+        borders = start + size * np.arange(ranks + 1, dtype=np.int64)
+        padding = size - np.diff(below(borders))
+        by_bucket.append(int(padding.sum()))
+        by_rank += padding
+    return by_bucket, by_rank
+
+
+def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
+    """Lines on the whole buffer: how much it holds, how much of that is padding, and where most of it is."""
+    by_bucket, by_rank = _count_padding(layout, ranks)
+    params = count(len(layout.placed), "parameter")
+    buckets = count(len(by_bucket), "bucket")
+    numel = count(layout.numel, "element")
+    part = show_share(layout.padding, layout.numel)
+    padding = f"{layout.padding:,} of them padding ({part})"
+    lines = [f"{params} in {buckets}: {numel}, {padding}"]
+    lines.append(_compare_ranks(layout, by_rank))
+    if len(by_bucket) > 1 and layout.padding:
+        lines.append(_name_worst(layout, by_bucket))
+    return lines
+
+
+def _name_worst(layout: PerBufferParamLayout, padding: Sequence[int]) -> str:
+    """Which bucket has the largest share of padding, given how much each has."""
+    sizes = [end - start for start, end in layout.bucket_indices]
+    parts = [own / size if size else 0.0 for own, size in zip(padding, sizes, strict=True)]
+    largest = max(parts)
+    worst = parts.index(largest)
+    part = show_share(padding[worst], sizes[worst])
+    return f"bucket with the largest share of padding: {worst:,}, {part}"
+
+
+def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
+    """What each rank has."""
+    ranks = len(by_rank)
+    least = int(by_rank.argmin())
+    most = int(by_rank.argmax())
+    each = f"{layout.numel // ranks:,} elements"
+    if ranks == 1:
+        return f"1 rank has {each}"
+    if by_rank[least] == by_rank[most]:
+        return f"{ranks:,} ranks have {each} each, {by_rank[least]:,} of them padding"
+    lowest = f"{by_rank[least]:,} on rank {least}"
+    highest = f"{by_rank[most]:,} on rank {most}"
+    return f"{ranks:,} ranks have {each} each; least padding: {lowest}, most: {highest}"
+
+
+def read_arguments(
+    layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
+) -> tuple[int, int, int]:
+    """Shards, width and `most`. Raises ParamLayoutError."""
+    if not isinstance(layout, PerBufferParamLayout):
+        raise ParamLayoutError(
+            f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
+        )
+    ranks = read_positive(shards, "shards")
+    wide = read_positive(width, "width")
+    shard_numel(layout, ranks)
+    if wide < narrowest:
+        raise ParamLayoutError(f"width is {wide}; give at least {narrowest}")
+    return ranks, wide, read_positive(most, "most (buckets to draw)")
+
+
+def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
+    """The buckets of a buffer that `shards` ranks share, as bars of `width` characters and a list of parameters.
+
+    Of all buckets it says the share of padding; of the first `most` it shows what lies where. A buffer that every rank
+    has all of has one shard. Raises ParamLayoutError where ranks do not divide a bucket evenly.
+    """
+    ranks, wide, most = read_arguments(layout, shards, width, 16, most)
+    lines = [*summarize(layout, ranks), KEY]
+    for bucket in list_buckets(layout, ranks, most):
+        drawn = _draw_bucket(bucket, wide, most)
+        lines += ["", *drawn]
+    for line in count_more(len(layout.bucket_indices), most, "bucket"):
+        lines += ["", line]
+    return "\n".join(lines)
+
+
+def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
+    """The lines of a bucket: what it holds, a bar, and its largest parameters."""
+    listed = _pick_largest(bucket, most)
+    names = [span.name for span in listed]
+    letters = dict(zip(names, LETTERS, strict=False))
+    yield _head_bucket(bucket)
+    yield from _draw_bar(bucket, letters, width)
+    rows = [("", "elements", "ranks", "at", "shape", "parameter")]
+    for span in listed:
+        letter = letters[span.name]
+        row = _describe(bucket, span, letter)
+        rows.append(row)
+    yield from align(rows)
+    yield from count_more(len(bucket.params), len(listed), "parameter")
+
+
+def _pick_largest(bucket: Bucket, most: int) -> list[Span]:
+    """At most so many of the parameters, in order."""
+    room = min(most, len(LETTERS))
+    listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
+    listed.sort(key=_PLACE)
+    return listed
+
+
+def _describe(bucket: Bucket, span: Span, letter: str) -> tuple[str, str, str, str, str, str]:
+    """The row of a parameter in the list."""
+    elements = bucket.within(span)
+    ranks = bucket.held_by(span)
+    at = f"{bucket.at(span):,}"
+    name = replace_unprintable(span.name)
+    return letter, elements, ranks, at, shape_of(span), name
+
+
+def _head_bucket(bucket: Bucket) -> str:
+    """Where a bucket lies and how much it holds."""
+    where = bucket.within(Span(0, bucket.numel))
+    params = count(len(bucket.params), "parameter")
+    part = show_share(bucket.padding, bucket.numel)
+    return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
+
+
+def shape_of(span: Span) -> str:
+    """The shape of the span's parameter as people read it."""
+    return "?" if span.shape is None else str(span.shape)
+
+
+def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
+    """The numbers of the ranks, and what lies below each."""
+    each = width // bucket.ranks
+    if each < 4:
+        ruler = _ticks(bucket.ranks, width)
+        bar = _draw_cells(bucket, letters, width)
+    else:
+        cells = _draw_cells(bucket, letters, each * bucket.ranks)
+        starts = range(0, len(cells), each)
+        parts = [cells[i : i + each] for i in starts]
+        numbers = [str(rank).ljust(each) for rank in range(bucket.ranks)]
+        bar = "|".join(parts)
+        ruler = "|".join(numbers)
+    return f"     |{ruler}|", f"     |{bar}|"
+
+
+def _ticks(ranks: int, width: int) -> str:
+    """Ranks' numbers where there is room for some only: each stands at its rank's first character."""
+    step = every(ranks, width, len(str(ranks)) + 3)
+    out = [" "] * width
+    for rank in range(0, ranks, step):
+        at = rank * width // ranks
+        text = f"|{rank}" if rank else "0"
+        out[at : at + len(text)] = text
+    # The last number may go beyond the end.
+    return "".join(out[:width])
+
+
+def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
+    """What has most of each of `width` equal parts of the bucket."""
+    found: list[Counter[str]] = [Counter() for _ in range(width)]
+    for number, span in enumerate(bucket.spans):
+        other = OTHERS[number % 2]
+        sign = PADDING if span.padding else letters.get(span.name, other)
+        for cell, amount in _spread(span, bucket.numel, width):
+            in_cell = found[cell]
+            in_cell[sign] += amount
+    signs = map(_pick_sign, found)
+    return "".join(signs)
+
+
+def _spread(span: Span, numel: int, width: int) -> Iterator[tuple[int, int]]:
+    """How much of it lies in which of `width` equal parts of a bucket of so many elements."""
+    if not span.numel:
+        return
+    # In units of which a cell has `numel` and an element `width`, all borders are integers.
+    lo = span.start * width
+    hi = span.end * width
+    for cell in range(lo // numel, -(-hi // numel)):
+        start = cell * numel
+        begin = max(lo, start)
+        end = min(hi, start + numel)
+        yield cell, end - begin
+
+
+def _pick_sign(cell: Counter[str]) -> str:
+    """What a part of a bucket has most of."""
+    if not cell:
+        return PADDING
+    return max(cell, key=cell.__getitem__)

@@ -1,0 +1,190 @@
+"""Drawing: any value as a picture, for files and for notebooks; a layout as a grid of ranks.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> print(svg(Mesh(tp=2)).splitlines()[1])
+<title>Mesh(tp=2)</title>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from shardmath.base.arguments import as_integer, instance
+from shardmath.base.arrays import Bools, Ints
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.base.text import plural, shown
+from shardmath.display.pictures.layout_drawing import layout_svg
+from shardmath.display.pictures.mesh_drawing import mesh_svg
+from shardmath.display.pictures.plan_drawing import plan_svg
+from shardmath.display.pictures.text import show
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.layout import Layout
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.flows.topology import Topology, checked
+from shardmath.plans.plan import Plan
+from shardmath.plans.programs.program import Program
+
+__all__ = ["grid", "html", "svg"]
+
+
+def svg(
+    value: Mesh | Layout | Plan | Transposed | Program,
+    *,
+    topology: Topology | None = None,
+    tensor: str | None = None,
+    inline: bool = False,
+) -> str:
+    """A picture as SVG: a document, or an element of a page if `inline`.
+
+    `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the one of a plan whose layouts are drawn.
+    Raises ShardError for anything else.
+    """
+    where = None if topology is None else checked(topology)
+    if isinstance(value, Layout):
+        return layout_svg(value, inline=inline)
+    if isinstance(value, Mesh):
+        return mesh_svg(value, topology=where, inline=inline)
+    if isinstance(value, Plan | Transposed | Program):
+        return plan_svg(value, topology=where, tensor=tensor, inline=inline)
+    raise ShardError(
+        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan or a Program, or show it as text"
+    )
+
+
+def html(value: object) -> str:
+    """What a notebook shows: the picture, or the text of a value that has none."""
+    if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
+        return svg(value, inline=True)
+    return f"<pre>{escape(show(value))}</pre>"
+
+
+def grid(layout: Layout, most: int = 64) -> str:
+    """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
+
+    Of more than `most` rows or columns the middle ones are left out, and a line says so. Raises LayoutError for more
+    dimensions, and for what is not a layout.
+
+    >>> from shardmath.layouts.algebra.mesh import Mesh
+    >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
+    0 1 0 1
+    0 1 0 1
+    0 1 0 1
+    >>> print(grid(Layout((100,), Mesh(tp=2), "(tp n)"), most=4))
+    0 0 … 1 1
+    columns 2 to 97 are left out
+    """
+    instance(layout, Layout, "grid() draws a layout; of a plan draw one of its sides", LayoutError)
+    if layout.ndim not in (1, 2):
+        raise LayoutError(f"{layout} has {plural(layout.ndim, 'dimension')}; grid() draws 1 or 2")
+    room = as_integer(most, "most", LayoutError)
+    if not 2 <= room <= MOST_SIDE:
+        raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")
+    rows = np.zeros(1, np.int64)
+    if layout.ndim == 2:
+        rows = _choose_positions(layout.shape[0], room)
+    columns = _choose_positions(layout.shape[-1], room)
+    cells = _name_cells(layout, rows, columns)
+    notes = _mark_gaps(cells, rows, columns)
+    return "\n".join([*_align_right(cells), *notes])
+
+
+def _mark_gaps(cells: list[list[str]], rows: Ints, columns: Ints) -> list[str]:
+    """Put dots where rows and columns are left out; lines that say which those are."""
+    notes = []
+    gap = _find_gap(rows)
+    if gap:
+        notes.append(_name_gap("rows", rows, gap))
+        cells.insert(gap, ["…"] * len(columns))
+    across = _find_gap(columns)
+    if across:
+        notes.append(_name_gap("columns", columns, across))
+        for line in cells:
+            line.insert(across, "…")
+    return notes
+
+
+def _align_right(cells: list[list[str]]) -> Iterator[str]:
+    """The rows, all cells as wide as the widest."""
+    widths = [len(x) for line in cells for x in line]
+    width = max(widths, default=1)
+    for line in cells:
+        padded = [x.rjust(width) for x in line]
+        yield " ".join(padded)
+
+
+def _name_gap(what: str, positions: Ints, gap: int) -> str:
+    """Which positions are left out before the one numbered `gap`."""
+    first = positions[gap - 1] + 1
+    last = positions[gap] - 1
+    return f"{what} {first} to {last} are left out"
+
+
+MOST_SIDE = 1 << 12
+"""Rows and columns of a grid."""
+
+
+def _choose_positions(size: int, most: int) -> Ints:
+    """The positions of a dimension that are drawn: at most so many, the first and the last."""
+    if size <= most:
+        return np.arange(size)
+    tail = most // 2
+    first = np.arange(most - tail)
+    last = np.arange(size - tail, size)
+    return np.concatenate((first, last))
+
+
+def _find_gap(positions: Ints) -> int:
+    """Before which of the positions something is left out; 0 for nothing."""
+    steps = np.diff(positions)
+    if not (steps > 1).any():
+        return 0
+    return int(steps.argmax()) + 1
+
+
+def _name_cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
+    """The rank that holds each element at these rows and columns, `.` for nobody, `+` for several."""
+    ranks = np.array(layout.mesh.ranks, np.int64)
+    across = _mark_held(layout.dims[-1], layout.mesh, columns)
+    down = np.ones((1, len(ranks)), np.int64)
+    if layout.ndim == 2:
+        down = _mark_held(layout.dims[0], layout.mesh, rows)
+    # A sum over ranks of (holds the row) * (holds the column) counts the holders; where there is
+    # one, the sum weighted by rank is that rank.
+    holders = down @ across.T
+    weighted = (down * ranks) @ across.T
+    cells = weighted.astype(str)
+    cells[holders == 0] = "."
+    cells[holders > 1] = "+"
+    lines: list[list[str]] = cells.tolist()
+    return lines
+
+
+def _mark_held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
+    """Whether each rank holds each of the positions: 0 or 1, of shape (positions, ranks)."""
+    divided = partition(dim)
+    shape = len(positions), len(divided.parts)
+    held = np.zeros(shape, np.int64)
+    for i, part in enumerate(divided.parts):
+        held[:, i] = _find_held(part, positions)
+    by_rank = divided.by_rank(mesh)
+    return held[:, by_rank]
+
+
+def _find_held(part: Runs, positions: Ints) -> Bools:
+    """Whether the part has each of the positions."""
+    segments = np.array(part.segments, np.int64).reshape(-1, 3)
+    order = segments[:, 1].argsort()
+    _, start, size = segments[order].T
+    stop = start + size
+    # The last segment that begins at or before a position is the one that may have it.
+    at = start.searchsorted(positions, "right") - 1
+    # A part without segments has a stop too.
+    stops = np.append(stop, 0)
+    found: Bools = (at >= 0) & (positions < stops[at])
+    return found

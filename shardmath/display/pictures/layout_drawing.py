@@ -1,0 +1,449 @@
+"""Layout pictures: which ranks hold which elements, drawn as SVG.
+
+1. A box is a cell: a box of elements that the same ranks hold. Its colour stands for its set of holders, its label and
+   its title name them. A dashed box is held by nobody.
+2. Positions are to scale, except that no stretch is narrower than can be seen. Where there are too many cells the
+   middle is left out, and a line says so.
+3. `0 + 1` are the addends of a sum, `max(0, 1)` of another reduction; `0, 1` hold the same.
+4. Tensors of more than two dimensions are drawn slice by slice. Local tensors with holes are drawn below.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shardmath.base.text import plural
+from shardmath.display.pictures import elements
+from shardmath.display.pictures.cells import (
+    MOST_PANELS,
+    Cells,
+    Holders,
+    Panel,
+    cells_of,
+    idle_ranks,
+    list_pieces,
+    write_holders,
+    write_label,
+)
+from shardmath.display.pictures.elements import (
+    LETTER,
+    LINE,
+    VERMILION,
+    Drawing,
+    Scale,
+    Stretch,
+    below,
+    beside,
+    box,
+    brief,
+    every,
+    in_rows,
+    ink,
+    lines,
+    list_ticks,
+    palette,
+    scale_stretches,
+)
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.layout import Layout
+
+__all__ = ["colours_of", "draw_layout", "layout_svg"]
+
+WIDE, HIGH = 336.0, 224.0
+"""Pixels of a panel's columns and rows, where there are many elements."""
+EDGED = 7.0
+"""Pixels from which a box has an edge."""
+LEFT, TOP = 48.0, 20.0
+"""Pixels beside and above a panel, for the positions where stretches begin."""
+MOST_LEGEND = 8
+MOST_DESCRIBED = 16
+"""Ranks in the description for people who do not see the picture."""
+MOST_SPARSE = 6
+"""Letters of a number that is wider than its box."""
+MOST_LOCAL = 4
+"""Ranks whose local tensors are drawn."""
+
+Colours = Mapping[Holders, str]
+
+
+def layout_svg(layout: Layout, *, inline: bool = False) -> str:
+    """The layout as SVG: a document, or an element of a page if `inline`."""
+    cells = cells_of(layout)
+    colours = colours_of([cells])
+    drawing = draw_layout(layout, cells, colours)
+    return elements.document(drawing, str(layout), about(layout), inline=inline)
+
+
+def about(layout: Layout) -> str:
+    """What the picture shows, for people who do not see it."""
+    held = _parts_by_rank(layout)
+    described = layout.mesh.ranks[:MOST_DESCRIBED]
+    texts = []
+    for i, rank in enumerate(described):
+        runs = " by ".join(_shortened(parts[i]) for parts in held)
+        texts.append(f"rank {rank} holds {runs or 'the scalar'}")
+    more = layout.mesh.size - len(texts)
+    if more:
+        texts.append(f"and {plural(more, 'more rank')}")
+    return "; ".join(texts)
+
+
+def _parts_by_rank(layout: Layout) -> list[list[Runs]]:
+    """For each dimension what each rank holds, in mesh order."""
+    out = []
+    for dim in layout.dims:
+        parts = partition(dim)
+        numbers = parts.by_rank(layout.mesh).tolist()
+        out.append([parts.parts[i] for i in numbers])
+    return out
+
+
+def _shortened(runs: Runs) -> str:
+    if len(runs.segments) <= 4:
+        return str(runs)
+    return f"{Runs(runs.segments[:3])} and {len(runs.segments) - 3:,} more ranges"
+
+
+def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WIDE) -> Drawing:
+    """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
+    panels = [_Panel(layout, cut, colours, wide) for cut in cells.panels]
+    drawn = [panel.draw() for panel in panels]
+    # What stands above and below a panel is not wider than the panel: a plan draws the heat map beside it.
+    letters = int((LEFT + wide) / LETTER)
+    head = lines(_wrap_heading(layout, letters), font_weight="bold")
+    legend = _legend(layout, panels, colours, letters)
+    notes = _wrap([*_number_notes(panels), *_notes(layout, cells)], letters)
+    parts = [head, in_rows(drawn), *legend, lines(notes)]
+    first_ranks = layout.mesh.ranks[:MOST_LOCAL]
+    if any(map(layout.holes, first_ranks)):
+        parts.append(_local_tensors(layout))
+    filled = [part for part in parts if part.height]
+    return below(filled, 6)
+
+
+def _wrap_heading(layout: Layout, letters: int) -> list[str]:
+    """The layout, and below it the mesh if both have no room on one line."""
+    text = str(layout)
+    if len(text) <= letters:
+        return [text]
+    held, _, mesh = text.partition(" on ")
+    return _wrap([held, f"on {mesh}"], letters)
+
+
+def _wrap(texts: Iterable[str], letters: int) -> list[str]:
+    """The texts in lines of at most so many letters."""
+    return [line for text in texts for line in textwrap.wrap(text, letters)]
+
+
+def _number_notes(panels: Sequence[_Panel]) -> Iterator[str]:
+    """What the numbers in the boxes are."""
+    numbered = [panel for panel in panels if panel.labelled]
+    if numbered:
+        step = numbered[0].step
+        yield "numbers are ranks" if step == 1 else f"numbers are ranks, in one box of {step:,}"
+
+
+def colours_of(several: Iterable[Cells]) -> Colours:
+    """A colour for each set of holders, in the order of their first ranks."""
+    panels = [panel for cells in several for panel in cells.panels]
+    found = _distinct(panels)
+    colours = palette(len(found))
+    return dict(zip(found, colours, strict=True))
+
+
+def _distinct(panels: Iterable[Panel]) -> list[Holders]:
+    """The sets of holders, nobody left out, in the order of their first ranks."""
+    found: set[Holders] = set()
+    for panel in panels:
+        for row in panel.holders:
+            found.update(row)
+    found.discard(())
+    return sorted(found)
+
+
+class _Place(NamedTuple):
+    """A cell: its row and column, and where its box is drawn."""
+
+    row: int
+    column: int
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class _Panel:
+    """One panel, and the sets of holders that it names."""
+
+    def __init__(self, layout: Layout, panel: Panel, colours: Colours, wide: float) -> None:
+        self.layout = layout
+        self.panel = panel
+        self.colours = colours
+        self.columns = scale_stretches(panel.columns, wide)
+        self.rows = scale_stretches(panel.rows, HIGH)
+        self.labelled: set[Holders] = set()
+        self.step = 1
+        """Of how many boxes one is labelled."""
+
+    def draw(self) -> Drawing:
+        """Boxes under the positions at which they begin."""
+        left = LEFT if self.layout.ndim > 1 else 0.0
+        parts = [*self._ticks(left), *self._boxes(left)]
+        if self.layout.partial:
+            parts += [HATCH, self._hatch(left)]
+        parts += self._labels(left)
+        width = left + self.columns.total + LETTER * 3
+        height = TOP + self.rows.total + 4
+        drawing = Drawing(width, height, tuple(parts))
+        return self._under_lead(drawing)
+
+    def _hatch(self, left: float) -> str:
+        """A box over the panel that says that its cells are addends."""
+        width = self.columns.total
+        height = self.rows.total
+        return box(left, TOP, width, height, fill="url(#shardmath-addends)", pointer_events="none")
+
+    def _under_lead(self, drawing: Drawing) -> Drawing:
+        """The drawing under the slice of the leading dimensions that it is of."""
+        if not self.panel.lead:
+            return drawing
+        slices = [f"{start}:{stop}" for start, stop in self.panel.lead]
+        head = ", ".join([*slices, ":", ":"])
+        title = lines([f"[{head}]"])
+        return below([title, drawing], 2)
+
+    def _ticks(self, left: float) -> Iterator[str]:
+        """Positions at which stretches begin, and the length of the dimension."""
+        ndim = self.layout.ndim
+        if ndim:
+            y = TOP - 6
+            for at, position in list_ticks(self.panel.columns, self.columns, across=True):
+                x = left + at
+                yield _number(x, y, position, "middle")
+        if ndim > 1:
+            x = left - 6
+            for at, position in list_ticks(self.panel.rows, self.rows, across=False):
+                y = TOP + at + 4
+                yield _number(x, y, position, "end")
+
+    def _places(self) -> Iterator[_Place]:
+        """Each cell, row by row."""
+        rows = self.rows
+        columns = self.columns
+        for i, y in enumerate(rows.at):
+            height = rows.size[i]
+            for j, x in enumerate(columns.at):
+                width = columns.size[j]
+                yield _Place(i, j, x, TOP + y, width, height)
+
+    def _boxes(self, left: float) -> Iterator[str]:
+        """A box for each cell."""
+        op = self.layout.op
+        for place in self._places():
+            holders = self._find_holders(place)
+            title = f"{self._box_text(place)} {write_holders(holders, op)}"
+            look = self._paint(holders, place)
+            yield box(left + place.x, place.y, place.width, place.height, title, **look)
+
+    def _find_holders(self, place: _Place) -> Holders:
+        """Who holds a cell."""
+        return self.panel.holders[place.row][place.column]
+
+    def _paint(self, holders: Holders, place: _Place) -> dict[str, str]:
+        """The attributes of a box."""
+        if not holders:
+            return {"fill": "none", "stroke": VERMILION, "stroke_dasharray": "3 2"}
+        fill = {"fill": self.colours[holders]}
+        if min(place.width, place.height) >= EDGED:
+            fill |= {"stroke": "#fff", "stroke_width": "1"}
+        return fill
+
+    def _box_text(self, place: _Place) -> str:
+        """The box of a cell, as a slice of the tensor."""
+        row = self.panel.rows[place.row]
+        column = self.panel.columns[place.column]
+        spans = (*self.panel.lead, row, column)
+        # A tensor of fewer than two dimensions has a row, or a cell, that is none of its own.
+        own = spans[len(spans) - self.layout.ndim :]
+        slices = [f"{start}:{stop}" for start, stop in own]
+        return f"[{', '.join(slices)}]"
+
+    def _labels(self, left: float) -> Iterator[str]:
+        """The holders, in those boxes that have room for them; else in every so many boxes."""
+        for place in self._places():
+            letters = int((place.width - 4) / LETTER)
+            if place.height >= LINE - 4:
+                yield from self._label(place, left, letters)
+        if not self.labelled:
+            yield from self._sparse_labels(left)
+
+    def _sparse_labels(self, left: float) -> Iterator[str]:
+        """The holders of every so many boxes, which have room for one number together."""
+        rows = self.rows
+        columns = self.columns
+        room = (MOST_SPARSE + 1) * LETTER
+        if columns.total < room or rows.total < LINE:
+            return
+        down = every(len(rows.at), rows.total, LINE)
+        across = every(len(columns.at), columns.total, room)
+        self.step = down * across
+        for place in self._places():
+            # The middle of each group, so that no number hangs over the border of the panel.
+            if place.row % down == down // 2 and place.column % across == across // 2:
+                yield from self._label(place, left, MOST_SPARSE, hides=True)
+
+    def _label(
+        self, place: _Place, left: float, letters: int, *, hides: bool = False
+    ) -> Iterator[str]:
+        """The holders of a cell in at most so many letters, if they have room; `hides` the borders behind them."""
+        holders = self._find_holders(place)
+        text = write_label(holders, self.layout.op, letters)
+        if not text:
+            return
+        self.labelled.add(holders)
+        x = left + place.x + place.width / 2
+        y = place.y + place.height / 2 + 4
+        fill = self.colours[holders]
+        stroke = {"stroke": fill, "stroke_width": 3, "paint_order": "stroke"} if hides else {}
+        middle = {"text_anchor": "middle", "pointer_events": "none"}
+        yield elements.words(x, y, text, fill=ink(fill), **stroke, **middle)
+
+
+def _number(x: float, y: float, position: int, anchor: str) -> str:
+    """A position beside a panel."""
+    return elements.words(x, y, f"{position}", text_anchor=anchor, opacity="0.75")
+
+
+HATCH = (
+    '<defs><pattern id="shardmath-addends" width="8" height="8" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="1.5" height="8" fill="#fff" opacity="0.55"/>'
+    "</pattern></defs>"
+)
+
+
+def _legend(
+    layout: Layout, panels: Sequence[_Panel], colours: Colours, letters: int
+) -> list[Drawing]:
+    """Who has which colour, of those that no box names; the first and the last of many."""
+    found = _distinct(panel.panel for panel in panels)
+    labelled = {holders for panel in panels for holders in panel.labelled}
+    unnamed = [one for one in found if one not in labelled]
+    if not unnamed:
+        return []
+    op = layout.op
+    if len(unnamed) <= MOST_LEGEND:
+        entries = [_entry(one, op, colours[one], letters) for one in unnamed]
+        return [below(entries, 0)]
+    ends = (found[0], found[-1])
+    first, last = [_entry(one, op, colours[one], letters) for one in ends]
+    count = lines([f"... {len(found):,} colours in the order of ranks ..."])
+    return [below([first, count, last], 0)]
+
+
+def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawing:
+    """A colour and what it stands for, in at most so many letters."""
+    named = write_holders(holders, op)
+    text = brief(named, letters - 3)
+    square = box(0, 3, 12, 12, named, fill=colour)
+    label = elements.words(18, LINE * 0.75, text)
+    width = 18 + len(text) * LETTER
+    return Drawing(width, LINE, (square, label))
+
+
+def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
+    """What the boxes do not say by themselves."""
+    empty = 0 in layout.shape
+    if empty:
+        yield "no elements"
+    free = layout.free_axes
+    copies = math.prod(map(layout.mesh.axis_size, free))
+    if copies > 1:
+        yield f"the same along {', '.join(free)}: {copies:,} ranks hold each"
+    if layout.partial:
+        axes = ", ".join(name for name, _ in layout.partial)
+        yield f"hatched: addends of a {layout.op} along {axes}"
+    idle = tuple(idle_ranks(layout))
+    if idle and not empty:
+        yield f"{write_holders((idle,), None)}: nothing"
+    if any(map(_has_unheld, cells.panels)):
+        yield "dashed: nobody"
+    yield from _left_out(layout, cells)
+
+
+def _has_unheld(panel: Panel) -> bool:
+    """Whether nobody holds some cell of the panel."""
+    return any(() in row for row in panel.holders)
+
+
+def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
+    """What is not drawn."""
+    more = cells.slices - MOST_PANELS
+    if cells.slices > len(cells.panels):
+        yield f"... and {plural(more, 'more slice')}"
+    if not cells.panels:
+        return
+    panel = cells.panels[0]
+    across = "columns" if layout.ndim > 1 else "positions"
+    yield from _name_gaps("rows", panel.rows)
+    yield from _name_gaps(across, panel.columns)
+
+
+def _name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
+    """The positions between stretches that are drawn."""
+    for (_, stop), (start, _) in itertools.pairwise(spans):
+        if stop != start:
+            yield f"gap: {name} {stop:,} to {start - 1:,} are not drawn"
+
+
+def _local_tensors(layout: Layout) -> Drawing:
+    """The local tensors of the first ranks, holes dashed."""
+    shown = layout.mesh.ranks[:MOST_LOCAL]
+    drawn = [_local_tensor(layout, rank) for rank in shown]
+    head = lines(["local tensors; dashed cells are holes, no elements of the tensor"])
+    parts = [head, beside(drawn, 20)]
+    more = layout.mesh.size - len(shown)
+    if more:
+        parts.append(lines([f"... and {plural(more, 'more rank')}"]))
+    return below(parts, 4)
+
+
+def _local_tensor(layout: Layout, rank: int) -> Drawing:
+    """The last two dimensions of what a rank stores: what each box holds, and holes."""
+    *before, columns = layout.runs(rank)[-2:]
+    down, texts_down = _scale_rows(before)
+    spans, texts = list_pieces(columns)
+    across = scale_stretches(spans, WIDE / 2)
+    sizes = map(str, layout.local_shape(rank))
+    head = f"rank {rank}: {'x'.join(sizes)}"
+    parts = [elements.words(0, 12, head)]
+    top = LINE + 4
+    for above, y, height in zip(texts_down, down.at, down.size, strict=True):
+        for text, x, width in zip(texts, across.at, across.size, strict=True):
+            held = (*above, text)
+            area = (x, top + y, width, height)
+            parts.append(_piece(held, area))
+    room = max(across.total, len(head) * LETTER)
+    bottom = top + 2 + down.total
+    return Drawing(room, bottom, tuple(parts))
+
+
+def _scale_rows(before: Sequence[Runs]) -> tuple[Scale, list[tuple[str, ...]]]:
+    """The rows of boxes, and what each holds of the dimension before the last; one row where there is none."""
+    if not before:
+        return scale_stretches([(0, 1)], HIGH / 2), [()]
+    (rows,) = before
+    spans, texts = list_pieces(rows)
+    return scale_stretches(spans, HIGH / 2), [(text,) for text in texts]
+
+
+def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
+    """A box of a local tensor that holds these positions of each dimension, or a hole."""
+    if all(held):
+        title = f"[{', '.join(held)}]"
+        return box(*area, title, fill="currentColor", fill_opacity="0.25", stroke="currentColor")
+    return box(*area, "hole", fill="none", stroke=VERMILION, stroke_dasharray="3 2")

@@ -1,0 +1,375 @@
+"""Plan pictures: a tensor before and after, and who sends how much to whom, drawn as SVG.
+
+1. In the heat map a row is a sender and a column a receiver; the darker a box, the more bytes. Where there are many
+   ranks, a row or column stands for several that follow each other.
+2. With a topology, gaps part the nodes, and what crosses from node to node is orange; the rest is blue.
+3. What stays on its rank is grey. Sums are over all tensors.
+4. A plan of several tensors shows the layouts of the one named, or the first.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.errors import PlanError
+from shardmath.base.text import plural, show_bytes, shown
+from shardmath.display.pictures.cells import Cells, cells_of
+from shardmath.display.pictures.elements import (
+    BLUES,
+    LETTER,
+    LINE,
+    ORANGES,
+    Drawing,
+    below,
+    beside,
+    box,
+    document,
+    ink,
+    lines,
+    shade,
+    words,
+)
+from shardmath.display.pictures.layout_drawing import Colours, colours_of, draw_layout
+from shardmath.display.pictures.traffic import Group, Traffic, traffic
+from shardmath.layouts.layout import Layout
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.flows.topology import Topology, checked
+from shardmath.plans.plan import Movable, Plan
+from shardmath.plans.programs.program import Program
+
+__all__ = ["plan_svg"]
+
+MOST_WINDOWS = 3
+SIDE = 224.0
+"""Pixels of the columns of a tensor."""
+FEW = 8
+"""Rows and columns up to which boxes are large enough for numbers."""
+STAYS = "#b0b0b0"
+NODE_GAP = 6.0
+NODE_NAME = 52
+"""Pixels of the name of a node."""
+TOP = 20.0
+"""Pixels above the boxes, for the names of ranks."""
+MOST_NAME = 40
+"""Letters of a line of a tensor's name, if its pictures are narrower."""
+MOST_CELLS = 256
+"""Of each layout."""
+
+
+def plan_svg(
+    value: Plan | Transposed | Program,
+    *,
+    topology: Topology | None = None,
+    tensor: str | None = None,
+    inline: bool = False,
+) -> str:
+    """A plan or a program as SVG: a document, or an element of a page if `inline`.
+
+    `topology` marks nodes (default: the value's own), `tensor` is the one whose layouts are drawn. Raises PlanError for
+    what is not a topology, and for a tensor that the plan does not have.
+    """
+    where = value.topology if topology is None else checked(topology)
+    name = _choose_tensor(value, tensor)
+    moved = traffic(value, where)
+    summary = [*_describe(moved, where), *_describe_groups(moved)]
+    heat = _draw_heat(moved, where)
+    explained = below([heat, lines(summary)], 4)
+    sides = _draw_sides(value, name)
+    drawing = beside([sides, explained], 28) if sides.width else explained
+    tensors = plural(value.src, "tensor")
+    senders = len(value.src_ranks)
+    receivers = plural(value.dst_ranks, "rank")
+    title = f"plan of {tensors}, {senders} to {receivers}"
+    return document(drawing, title, "; ".join(summary), inline=inline)
+
+
+def _choose_tensor(p: Movable, tensor: str | None) -> str:
+    """The tensor whose layouts are drawn."""
+    if tensor is None:
+        return next(iter(p.src), "")
+    if not isinstance(tensor, str) or tensor not in p.src:
+        first = list(p.src)[:8]
+        names = ", ".join(map(repr, first))
+        raise PlanError(f"the plan has no tensor {shown(tensor)}; it has {names}")
+    return tensor
+
+
+def _draw_sides(p: Movable, name: str) -> Drawing:
+    """The tensor before and after; one set of holders has one colour in all."""
+    if name not in p.src:
+        return lines([])
+    before = p.src[name]
+    after = p.dst[name]
+    shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
+    cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
+    colours = colours_of(cells.values())
+    sides = [
+        _draw_side("before", before, cells, colours),
+        _draw_side("after", after, cells, colours),
+    ]
+    drawn = beside(sides, 28)
+    if not name:
+        return drawn
+    letters = max(int(drawn.width / LETTER), MOST_NAME)
+    heads = textwrap.wrap(_name_tensor(p, name), letters)
+    return below([lines(heads, font_weight="bold"), drawn], 6)
+
+
+def _name_tensor(p: Movable, name: str) -> str:
+    """The tensor that is drawn, and how to draw another."""
+    if len(p.src) == 1:
+        return name
+    return f"{name}, 1 of {len(p.src):,} tensors; tensor= draws another"
+
+
+def _draw_side(
+    head: str, windows: Sequence[Layout], cells: Mapping[Layout, Cells], colours: Colours
+) -> Drawing:
+    """The first windows of a tensor, under each other."""
+    parts = [lines([head], font_weight="bold")]
+    for layout in windows[:MOST_WINDOWS]:
+        window = draw_layout(layout, cells[layout], colours, SIDE)
+        parts.append(window)
+    more = len(windows) - MOST_WINDOWS
+    if more > 0:
+        parts.append(lines([f"... and {plural(more, 'more window')}"]))
+    return below(parts, 6)
+
+
+def _describe(moved: Traffic, where: Topology | None) -> list[str]:
+    """The sums of the heat map."""
+    sent, stays, far = (int(table.sum()) for table in moved[2:])
+    texts = [f"{show_bytes(sent)} between ranks, {show_bytes(stays)} stays where it is"]
+    if where is not None:
+        texts.append(f"{show_bytes(far)} of {show_bytes(sent)} crosses from node to node")
+    return texts
+
+
+def _describe_groups(moved: Traffic) -> Iterator[str]:
+    """How many ranks a row and a column stand for, if for more than one."""
+    for what, groups in (("row", moved.senders), ("column", moved.receivers)):
+        sizes = [len(group.ranks) for group in groups]
+        most = max(sizes, default=1)
+        if most == 1:
+            continue
+        fewer = sum(size < most for size in sizes)
+        text = f"a {what} is {most:,} ranks"
+        yield f"{text}, {fewer:,} of {len(sizes):,} are fewer" if fewer else text
+
+
+class _Axis(NamedTuple):
+    """The rows or the columns of a heat map: where each begins, how large all are, how much room all take."""
+
+    groups: tuple[Group, ...]
+    at: tuple[float, ...]
+    each: float
+    total: float
+
+
+def _place_groups(groups: tuple[Group, ...], each: float) -> _Axis:
+    """Rows or columns one after the other, with a gap between nodes."""
+    at = []
+    x = 0.0
+    node = groups[0].node if groups else None
+    for group in groups:
+        if group.node != node:
+            x += NODE_GAP
+        node = group.node
+        at.append(x)
+        x += each
+    return _Axis(groups, tuple(at), each, x)
+
+
+def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
+    """Who sends how much to whom."""
+    heat = _draw_boxes(moved, where)
+    head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
+    legend = _draw_legend(moved, where)
+    return below([head, heat, legend], 8)
+
+
+def _draw_boxes(moved: Traffic, where: Topology | None) -> Drawing:
+    """A box for each sender and receiver, with their names."""
+    few = max(moved.sent.shape) <= FEW
+    high, wide = (24.0, 54.0) if few else (18.0, 18.0)
+    rows = _place_groups(moved.senders, high)
+    columns = _place_groups(moved.receivers, wide)
+    letters = _measure_names(rows) + 1
+    left = letters * LETTER
+    top = TOP + _column_names_height(columns)
+    if where is not None:
+        left += NODE_NAME
+        top += LINE
+    parts = [
+        *_row_names(rows, left, top),
+        *_column_names(columns, left, top),
+        *_boxes(moved, rows, columns, left, top),
+    ]
+    width = left + columns.total
+    height = top + rows.total
+    return Drawing(width, height, tuple(parts))
+
+
+def _measure_names(axis: _Axis) -> int:
+    """The letters of the longest name."""
+    names = map(_group_name, axis.groups)
+    return max(map(len, names), default=0)
+
+
+def _group_name(group: Group) -> str:
+    """The ranks of a row or a column."""
+    first = group.ranks[0]
+    last = group.ranks[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _column_names_height(columns: _Axis) -> float:
+    """Names that are wider than their column stand upright."""
+    longest = _measure_names(columns)
+    if (longest + 1) * LETTER <= columns.each:
+        return 0.0
+    return (longest - 2) * LETTER
+
+
+def _row_names(rows: _Axis, left: float, top: float) -> Iterator[str]:
+    """The senders, and their nodes."""
+    right = left - 6
+    yield words(right, top - 6, "rank", text_anchor="end", opacity="0.75")
+    # The baseline lies a little below the middle of the row.
+    middle = top + rows.each / 2 + 4
+    for group, at in zip(rows.groups, rows.at, strict=True):
+        name = _group_name(group)
+        yield words(right, middle + at, name, text_anchor="end")
+    for node, begin, _ in _node_spans(rows):
+        yield words(0, middle + begin, f"node {node}", opacity="0.75")
+
+
+def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
+    """The receivers, upright where they are too many, and their nodes."""
+    upright = _column_names_height(columns) > 0
+    y = top - 6
+    for group, at in zip(columns.groups, columns.at, strict=True):
+        middle = left + at + columns.each / 2
+        name = _group_name(group)
+        if upright:
+            x = middle + 4
+            turned = f"rotate(-90 {x:.6g} {y:.6g})"
+            yield words(x, y, name, transform=turned)
+        else:
+            yield words(middle, y, name, text_anchor="middle")
+    for node, begin, end in _node_spans(columns):
+        text = f"node {node}"
+        if len(text) * LETTER > end - begin:
+            text = f"{node}"
+        yield words(left + begin, 12, text, opacity="0.75")
+
+
+def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
+    """Each node that has rows or columns of its own, where it begins and where it ends."""
+    spans: dict[int, tuple[float, float]] = {}
+    for group, at in zip(axis.groups, axis.at, strict=True):
+        node = group.node
+        if node is None:
+            continue
+        end = at + axis.each
+        begin, _ = spans.get(node, (at, end))
+        spans[node] = (begin, end)
+    for node, (begin, end) in spans.items():
+        yield node, begin, end
+
+
+def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float) -> Iterator[str]:
+    """A box for each pair of groups; one without bytes is only an edge."""
+    largest = int(moved.sent.max(initial=0))
+    edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
+    senders = list(map(_group_name, moved.senders))
+    receivers = list(map(_group_name, moved.receivers))
+    has_room = columns.each > 3 * LINE
+    for i, j in np.ndindex(moved.sent.shape):
+        sent, stays, far = _read_pair(moved, i, j)
+        ends = f"{senders[i]} to {receivers[j]}"
+        title = f"{ends}: {_amount(sent, stays, far)}"
+        fill = _fill(sent, stays, far, largest)
+        x = left + columns.at[j]
+        y = top + rows.at[i]
+        yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
+        shown = sent or stays
+        if has_room and shown:
+            middle = x + columns.each / 2
+            baseline = y + rows.each / 2 + 4
+            yield _write_amount(middle, baseline, shown, fill)
+
+
+def _read_pair(moved: Traffic, row: int, column: int) -> tuple[int, int, int]:
+    """The bytes of a pair of groups: sent, what stays, and what of the sent goes to another node."""
+    sent = moved.sent[row, column]
+    stays = moved.stays[row, column]
+    far = moved.far[row, column]
+    return int(sent), int(stays), int(far)
+
+
+def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
+    """The bytes of a pair, on its colour."""
+    text = _few_digits(amount)
+    return words(x, y, text, text_anchor="middle", pointer_events="none", fill=ink(fill))
+
+
+def _few_digits(count: int) -> str:
+    """A number of bytes that fits into a box."""
+    text = show_bytes(count)
+    digits, unit = text.split()
+    number = float(digits)
+    return f"{number:.3g} {unit}" if number < 999.5 else text
+
+
+def _amount(sent: int, stays: int, far: int) -> str:
+    """What goes from one to the other, in words."""
+    texts = [f"{stays:,} B stay"] if stays else []
+    if sent or not stays:
+        texts.append(f"{sent:,} B")
+    if far:
+        texts.append("from node to node" if far == sent else f"{far:,} B from node to node")
+    return ", ".join(texts)
+
+
+def _fill(sent: int, stays: int, far: int, largest: int) -> str:
+    """The colour of a pair: that of most of its bytes."""
+    if sent:
+        share = sent / largest
+        mostly_far = 2 * far > sent
+        return shade(share, crossing=mostly_far)
+    return STAYS if stays else "none"
+
+
+def _draw_legend(moved: Traffic, where: Topology | None) -> Drawing:
+    """What the shades mean."""
+    largest = int(moved.sent.max(initial=0))
+    most = f"up to {show_bytes(largest)}"
+    stays = _draw_entry("stays", (STAYS,))
+    if where is None:
+        sent = _draw_entry(f"sent, {most}", BLUES)
+        row = beside([stays, sent], 12)
+        return below([row], 0)
+    near = _draw_entry(f"inside a node, {most}", BLUES)
+    far = _draw_entry(f"from node to node, {most}", ORANGES)
+    row = beside([stays, near], 12)
+    return below([row, far], 0)
+
+
+def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
+    """Shades and what they stand for."""
+    parts = []
+    x = 0
+    for fill in shades:
+        square = box(x, 3, 12, 12, fill=fill)
+        parts.append(square)
+        x += 12
+    x += 6
+    label = words(x, LINE * 0.75, text)
+    parts.append(label)
+    width = x + len(text) * LETTER
+    return Drawing(width, LINE, tuple(parts))

@@ -1,0 +1,268 @@
+"""Chrome: traces as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+1. A place is a process, a track is a thread, and a span is an event of phase "X"; times are microseconds
+   with three decimals. What is measured of a rank stands above its model.
+2. A link of two spans is drawn as an arrow, from the end at which bytes leave to the one at which they arrive.
+3. What the format has no word for (clock and votes) stands under "shardmath".
+4. `read` takes what `write` has written, and refuses anything else.
+
+The format is Google's "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU),
+as Perfetto reads it (src/trace_processor/importers/json): it stops at the first key beside the events that it does not
+know, so that ours come last; it names threads by their number alone, so that no two places have a number in common;
+and arrows have integers for names.
+
+>>> span = Span(Place(3), "moves", "move 1", 0.5e-3, 1e-3)
+>>> print(spell(Trace((span,))))
+{"displayTimeUnit":"ms","traceEvents":[
+{"ph":"M","pid":3,"name":"process_name","args":{"name":"rank 3"}},
+{"ph":"M","pid":3,"name":"process_sort_index","args":{"sort_index":6}},
+{"ph":"M","pid":3,"tid":536870912,"name":"thread_name","args":{"name":"moves"}},
+{"ph":"M","pid":3,"tid":536870912,"name":"thread_sort_index","args":{"sort_index":536870912}},
+{"ph":"X","pid":3,"tid":536870912,"name":"move 1","cat":"rank","ts":500.0,"dur":1000.0,"args":{}}
+],"shardmath":{"version":1,"left_out":0}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from shardmath.base.digest import BROKEN
+from shardmath.base.errors import ShardError
+from shardmath.base.text import message_of, word_error
+from shardmath.display.traces.spans import Clock, Place, Span, Trace, Vote
+
+__all__ = ["read", "spell", "write", "write_text"]
+
+VERSION = 1
+
+MODELLED = 1 << 30
+"""Added to a rank for the number of its model's process: numbers of processes have 31 bits, ranks at most 24."""
+
+FIRST_THREAD = 1 << 29
+"""The number of the first track: one of a process's own number is taken for its main thread, and put first."""
+
+DECIMALS = 3
+"""Of microseconds."""
+
+LINK = "link"
+
+LINK_BYTES = 6
+"""Of the numbers of links: JavaScript's integers have 53 bits."""
+
+LEAST_US = 0.001
+"""Before the end of a span, so as to be in it."""
+
+Event: TypeAlias = dict[str, Any]
+
+_Numbers: TypeAlias = dict[tuple[Place, str], int]
+"""The thread of each track."""
+
+
+def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write the trace to a file. Raises ShardError where that cannot be."""
+    write_text(spell(trace), path)
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write the text to a file. Raises ShardError where that cannot be."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ShardError(f"cannot write {os.fspath(path)}: {message_of(error)}") from error
+
+
+def spell(trace: Trace) -> str:
+    """The trace as JSON, one event per line."""
+    numbers = _number_tracks(trace)
+    events = [*_name_places(numbers)]
+    for span in trace.spans:
+        events += _make_events(span, numbers)
+    rows = ",\n".join(map(_spell, events))
+    told = _spell(_tell(trace))
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n],"shardmath":{told}}}'
+
+
+def _spell(value: object) -> str:
+    """The value as JSON on one line."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _tell(trace: Trace) -> Event:
+    """What is to be known of the trace besides its events."""
+    told: Event = {"version": VERSION, "left_out": trace.left_out}
+    clock = trace.clock
+    if clock is not None:
+        votes = [[vote.name, round(vote.at_s * 1e9)] for vote in clock.votes]
+        told["clock"] = [clock.rank, clock.machine, clock.began_ns, votes]
+    return told
+
+
+def _number_tracks(trace: Trace) -> _Numbers:
+    """Threads by track, in the order in which tracks first appear."""
+    tracks = dict.fromkeys((span.place, span.track) for span in trace.spans)
+    return {track: number for number, track in enumerate(tracks, FIRST_THREAD)}
+
+
+def _find_process(place: Place) -> int:
+    return place.rank + MODELLED * place.is_model
+
+
+def _name_places(numbers: _Numbers) -> Iterator[Event]:
+    """What names places and tracks, and puts them in order."""
+    named = set()
+    for (place, track), number in numbers.items():
+        process = {"ph": "M", "pid": _find_process(place)}
+        if place not in named:
+            named.add(place)
+            # The model of a rank stands right below what was measured.
+            order = 2 * place.rank + place.is_model
+            yield from _make_names(process, "process", str(place), order)
+        yield from _make_names(process | {"tid": number}, "thread", track, number)
+
+
+def _make_names(where: Event, what: str, name: str, order: int) -> Iterator[Event]:
+    yield where | {"name": f"{what}_name", "args": {"name": name}}
+    yield where | {"name": f"{what}_sort_index", "args": {"sort_index": order}}
+
+
+def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
+    """The event of a span, and its end of an arrow."""
+    process = _find_process(span.place)
+    thread = numbers[span.place, span.track]
+    where = {"pid": process, "tid": thread}
+    about = dict(span.about)
+    if span.link:
+        about[LINK] = span.link
+    begin = _count_us(span.begin_s)
+    # The end is rounded, not the duration: no span ends later than the next begins.
+    end = _count_us(span.end_s)
+    lasting = round(end - begin, DECIMALS)
+    yield {
+        "ph": "X",
+        **where,
+        "name": span.name,
+        "cat": "model" if span.place.is_model else "rank",
+        "ts": begin,
+        "dur": lasting,
+        "args": about,
+    }
+    if span.link:
+        yield {**_make_arrow(span, begin, lasting), **where}
+
+
+def _make_arrow(span: Span, begin: float, lasting: float) -> Event:
+    """The end of an arrow, which is bound to the span that is there at its time."""
+    text = span.link.encode()
+    known = blake2b(text, digest_size=LINK_BYTES).digest()
+    number = int.from_bytes(known)
+    arrow: Event = {"name": "message", "cat": LINK, "id": number}
+    if span.track.startswith("to "):
+        return {"ph": "s", "ts": begin, **arrow}
+    # A receive is posted before its message is sent, and an arrow goes forward in time.
+    inside = max(lasting - LEAST_US, 0)
+    last = round(begin + inside, DECIMALS)
+    return {"ph": "f", "bp": "e", "ts": last, **arrow}
+
+
+def _count_us(seconds: float) -> float:
+    return round(seconds * 1e6, DECIMALS)
+
+
+# Reading
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a file that `write` wrote. Raises ShardError for any other."""
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShardError(f"cannot read {name}: {message_of(error)}") from error
+    try:
+        return _parse(json.loads(text))
+    except ShardError:
+        raise
+    except BROKEN as error:
+        what = f"{name} is no trace that shardmath has written"
+        why = word_error(error)
+        raise ShardError(f"{what} ({why}); give what smt.trace wrote") from error
+
+
+def _parse(given: Any) -> Trace:
+    """The trace. Raises anything for what is none."""
+    told = given["shardmath"]
+    if told["version"] != VERSION:
+        what = f"the trace is of version {told['version']!r}, this reads {VERSION}"
+        raise ShardError(f"{what}; read it by the shardmath that wrote it")
+    places: dict[int, Place] = {}
+    tracks: dict[tuple[int, int], str] = {}
+    spans: list[Span] = []
+    for event in given["traceEvents"]:
+        kind = event["ph"]
+        if kind == "M":
+            _note_name(event, places, tracks)
+        elif kind == "X":
+            spans.append(_read_span(event, places, tracks))
+    return Trace(tuple(spans), _read_clock(told), _check_count(told["left_out"]))
+
+
+def _note_name(event: Event, places: dict[int, Place], tracks: dict[tuple[int, int], str]) -> None:
+    """Note the process or thread that the event names."""
+    process = _check_count(event["pid"])
+    if event["name"] == "process_name":
+        is_model = process >= MODELLED
+        places[process] = Place(process - MODELLED * is_model, is_model)
+    elif event["name"] == "thread_name":
+        tracks[process, event["tid"]] = _check_text(event["args"]["name"])
+
+
+def _read_span(
+    event: Event, places: Mapping[int, Place], tracks: Mapping[tuple[int, int], str]
+) -> Span:
+    process = event["pid"]
+    thread = event["tid"]
+    place = places[process]
+    track = tracks[process, thread]
+    begin = float(event["ts"]) / 1e6
+    seconds = float(event["dur"]) / 1e6
+    if not (abs(begin) < float("inf") and 0 <= seconds < float("inf")):
+        raise ValueError(f"a span from {begin} s on of {seconds} s")
+    about = dict(event["args"])
+    link = _check_text(about.pop(LINK, ""))
+    return Span(place, track, _check_text(event["name"]), begin, seconds, about, link)
+
+
+def _read_clock(told: Event) -> Clock | None:
+    if "clock" not in told:
+        return None
+    rank, machine, began_ns, votes = told["clock"]
+    heard = []
+    for name, at_ns in votes:
+        vote = Vote(_check_text(name), _check_int(at_ns) / 1e9)
+        heard.append(vote)
+    return Clock(_check_count(rank), _check_text(machine), _check_int(began_ns), tuple(heard))
+
+
+def _check_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _check_int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _check_count(value: object) -> int:
+    count = _check_int(value)
+    if count < 0:
+        raise ValueError(f"{count} is negative")
+    return count

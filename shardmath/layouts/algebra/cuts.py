@@ -1,0 +1,239 @@
+"""Cuts: the ways in which a piece of one dimension is divided into parts.
+
+An **interval cut** (`Chunks`, `Balanced`, `Sizes`, `FixedBlock`) has consecutive parts: `count(length)`
+says how many a piece of that length has, `part(length, i)` where part i begins and how long it is.
+A `UserCut` is a user's own way, and its parts may be any Runs.
+
+>>> [Chunks(3).part(7, i) for i in range(3)], [Balanced(3).part(7, i) for i in range(3)]
+([(0, 3), (3, 3), (6, 1)], [(0, 3), (3, 2), (5, 2)])
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from shardmath.base.arguments import as_integer
+from shardmath.base.errors import PlacementError, ShardError
+from shardmath.base.memo import memo
+from shardmath.base.text import plural
+from shardmath.layouts.algebra.runs import Runs
+
+__all__ = [
+    "Balanced",
+    "FixedBlock",
+    "Chunks",
+    "Cut",
+    "Interval",
+    "UserCut",
+    "Sizes",
+    "Splits",
+    "is_trivial",
+    "list_parts",
+    "parts_to_visit",
+]
+
+
+class Splits(Hashable, Protocol):
+    """Anything hashable that divides a length into parts, each of them Runs over 0..n-1.
+
+    Its parts are disjoint unless it has an attribute `overlaps` that is true.
+    """
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        """The `parts` parts of a length `n`."""
+        ...
+
+
+def _check_positive(cut: object, name: str) -> None:
+    """Make the named field of a cut an int of at least 1; numpy's would overflow in products."""
+    value = getattr(cut, name)
+    if type(value) is int and value >= 1:
+        return
+    what = f"the {name} of {type(cut).__name__}"
+    number = as_integer(value, what, PlacementError)
+    if number < 1:
+        raise PlacementError(f"{what} is {number}; give 1 or more")
+    object.__setattr__(cut, name, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A cut into so many parts, whatever the length."""
+
+    parts: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "parts")
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length."""
+        return self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks(_Numbered):
+    """Ceil-chunks, as torch.chunk: all parts as long as the first, the last ones short or empty."""
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        step = -(-length // self.parts)
+        start = min(length, i * step)
+        return start, min(length - start, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced(_Numbered):
+    """Sizes that differ by at most one, larger first, as numpy.array_split."""
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        step, extra = divmod(length, self.parts)
+        return i * step + min(i, extra), step + (i < extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Consecutive parts of given sizes, which must add up to the piece."""
+
+    sizes: tuple[int, ...]
+    _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = tuple(as_integer(n, "a size of Sizes", PlacementError) for n in self.sizes)
+        starts = tuple(itertools.accumulate(sizes, initial=0))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "_starts", starts)
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length. Raises PlacementError if the sizes do not make it up."""
+        total = self._starts[-1]
+        if total != length:
+            what = f"sizes {list(self.sizes)} add up to {total}, the piece has {length}"
+            raise PlacementError(f"{what}; make them add up")
+        return len(self.sizes)
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        return self._starts[i], self.sizes[i]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBlock:
+    """Blocks of a fixed size, the last one short; a part that lies beyond the piece is empty."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "size")
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length."""
+        return -(-length // self.size)
+
+    def part(self, length: int, i: int) -> tuple[int, int]:
+        """(offset, length) of part i of a piece of this length."""
+        start = min(length, i * self.size)
+        return start, min(length - start, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class UserCut:
+    """A user's way of splitting a length, into any Runs. How the latest lengths were split is kept."""
+
+    by: Splits
+    parts: int
+
+    def count(self, length: int) -> int:
+        """Parts of a piece of this length. Raises PlacementError if `by` gives another number."""
+        return len(self.split(length))
+
+    def split(self, length: int) -> tuple[Runs, ...]:
+        """All parts of a piece of this length, checked. Raises PlacementError."""
+        return _split(self.by, length, self.parts)
+
+
+Interval: TypeAlias = Chunks | Balanced | Sizes | FixedBlock
+Cut: TypeAlias = Interval | UserCut
+
+
+# Kept beside the value, not in it: a value that grew as it is used would be pickled with all of that.
+@memo()
+def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
+    """What the user's rule answers. Raises PlacementError unless that many disjoint Runs in the length."""
+    call = f"{_shorten(by)}.split({length}, {parts})"
+    try:
+        out = tuple(by.split(length, parts))
+    except PlacementError:
+        raise
+    except ShardError as error:
+        raise PlacementError(f"{call}: {error}") from error
+    except Exception as error:
+        raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
+    if len(out) != parts:
+        what = f"{call} gave {plural(out, 'part')}"
+        raise PlacementError(f"{what}; give {parts}, empty ones included")
+    for i, part in enumerate(out):
+        if not isinstance(part, Runs):
+            raise PlacementError(f"{call} gave {_shorten(part)} as part {i}; give Runs")
+        if part.extent > length:
+            what = f"{call}: part {i} is {part}, beyond the length"
+            raise PlacementError(f"{what}; stay below {length}")
+    if not getattr(by, "overlaps", False):
+        _check_disjoint(out, call)
+    return out
+
+
+def _check_disjoint(parts: tuple[Runs, ...], call: str) -> None:
+    """Raise PlacementError where two parts hold one position: plans would take it for a replica."""
+    spans = []
+    for i, part in enumerate(parts):
+        spans += [(start, start + n, i) for _, start, n in part.segments]
+    spans.sort()
+    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            both = f"parts {min(one, other)} and {max(one, other)} both hold position {start}"
+            what = f"{call}: {both}"
+            fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
+            raise PlacementError(f"{what}; {fix}")
+
+
+MOST_SHOWN = 120
+"""Characters of a value that a message shows."""
+
+
+def _shorten(value: object) -> str:
+    """The value's repr, or the beginning of a long one."""
+    text = repr(value)
+    if len(text) <= MOST_SHOWN:
+        return text
+    return f"{text[:MOST_SHOWN]}..."
+
+
+def parts_to_visit(cut: Cut, size: int) -> int:
+    """How many parts of a piece to look at: parts after position `size` of a piece are empty."""
+    count = cut.count(size)
+    if isinstance(cut, Chunks | Balanced):
+        return min(count, size)
+    return count
+
+
+def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
+    """The parts of the piece that `parts_to_visit` counts, as (start, length)."""
+    if isinstance(cut, Sizes):
+        cut.count(size)
+        starts = itertools.accumulate(cut.sizes, initial=start)
+        yield from zip(starts, cut.sizes, strict=False)
+        return
+    for i in range(parts_to_visit(cut, size)):
+        offset, length = cut.part(size, i)
+        yield start + offset, length
+
+
+def is_trivial(cut: Cut) -> bool:
+    """Whether the cut has a single part and so changes nothing."""
+    if isinstance(cut, Chunks):
+        return cut.parts == 1
+    return isinstance(cut, Sizes) and len(cut.sizes) == 1

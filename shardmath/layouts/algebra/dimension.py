@@ -1,0 +1,179 @@
+"""Digits: every way of dividing one dimension is a sequence of cuts and keepers.
+
+1. A **digit** is a cut and its keeper, and a **stage** a sequence of digits (see `stages`).
+2. A **field** is a number of stored positions with its stages; a **dimension** is its fields one
+   after the other, seen through `stored`, the Runs from stored to logical positions.
+
+Placements, text, DTensor's shard order and the grammar are all made of these.
+
+>>> from shardmath.layouts.algebra.cuts import Chunks
+>>> from shardmath.layouts.algebra.stages import Digit
+>>> strided = (Digit(Chunks(2)), Digit(Chunks(2), ("tp",), (2,)))
+>>> print(Dimension(8, (Field(8, (strided,)),)).runs({"tp": 1}))
+[2:4 6:8]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardmath.base.errors import PlacementError
+from shardmath.base.memo import memo
+from shardmath.layouts.algebra.cuts import Sizes, UserCut
+from shardmath.layouts.algebra.runs import Runs, compose, concat, identity
+from shardmath.layouts.algebra.stages import (
+    Coords,
+    Stage,
+    canonical_stages,
+    check_stage,
+    list_coordinates,
+    stage_axes,
+    stage_cells,
+    stage_runs,
+)
+
+__all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """`size` consecutive stored positions and the stages that divide them.
+
+    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does
+    not fit.
+    """
+
+    size: int
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        for s, stage in enumerate(self.stages):
+            if any(isinstance(digit.cut, Sizes | UserCut) for digit in stage):
+                for length in lengths_at(self, s):
+                    check_stage(stage, length)
+
+    def runs(self, coords: Coords) -> Runs:
+        """What the rank at `coords` keeps of 0..size-1."""
+        if not self.stages:
+            return identity(self.size)
+        first, *rest = self.stages
+        kept = stage_runs(first, self.size, coords)
+        for stage in rest:
+            part = stage_runs(stage, len(kept), coords)
+            kept = compose(part, kept)
+        return kept
+
+
+def divided(size: int, stages: Iterable[Stage]) -> Field:
+    """The field of these stages, made canonical.
+
+    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does
+    not fit.
+    """
+    given = Field(size, tuple(stages))  # checks what canonical stages may leave out
+    return Field(size, canonical_stages(given.stages))
+
+
+def lengths_at(f: Field, stage: int) -> set[int]:
+    """The lengths of what ranks hold when the given stage of the field begins."""
+    return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One dimension of a layout: `size` logical positions and how the stored ones are divided.
+
+    `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the
+    stored positions one after the other. Raises PlacementError where sizes do not fit.
+    """
+
+    size: int
+    fields: tuple[Field, ...]
+    stored: Runs | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.stored == identity(self.size):
+            object.__setattr__(self, "stored", None)
+        object.__setattr__(self, "_hash", hash((self.size, self.fields, self.stored)))
+
+    def _check(self) -> None:
+        """Raise PlacementError where the sizes of fields and stored positions do not fit."""
+        sizes = [f.size for f in self.fields]
+        if sum(sizes) != self.stored_size:
+            what = f"fields {sizes} add up to {sum(sizes)}, the dimension stores {self.stored_size}"
+            raise PlacementError(f"{what}; make the fields add up to the stored size")
+        if self.stored is not None and self.stored.extent > self.size:
+            what = f"stored {self.stored} reaches position {self.stored.extent - 1}"
+            raise PlacementError(f"{what} of a dimension of {self.size}; stay inside")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Dimension, (self.size, self.fields, self.stored)
+
+    @property
+    def stored_size(self) -> int:
+        """Positions that are stored, holes included."""
+        return self.size if self.stored is None else len(self.stored)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh axes that divide this dimension and their sizes, in order of appearance."""
+        out: dict[str, int] = {}
+        for f in self.fields:
+            for stage in f.stages:
+                out.update(stage_axes(stage))
+        return out
+
+    def runs(self, coords: Coords) -> Runs:
+        """Local to logical positions of the rank at `coords`."""
+        kept = self._stored_runs(coords)
+        if self.stored is None:
+            return kept
+        return compose(kept, self.stored)
+
+    def _stored_runs(self, coords: Coords) -> Runs:
+        """Local to stored positions: what the rank keeps of each field, behind the fields before."""
+        if len(self.fields) == 1:
+            return self.fields[0].runs(coords)
+        parts = []
+        at = 0
+        for f in self.fields:
+            kept = f.runs(coords)
+            moved = [(lo, g + at, n) for lo, g, n in kept.segments]
+            parts.append(Runs.canonical(tuple(moved), len(kept)))
+            at += f.size
+        return concat(parts)
+
+
+@memo()
+def cells(dimension: Dimension) -> tuple[Runs, ...]:
+    """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
+    if len(dimension.fields) != 1:
+        return tuple(map(dimension.runs, list_coordinates(dimension.axes)))
+    (only,) = dimension.fields
+    held = _field_cells(only.size, only.stages)
+    stored = dimension.stored
+    if stored is None:
+        return tuple(held)
+    return tuple(compose(runs, stored) for runs in held)
+
+
+def _field_cells(size: int, stages: tuple[Stage, ...]) -> list[Runs]:
+    """The Runs at every coordinate of the stages' axes, row-major.
+
+    A stage is divided once for each length that reaches it, not once for each coordinate.
+    """
+    if not stages:
+        return stage_cells((), size)
+    first, *rest = stages
+    held = stage_cells(first, size)
+    for stage in rest:
+        lengths = {len(runs) for runs in held}
+        parts = {n: stage_cells(stage, n) for n in lengths}
+        held = [compose(part, runs) for runs in held for part in parts[len(runs)]]
+    return held

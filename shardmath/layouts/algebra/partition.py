@@ -1,0 +1,74 @@
+"""Partition: the distinct parts of one dimension, and which coordinate holds which.
+
+1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several
+   can send.
+
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> halves = partition(Layout((4,), Mesh(dp=2, tp=2), "(tp n)").dims[0])
+>>> [str(part) for part in halves.parts], halves.by_rank(Mesh(dp=2, tp=2)).tolist()
+(['[0:2]', '[2:4]'], [0, 1, 0, 1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.base.memo import memo
+from shardmath.layouts.algebra.dimension import Dimension, cells
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs
+
+__all__ = ["Partition", "list_spans", "overlapping", "partition"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """The distinct `parts` of a dimension, and the part that each `cell` holds.
+
+    Cells are the coordinates of the dividing `axes`, row-major.
+    """
+
+    axes: tuple[str, ...]
+    parts: tuple[Runs, ...]
+    cell: Ints
+
+    def by_rank(self, mesh: Mesh) -> Ints:
+        """The part that each rank of the mesh holds, in mesh order."""
+        return self.cell[mesh.coordinate(self.axes)]
+
+
+@memo()
+def partition(dimension: Dimension) -> Partition:
+    """The parts of one dimension of a layout."""
+    number: dict[Runs, int] = {}
+    cell = []
+    for runs in cells(dimension):
+        part = number.setdefault(runs, len(number))
+        cell.append(part)
+    return Partition(tuple(dimension.axes), tuple(number), np.array(cell, np.int64))
+
+
+def overlapping(dimension: Dimension) -> bool:
+    """Whether two cells of the dimension hold one position."""
+    start, stop, _, _ = list_spans(cells(dimension))
+    meets_next = stop[:-1] > start[1:]
+    return bool(meets_next.any())
+
+
+def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All segments of all parts by global start: global start, global stop, local start, part."""
+    rows = []
+    for part, runs in enumerate(parts):
+        for local, start, size in runs.segments:
+            stop = start + size
+            rows.append((start, stop, local, part))
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    order = np.argsort(table[:, 0], kind="stable")
+    starts, stops, local_starts, numbers = table[order].T
+    return starts, stops, local_starts, numbers

@@ -1,0 +1,298 @@
+"""Stages: sequences of digits, each of which cuts every current piece and says who keeps the parts.
+
+1. A **digit** is how every current piece is cut and who keeps the parts: a mesh axis, whose
+   coordinate r keeps the r-th part, or everybody, in order.
+2. Digits of a **stage** act inside each other's pieces. The end of a stage concatenates the pieces
+   and forgets their borders; the next stage divides what is left as one piece.
+3. Stages are canonical: no digit that changes nothing, no border that nobody could see.
+
+>>> strided = (Digit(Chunks(2)), Digit(Chunks(2), ("tp",), (2,)))
+>>> print(stage_runs(strided, 8, {"tp": 1}))
+[2:4 6:8]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardmath.base.errors import PlacementError
+from shardmath.layouts.algebra.cuts import (
+    Balanced,
+    Chunks,
+    Cut,
+    FixedBlock,
+    Interval,
+    Sizes,
+    UserCut,
+    is_trivial,
+    list_parts,
+    parts_to_visit,
+)
+from shardmath.layouts.algebra.runs import Runs, Segment, compose, concat, identity
+
+__all__ = [
+    "Coords",
+    "Digit",
+    "Stage",
+    "canonical_stages",
+    "check_stage",
+    "list_coordinates",
+    "pieces_runs",
+    "stage_axes",
+    "stage_cells",
+    "stage_runs",
+]
+
+StartSize: TypeAlias = tuple[int, int]
+"""Of a piece of consecutive positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A cut and its keeper: mesh axes of these sizes, flattened, or everybody if there are none."""
+
+    cut: Cut
+    axes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def coordinate(self, coords: Mapping[str, int]) -> int:
+        """The flattened coordinate on the digit's axes, first slowest."""
+        at = 0
+        for name, n in zip(self.axes, self.sizes, strict=True):
+            at = at * n + coords[name]
+        return at
+
+
+Stage: TypeAlias = tuple[Digit, ...]
+Coords: TypeAlias = Mapping[str, int]
+
+
+def stage_axes(stage: Stage) -> dict[str, int]:
+    """The mesh axes that keep parts of the stage and their sizes, in order."""
+    out: dict[str, int] = {}
+    for digit in stage:
+        out.update(zip(digit.axes, digit.sizes, strict=True))
+    return out
+
+
+def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Every coordinate, the last axis fastest."""
+    along = map(range, axes.values())
+    for point in itertools.product(*along):
+        yield dict(zip(axes, point, strict=True))
+
+
+# What a rank keeps
+
+
+def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
+    """What the rank at `coords` keeps of 0..length-1 after one stage."""
+    pieces = [(0, length)]
+    for digit in stage:
+        cut = digit.cut
+        if isinstance(cut, UserCut):
+            return pieces_runs(stage, length, coords)
+        if digit.axes:
+            i = digit.coordinate(coords)
+            pieces = _keep_part(cut, pieces, i)
+        else:
+            pieces = _keep_all(cut, pieces, length)
+    return _join(pieces)
+
+
+MOST_PIECES = 1 << 24
+"""Of what a rank keeps, all in memory at once: some gigabytes."""
+
+
+def _keep_all(cut: Interval, pieces: list[StartSize], length: int) -> list[StartSize]:
+    """All parts of every piece. Raises PlacementError for more than memory holds."""
+    count = sum(parts_to_visit(cut, size) for _, size in pieces)
+    if count > MOST_PIECES:
+        what = f"a length of {length} is cut into {count} pieces, more than {MOST_PIECES}"
+        fix = "give larger blocks, or write the tensor with a dimension more: n tp for (n tp)"
+        raise PlacementError(f"{what}; {fix}")
+    out: list[StartSize] = []
+    for start, size in pieces:
+        out += list_parts(cut, start, size)
+    return out
+
+
+def _keep_part(cut: Interval, pieces: list[StartSize], i: int) -> list[StartSize]:
+    """Part i of every piece."""
+    if isinstance(cut, Chunks):
+        return _keep_chunk(cut.parts, pieces, i)
+    out = []
+    for start, size in pieces:
+        offset, n = cut.part(size, i)
+        out.append((start + offset, n))
+    return out
+
+
+def _keep_chunk(parts: int, pieces: list[StartSize], i: int) -> list[StartSize]:
+    """Part i of every piece by `Chunks(parts)`, empty ones left out.
+
+    Says again what `Chunks.part` does, because a call per piece takes most of the time of large
+    block-cyclic layouts.
+    """
+    out = []
+    for start, size in pieces:
+        step = -(-size // parts)
+        at = i * step
+        if at < size:
+            out.append((start + at, step if at + step <= size else size - at))
+    return out
+
+
+def _join(pieces: list[StartSize]) -> Runs:
+    """Disjoint pieces one after the other."""
+    if len(pieces) == 1:
+        return _piece_runs(*pieces[0])
+    segments: list[Segment] = []
+    at = 0
+    end = -1
+    for start, n in pieces:
+        if start == end:
+            lo, g, k = segments[-1]
+            segments[-1] = (lo, g, k + n)
+        elif n:
+            segments.append((at, start, n))
+        else:
+            continue
+        at += n
+        end = start + n
+    return Runs.canonical(tuple(segments), at)
+
+
+def _piece_runs(start: int, n: int) -> Runs:
+    """The Runs of a single piece."""
+    if not n:
+        return Runs.canonical((), 0)
+    return Runs.canonical(((0, start, n),), n)
+
+
+def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
+    """The same as `stage_runs` by its definition: pieces are Runs, so that cuts may be any rule."""
+    pieces = [identity(length)]
+    for digit in stage:
+        kept = None
+        if digit.axes:
+            kept = digit.coordinate(coords)
+        cut_pieces: list[Runs] = []
+        for piece in pieces:
+            cut_pieces += _cut_piece(digit.cut, piece, kept)
+        pieces = cut_pieces
+    return concat(pieces)
+
+
+def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
+    """The kept part of the piece, or all of them in order where `kept` is None."""
+    size = len(piece)
+    parts = range(parts_to_visit(cut, size)) if kept is None else (kept,)
+    for i in parts:
+        if isinstance(cut, UserCut):
+            part = cut.split(size)[i]
+        else:
+            start, n = cut.part(size, i)
+            part = Runs([(0, start, n)], n)
+        yield compose(part, piece)
+
+
+def stage_cells(stage: Stage, length: int) -> list[Runs]:
+    """What every coordinate of the stage's axes keeps of 0..length-1, row-major in the axes."""
+    if len(stage) == 1:
+        digit = stage[0]
+        cut = digit.cut
+        if digit.axes and isinstance(cut, Chunks | Balanced | Sizes):
+            count = math.prod(digit.sizes)
+            return _single_digit_cells(cut, length, count)
+    axes = stage_axes(stage)
+    points = list_coordinates(axes)
+    return [stage_runs(stage, length, coords) for coords in points]
+
+
+def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
+    """What `count` coordinates keep where one digit does it all: its parts, and then nothing."""
+    nothing = Runs.canonical((), 0)
+    held = []
+    for start, n in list_parts(cut, 0, length):
+        held.append(_piece_runs(start, n) if n else nothing)
+    return held + [nothing] * (count - len(held))
+
+
+# Canonical stages
+
+
+def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    """The stages without digits that change nothing, joined where the first leaves one piece."""
+    out: list[Stage] = []
+    for given in stages:
+        stage = _canonical_stage(given)
+        if not stage:
+            continue
+        if out and all(digit.axes for digit in out[-1]):
+            out[-1] += stage
+        else:
+            out.append(stage)
+    return tuple(out)
+
+
+def _canonical_stage(stage: Stage) -> Stage:
+    """The stage without local digits that nobody could see."""
+    digits = [digit for digit in stage if digit.axes or not is_trivial(digit.cut)]
+    # The stage joins its pieces in the end: nobody sees borders that no later digit divides.
+    while digits and not digits[-1].axes:
+        digits.pop()
+    out = []
+    for i, digit in enumerate(digits):
+        last = i == len(digits) - 1
+        if last or not _is_hidden(digit, digits[i + 1]):
+            out.append(digit)
+    return tuple(out)
+
+
+def _is_hidden(digit: Digit, after: Digit) -> bool:
+    """Whether the borders of a local digit are all borders of the local digit after it."""
+    if digit.axes or after.axes:
+        return False
+    a = digit.cut
+    b = after.cut
+    return isinstance(a, FixedBlock) and isinstance(b, FixedBlock) and a.size % b.size == 0
+
+
+# Whether cuts fit
+
+
+def check_stage(stage: Stage, length: int) -> None:
+    """Raise PlacementError where given sizes, or a user's rule, meet a piece they do not fit."""
+    sizes = {length}
+    for digit in stage:
+        parts: set[int] = set()
+        for size in sizes:
+            parts |= _part_sizes(digit, size)
+        sizes = parts
+
+
+def _part_sizes(digit: Digit, size: int) -> set[int]:
+    """The sizes of the parts of a piece; of long runs of equal parts, the first and the last."""
+    cut = digit.cut
+    count = cut.count(size)
+    if isinstance(cut, UserCut):
+        return set(map(len, cut.split(size)))
+    if isinstance(cut, Sizes):
+        return set(cut.sizes)
+    kept = math.prod(digit.sizes) if digit.axes else count
+    # Sizes never grow from part to part. Chunks and FixedBlock have one shorter part, the last that is
+    # not empty; Balanced ends with its shorter ones. So these few parts have all the sizes.
+    _, longest = cut.part(size, 0)
+    last_not_empty = (size - 1) // max(1, longest)
+    last_given = min(kept, count) - 1
+    found = set()
+    for i in {0, last_given, last_not_empty, kept - 1}:
+        if 0 <= i < kept:
+            _, n = cut.part(size, i)
+            found.add(n)
+    return found

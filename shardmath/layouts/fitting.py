@@ -1,0 +1,316 @@
+"""Fitting: what each coordinate holds of one dimension, as the dimension that people would write.
+
+1. Parts are tried, in this order: undivided, chunks over the axes in any order, balanced, consecutive parts of
+   given sizes, round robin. What none of them says is a Table.
+2. What a rank holds is **trimmed** first: positions at equal distances, with none of the tensor's before, between
+   or behind them, are a view with an offset and a step, and no holes.
+3. `from_holdings` finds the mesh too: parts that are held in every combination, equally often, are one layout;
+   else windows, each of which is.
+
+>>> from shardmath.layouts.algebra.runs import from_ranges
+>>> trim(from_ranges([3, (4, 5), 1, (5, 6), 1, (6, 7), 1]))
+(Trim(offset=3, step=2, length=3), Runs(((0, 4, 3),), 3))
+>>> dimension = fit(8, {"dp": 1, "tp": 2}, [from_ranges([(0, 4)]), from_ranges([(4, 8)])])
+>>> dimension.axes
+{'tp': 2}
+>>> held = {rank: (from_ranges([(2 * at, 2 * at + 2)]),) for at, rank in enumerate((7, 5, 6))}
+>>> print(from_holdings((6,), held), from_holdings((6,), held).mesh.ranks)
+float32[6] (d0 n) on d0=3 (7, 5, 6)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from shardmath.base import dtypes
+from shardmath.base.arguments import as_integer, listed
+from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divided
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.runs import Runs, Segment
+from shardmath.layouts.layout import Layout, intern
+from shardmath.layouts.placement import (
+    Balanced,
+    BlockCyclic,
+    Placement,
+    Ragged,
+    Shard,
+    Table,
+    stage_of,
+)
+
+__all__ = ["Trim", "fit", "from_holdings", "trim"]
+
+MOST_AXES = 4
+"""Whose orders are all tried."""
+
+
+class Trim(NamedTuple):
+    """Where a view lies in one dimension of a stored tensor."""
+
+    offset: int
+    step: int
+    length: int
+
+    @property
+    def span(self) -> slice:
+        """The slice that takes it."""
+        return slice(self.offset, self.offset + self.length * self.step, self.step)
+
+
+def trim(runs: Runs) -> tuple[Trim, Runs]:
+    """The view that holds all that the runs hold, and what lies where in it."""
+    segments = runs.segments
+    if not segments:
+        return Trim(0, 1, 0), Runs((), 0)
+    offset, _, _ = segments[0]
+    # Rows of two components in turn are one strided view of each, not a run a row.
+    step = _find_step(runs)
+    if step > 1:
+        return Trim(offset, step, len(segments)), _close_up(segments)
+    last, _, behind = segments[-1]
+    length = last + behind - offset
+    moved = [(lo - offset, g, n) for lo, g, n in segments]
+    return Trim(offset, 1, length), Runs(moved, length)
+
+
+def _close_up(segments: Iterable[Segment]) -> Runs:
+    """Single positions one after the other."""
+    positions = [g for _, g, _ in segments]
+    dense = [(i, g, 1) for i, g in enumerate(positions)]
+    return Runs(dense)
+
+
+def _find_step(runs: Runs) -> int:
+    """The distance of single positions that are equally far from each other; 1 for anything else."""
+    segments = runs.segments
+    if len(segments) < 2 or any(n != 1 for _, _, n in segments):
+        return 1
+    starts = [lo for lo, _, _ in segments]
+    steps = {b - a for a, b in itertools.pairwise(starts)}
+    return steps.pop() if len(steps) == 1 else 1
+
+
+def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
+    """The dimension of n positions of which each coordinate of the axes, last fastest, holds these Runs."""
+    used, parts = _drop_axes(dict(axes), list(held))
+    if not used:
+        (runs,) = parts
+        return Dimension(n, (Field(len(runs)),), runs)
+    for dimension in _list_candidates(n, used, parts):
+        in_order = list(dimension.axes) == list(used)
+        found = list(cells(dimension)) if in_order else _reorder(dimension, used)
+        if found == parts:
+            return dimension
+    table = Table(0, tuple(parts))
+    return _make(n, table, used)
+
+
+def _drop_axes(axes: dict[str, int], held: list[Runs]) -> tuple[dict[str, int], list[Runs]]:
+    """The axes along which anything differs, and what their coordinates hold."""
+    for name in list(axes):
+        first = _select_first(axes, name, held)
+        # An axis along which all hold the same divides nothing: it replicates.
+        repeated = _repeat(axes, name, first)
+        if repeated == held:
+            held = first
+            del axes[name]
+    return axes, held
+
+
+def _select_first(axes: Mapping[str, int], name: str, held: list[Runs]) -> list[Runs]:
+    """What coordinate 0 of the axis holds, at every coordinate of the others."""
+    inner = _count_inside(axes, name)
+    starts = range(0, len(held), axes[name] * inner)
+    return [held[start + i] for start in starts for i in range(inner)]
+
+
+def _repeat(axes: Mapping[str, int], name: str, first: list[Runs]) -> list[Runs]:
+    """The same at every coordinate of the axis."""
+    inner = _count_inside(axes, name)
+    repeated: list[Runs] = []
+    for start in range(0, len(first), inner):
+        repeated += first[start : start + inner] * axes[name]
+    return repeated
+
+
+def _count_inside(axes: Mapping[str, int], name: str) -> int:
+    """Coordinates of all axes that are faster than this one."""
+    names = list(axes)
+    faster = names[names.index(name) + 1 :]
+    return math.prod(axes[axis] for axis in faster)
+
+
+def _list_candidates(n: int, axes: dict[str, int], parts: list[Runs]) -> Iterator[Dimension]:
+    """Dimensions that people would write, each on all these axes."""
+    # Where axes do not divide evenly, the order in which they cut shows: (tp dp n) is not (dp tp n).
+    if len(axes) <= MOST_AXES:
+        shards = [stage_of(Shard(0), (axis,), (size,)) for axis, size in axes.items()]
+        for stages in itertools.permutations(shards):
+            field = divided(n, stages)
+            yield Dimension(n, (field,))
+    yield _make(n, Balanced(0), axes)
+    sizes = tuple(runs.size for runs in parts)
+    if sum(sizes) == n:
+        yield _make(n, Ragged(0, sizes), axes)
+    yield _make(n, BlockCyclic(0), axes)
+
+
+def _make(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
+    """The dimension that the placement divides over the axes, flattened."""
+    sizes = tuple(axes.values())
+    stage = stage_of(placement, tuple(axes), sizes)
+    field = divided(n, [stage])
+    return Dimension(n, (field,))
+
+
+def _reorder(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
+    """What each coordinate of these axes holds, last fastest."""
+    found = []
+    for at in itertools.product(*map(range, axes.values())):
+        coords = dict(zip(axes, at, strict=True))
+        try:
+            found.append(dimension.runs(coords))
+        except PlacementError:
+            return []
+    return found
+
+
+# The inverse of `Layout.runs`
+
+Parts: TypeAlias = tuple[Runs, ...]
+"""What a rank holds: one Runs per dimension."""
+
+
+def from_holdings(
+    shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
+) -> Layout | tuple[Layout, ...]:
+    """The layout under which every rank holds these Runs, one per dimension; windows where no layout is.
+
+    The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
+    without Partial. Raises LayoutError for no ranks, another number of dimensions, and what is not inside the shape.
+    """
+    written = listed(shape, "sizes", LayoutError)
+    sizes = tuple(as_integer(n, "a size", LayoutError) for n in written)
+    if not held:
+        raise LayoutError("no rank holds anything; give {rank: one Runs per dimension}")
+    parts = {rank: _check_parts(sizes, rank, runs) for rank, runs in held.items()}
+    finder = _Finder(sizes, dtypes.canonical(dtype))
+    windows = finder.find(parts)
+    return windows[0] if len(windows) == 1 else tuple(windows)
+
+
+def _check_parts(sizes: tuple[int, ...], rank: int, runs: Sequence[Runs]) -> Parts:
+    """What the rank holds. Raises LayoutError unless it is inside the shape."""
+    parts = tuple(runs)
+    if len(parts) != len(sizes):
+        raise LayoutError(
+            f"rank {rank} holds {len(parts)} dimensions, shape {sizes} has {len(sizes)}; "
+            f"give one Runs per dimension"
+        )
+    for own, n in zip(parts, sizes, strict=True):
+        if own.extent > n:
+            raise LayoutError(f"rank {rank} holds {own} of a dimension of {n}; stay inside")
+    return parts
+
+
+class _Finder:
+    """Finds the windows of what ranks hold, once for ranks that are grouped by the same parts again."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: str) -> None:
+        self.sizes = sizes
+        self.dtype = dtype
+        self.known: dict[frozenset[int], list[Layout]] = {}
+
+    def find(self, held: dict[int, Parts]) -> list[Layout]:
+        """Layouts that together say what is held: one, or those of the dimension that needs fewest."""
+        # First by one dimension and then by another makes the groups of the other order.
+        ranks = frozenset(held)
+        found = self.known.get(ranks)
+        if found is None:
+            whole = self._find_layout(held)
+            found = self._find_windows(held) if whole is None else [whole]
+            self.known[ranks] = found
+        return found
+
+    def _find_windows(self, held: dict[int, Parts]) -> list[Layout]:
+        """Of the dimensions by whose parts the ranks can be grouped, the windows of the one that needs fewest."""
+        best: list[Layout] = []
+        for d in range(len(self.sizes)):
+            groups = _group_by_part(held, d)
+            if len(groups) == 1:
+                continue
+            found: list[Layout] = []
+            for group in groups:
+                found += self.find(group)
+            if not best or len(found) < len(best):
+                best = found
+        return best
+
+    def _find_layout(self, held: dict[int, Parts]) -> Layout | None:
+        """The one layout of what is held; None where parts are not held in every combination alike."""
+        by_dimension = zip(*held.values(), strict=True)
+        shown = [_repeat_parts(Counter(parts)) for parts in by_dimension]
+        count = math.prod(map(len, shown))
+        # Before the combinations are made: of many dimensions there may be far more than ranks.
+        if len(held) % count:
+            return None
+        copies = len(held) // count
+        combinations = list(itertools.product(*shown))
+        if Counter(combinations * copies) != Counter(held.values()):
+            return None
+        ranks = _order(combinations, held, copies)
+        return self._make_layout(shown, copies, ranks)
+
+    def _make_layout(self, shown: Sequence[list[Runs]], copies: int, ranks: list[int]) -> Layout:
+        """The layout over an axis for each dimension, and one of copies."""
+        axes: dict[str, int] = {}
+        dims = []
+        for d, parts in enumerate(shown):
+            axis = f"d{d}"
+            axes[axis] = len(parts)
+            dim = fit(self.sizes[d], {axis: len(parts)}, parts)
+            dims.append(dim)
+        axes["copy"] = copies
+        divided_by = {axis: n for axis, n in axes.items() if n > 1}
+        mesh = Mesh(divided_by, ranks=ranks)
+        return intern(self.sizes, self.dtype, mesh, tuple(dims), ())
+
+
+def _group_by_part(held: Mapping[int, Parts], d: int) -> Collection[dict[int, Parts]]:
+    """The ranks that hold the same part of dimension d."""
+    groups: dict[Runs, dict[int, Parts]] = {}
+    for rank, parts in held.items():
+        group = groups.setdefault(parts[d], {})
+        group[rank] = parts
+    return groups.values()
+
+
+def _repeat_parts(counts: Counter[Runs]) -> list[Runs]:
+    """The parts of a dimension by their first position; one that is held twice as often stands twice."""
+    often = math.gcd(*counts.values())
+    order = sorted(counts, key=_first_position)
+    return [part for part in order for _ in range(counts[part] // often)]
+
+
+def _first_position(runs: Runs) -> tuple[float, tuple[object, ...]]:
+    """Where the part begins; parts of nothing are last, as the last of ceil-chunks are."""
+    positions = [g for _, g, _ in runs.segments]
+    first = min(positions, default=math.inf)
+    return first, runs.segments
+
+
+def _order(combinations: list[Parts], held: Mapping[int, Parts], copies: int) -> list[int]:
+    """The ranks in the order of the mesh: combination by combination, and copies of each."""
+    waiting: dict[Parts, list[int]] = {}
+    for rank, parts in held.items():
+        waiting.setdefault(parts, []).append(rank)
+    ranks = []
+    for parts in combinations:
+        ranks += waiting[parts][:copies]
+        del waiting[parts][:copies]
+    return ranks

@@ -1,0 +1,186 @@
+"""Styles: how tensor parallelism divides a layer, and which layer of a model is of which style.
+
+1. A linear layer's weight is (out, in). A **column** layer divides what it puts out, dimension 0; a **row**
+   layer divides what it takes in, dimension 1; a **vocab** table divides its words, dimension 0.
+2. A bias follows the outputs: it is divided with a column or vocab layer, and whole on every rank of a row
+   layer, whose ranks each hold one addend of the output.
+3. Everything else (norms, positions, routers, block scales, buffers) is **replicate**, and so is what the
+   table does not know: never wrong, only not divided.
+4. Not in the table, because dividing them needs more than a name: fused projections (`c_attn`, `qkv_proj`,
+   `gate_up_proj`, `query_key_value`), the transposed weights (in, out) of GPT-2's Conv1D (`c_attn`, `c_fc`,
+   `c_proj`) and stacked experts. Name them in rules of your own: `*.c_fc.weight h (tp n)`.
+
+>>> kind("model.layers.0.self_attn.q_proj.weight"), kind("encoder.layer.3.output.dense.bias")
+('column', 'replicate')
+>>> dimension("mlp.experts.up_proj.weight", 3), dimension("mlp.experts.down_proj.weight", 3)
+(1, 2)
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from shardmath.base.errors import LayoutError
+from shardmath.base.memo import memo
+
+__all__ = [
+    "KINDS",
+    "MODULES",
+    "STYLES",
+    "Style",
+    "dimension",
+    "fits",
+    "is_expert",
+    "kind",
+    "tp_text",
+]
+
+
+class Style(NamedTuple):
+    """What tensor parallelism does to a layer.
+
+    `divided` is the dimension of its weight, a negative one counted from the end, None for none; `bias`
+    the style of its bias.
+    """
+
+    divided: int | None
+    bias: str
+
+
+STYLES: dict[str, Style] = {
+    "column": Style(0, bias="column"),
+    "row": Style(-1, bias="replicate"),
+    "vocab": Style(0, bias="vocab"),
+    "replicate": Style(None, bias="replicate"),
+}
+
+KINDS = tuple(STYLES)
+"""What a tensor can be to tensor parallelism."""
+
+MODULES: tuple[tuple[str, str], ...] = (
+    # module's name ends in            its weight is    found in
+    ("q_proj", "column"),  #                            Llama, Qwen, Mistral, Gemma, OPT, Whisper
+    ("k_proj", "column"),
+    ("v_proj", "column"),
+    ("gate_proj", "column"),
+    ("up_proj", "column"),
+    ("o_proj", "row"),
+    ("down_proj", "row"),
+    ("out_proj", "row"),  #                             OPT, Whisper, CLIP
+    ("q_b_proj", "column"),  #                          DeepSeek's latent attention
+    ("kv_b_proj", "column"),
+    ("attention.self.query", "column"),  #              BERT, RoBERTa, MiniLM
+    ("attention.self.key", "column"),
+    ("attention.self.value", "column"),
+    ("attention.output.dense", "row"),
+    ("intermediate.dense", "column"),
+    ("output.dense", "row"),
+    ("attention.attention.query", "column"),  #         ViT
+    ("attention.attention.key", "column"),
+    ("attention.attention.value", "column"),
+    ("attention.q_lin", "column"),  #                   DistilBERT
+    ("attention.k_lin", "column"),
+    ("attention.v_lin", "column"),
+    ("attention.out_lin", "row"),
+    ("ffn.lin1", "column"),
+    ("ffn.lin2", "row"),
+    ("fc1", "column"),  #                               OPT, Whisper, CLIP
+    ("fc2", "row"),
+    ("embed_tokens", "vocab"),
+    ("word_embeddings", "vocab"),
+    ("wte", "vocab"),  #                                GPT-2
+    ("w1", "column"),  #                                the experts of Mixtral, MiniMax, Phi-MoE
+    ("w3", "column"),
+    ("w2", "row"),
+    ("lm_head", "vocab"),
+    ("lm_head.decoder", "vocab"),  #                    RoBERTa
+    ("predictions.decoder", "vocab"),  #                BERT
+)
+"""The end of a module's dotted name (a glob; the first that matches counts) and the kind of its weight."""
+
+TAIL = re.compile(r".*\.\d+\.")
+"""All of a name up to its last number: no module in the table has one."""
+
+
+def kind(name: str) -> str:
+    """The kind of the tensor `name`: one of KINDS."""
+    return _kind_of_tail(TAIL.sub("", name))
+
+
+@memo()
+def _kind_of_tail(tail: str) -> str:
+    """The kind of a tensor without the numbers in its name, so that all layers are one entry."""
+    module, _, leaf = tail.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        return "replicate"
+    for end, style in MODULES:
+        if fnmatchcase(f".{module}", f"*.{end}"):
+            return style if leaf == "weight" else STYLES[style].bias
+    return "replicate"
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether the tensor `name` is of the kind that the pattern is, or fits this glob."""
+    if pattern in KINDS:
+        return kind(name) == pattern
+    return fnmatchcase(name, pattern)
+
+
+def is_expert(name: str) -> bool:
+    """Whether the tensor is a routed expert's, numbered or grouped; shared experts are not."""
+    return ".experts." in f".{name}"
+
+
+def dimension(name: str, ndim: int) -> int | None:
+    """The dimension along which tensor parallelism divides the tensor; None for none, and for a scalar."""
+    divided = STYLES[kind(name)].divided
+    if divided is None or not ndim:
+        return None
+    if divided < 0:
+        return ndim + divided
+    # Grouped experts are (E, out, in), the expert before the layer's own dimensions.
+    return divided + 1 if is_expert(name) and ndim == 3 else divided
+
+
+def tp_text(
+    name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp"
+) -> str:
+    """The layout of the tensor on a mesh whose `axis`, of size `tp`, is for tensor parallelism.
+
+    A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError for a dimension
+    that `tp` does not divide, as every engine does.
+
+    >>> tp_text("mlp.experts.up_proj.weight", (8, 6, 4), tp=2)
+    'd0 (tp d1) d2'
+    >>> tp_text("wte.weight", (5, 4), tp=2, vocab_multiple=4)
+    '(tp d0)=8 d1'
+    """
+    at = dimension(name, len(shape))
+    if at is None:
+        return "..."
+    n = stored = shape[at]
+    advice = f"choose {axis} to divide it"
+    if kind(name) == "vocab":
+        stored = _pad(n, vocab_multiple)
+        advice += f", or vocab_multiple={tp}"
+    if stored % tp:
+        raise LayoutError(
+            f"dimension {at} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}; "
+            f"{advice}"
+        )
+    words = [f"d{d}" for d in range(len(shape))]
+    words[at] = f"({axis} d{at})"
+    if stored > n:
+        words[at] += f"={stored}"
+    return " ".join(words)
+
+
+def _pad(n: int, multiple: int) -> int:
+    """n rounded up to a multiple. Raises LayoutError for a multiple below 1."""
+    if multiple < 1:
+        raise LayoutError(
+            f"vocab_multiple is {multiple}; give a multiple of at least 1, which pads nothing"
+        )
+    return -(-n // multiple) * multiple

@@ -1,0 +1,83 @@
+"""Plain sides: tensors that ranks store under their logical names, each alone, as a layout says.
+
+So do torch modules under FSDP2, tensor parallelism or both, whose layouts `shardmath_torch.layout_of` reads, and
+whatever else `rules` and families lay out.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> side = PlainSide({"w": Layout((4, 3), Mesh(dp=2), "(dp n) h")})
+>>> bound = side.bind({"w": ((4, 3), "float32")})
+>>> bound.natives(1), bound.slots(1)["w"].cut
+({(0, 'w'): (2, 3)}, (slice(0, 2, 1), slice(0, 3, 1)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardmath.base.errors import StoreError
+from shardmath.layouts.layout import Layout
+from shardmath.models.storage.stored import Shapes, Slot
+
+__all__ = ["PlainSide"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSide:
+    """Layouts by name; bound to tensors it is a `Side`."""
+
+    layouts: Mapping[str, Layout]
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """All ranks that hold a part of anything."""
+        return frozenset(
+            rank for layout in set(self.layouts.values()) for rank in layout.mesh.ranks
+        )
+
+    def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
+        """The side of these tensors alone. Raises StoreError with all that is missing, or differs."""
+        faults = []
+        held = {}
+        for name, (shape, dtype) in tensors.items():
+            layout = self.layouts.get(name)
+            if layout is None:
+                if not any(fnmatchcase(name, pattern) for pattern in unused):
+                    faults.append(f"no layout of {name!r}; give one, or name it in unused=")
+            elif layout.shape != tuple(shape) or layout.dtype != dtype:
+                what = f"{name!r} is {dtype}{list(shape)}, and its layout {layout}"
+                faults.append(f"{what}; what engines hold otherwise goes in served=, with rules=")
+            else:
+                held[name] = layout
+        if faults:
+            raise StoreError("\n".join(faults))
+        return PlainSide(held)
+
+    def slots(self, rank: int) -> dict[str, Slot]:
+        """Where each tensor that the rank holds a part of lies: it is all of the stored one."""
+        return {name: slot for name, slot, _ in self.visit(rank)}
+
+    def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """The shape of each tensor that the rank stores."""
+        return {(0, name): shape for name, _, shape in self.visit(rank)}
+
+    def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
+        """(name, slot, shape) of all that the rank holds."""
+        for name, layout in self.layouts.items():
+            if rank in layout.mesh:
+                shape = layout.local_shape(rank)
+                cut = tuple(slice(0, n, 1) for n in shape)
+                order = tuple(range(len(shape)))
+                slot = Slot(0, name, cut, order, "")
+                yield name, slot, shape
+
+    def find_computed(self, names: Collection[str]) -> None:
+        """None: every tensor is stored as it is."""
+
+    def row_of(self, native: tuple[int, str], rank: int) -> str:
+        """Its layout, which stands for a row. Raises StoreError for what the rank does not store."""
+        _, name = native
+        if name not in self.layouts or rank not in self.layouts[name].mesh:
+            raise StoreError(f"rank {rank} stores no {name!r}; see its natives")
+        return f"{name} = {name} : {self.layouts[name].text}"

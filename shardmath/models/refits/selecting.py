@@ -1,0 +1,60 @@
+"""Selected: some of the tensors of a side, and what ranks store of them.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.models.refits.plain import PlainSide
+>>> mesh = Mesh(dp=2)
+>>> whole = PlainSide({"a": Layout((4,), mesh, "(dp n)"), "b": Layout((2,), mesh, "n")})
+>>> Selected(whole, frozenset("a")).natives(1)
+{(0, 'a'): (2,)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from shardmath.layouts.layout import Layout
+from shardmath.models.storage.stored import Side, Slot
+
+__all__ = ["Selected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The tensors of a side that have these names: a side, too. Its ranks are those of the whole one."""
+
+    side: Side
+    names: frozenset[str]
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layout of each tensor that is selected."""
+        return {name: layout for name, layout in self.side.layouts.items() if name in self.names}
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those of the side."""
+        return self.side.ranks
+
+    def slots(self, rank: int) -> dict[str, Slot]:
+        """Where each tensor that the rank holds a part of lies, by logical name."""
+        return {name: slot for name, slot, _ in self.visit(rank)}
+
+    def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
+        """The shape of each stored tensor in which one of these lies, by chunk and name."""
+        return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
+
+    def row_of(self, native: tuple[int, str], rank: int) -> object:
+        """What says how the rank stores this tensor, for people. Raises StoreError where it does not."""
+        return self.side.row_of(native, rank)
+
+    def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
+        """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
+        for name, slot, shape in self.side.visit(rank):
+            if name in self.names:
+                yield name, slot, shape
+
+    def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
+        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        return self.side.find_computed(self.names.intersection(names))

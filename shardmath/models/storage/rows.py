@@ -1,0 +1,327 @@
+"""Rows: one stored parameter a line, `NATIVE = LOGICAL : STRUCTURE`.
+
+1. NATIVE is the name that ranks store a tensor under, LOGICAL the tensors that it is made of, STRUCTURE how these
+   lie in it, one word or group per dimension (`structure`). Without a structure the tensor is whole on each rank.
+2. A tensor with fewer dimensions takes the first words: a bias under `(tp n) h` is divided, under `h (tp n)` whole.
+3. An index as a dimension is a stack: `e (tp n) h` stores the tensors {e} one after the other in dimension 0.
+4. `@pp=0` is stored at this coordinate alone, `@pp=-1` at the last. `also` marks a copy of a tensor that another
+   row stores; ranks that have the tensor already do not store it twice.
+5. `? NAME` applies where this tensor exists too, `! NAME` where it does not; `/` before it names it from the root.
+6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor.
+7. `... = ...` stores every tensor that no row before it takes, each under its own name; so does `x.... = y....` of
+   the names that begin so.
+8. `[NATIVE = LOGICAL]` on a line of its own puts prefixes before the rows below it, up to the next such lines.
+
+    table  := (head+ row*)* ;  '#' begins a comment
+    head   := '[' NAME '=' NAME ']' place?
+    row    := 'also'? NAME place? '=' (FUNCTION '(')? NAME ')'? ('.T' | '.mT')? ('?' NAME)? ('!' NAME)? (':' dim*)?
+    place  := '@' AXIS '=' INT
+
+>>> (row,) = parse('''
+... [decoder.layers.{l}. = model.layers.{l}.]
+... mlp.linear_fc1.* = mlp.[gate up]_proj.* : (tp (gate + up)) h
+... ''')
+>>> print(row)
+decoder.layers.{l}.mlp.linear_fc1.* = model.layers.{l}.mlp.[gate up]_proj.* : (tp (gate + up)) h
+>>> parse(str(row)) == (row,)
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardmath.base.errors import NotationError
+from shardmath.base.memo import memo
+from shardmath.models.storage import names
+from shardmath.models.storage.names import Index, Name
+from shardmath.models.storage.structure import Structure, read_dims
+
+__all__ = ["Place", "Row", "parse", "show"]
+
+TRANSPOSES = (".mT", ".T")
+NAME = re.compile(r"(?:[^\s\[\]{}=:@?!()#]|\[[^\]=]*\]|\{[^}]*\})+")
+ALSO = re.compile(r"also\s")
+FUNCTION = re.compile(r"(?P<name>\w+)\(")
+BLANKS = re.compile(r"\s*")
+PLACE = re.compile(r"@\s*(?P<axis>\w+)\s*=\s*(?P<at>-?\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One coordinate of a mesh axis; -1 is the last."""
+
+    axis: str
+    at: int
+
+    def __str__(self) -> str:
+        return f"@{self.axis}={self.at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stored parameter (see the module)."""
+
+    native: Name
+    logical: Name
+    dims: tuple[Structure, ...] | None = None
+    place: Place | None = None
+    also: bool = False
+    function: str = ""
+    transpose: str = ""
+    needs: Name | None = None
+    lacks: Name | None = None
+
+    def __str__(self) -> str:
+        words = ["also"] if self.also else []
+        words.append(str(self.native))
+        if self.place:
+            words.append(str(self.place))
+        logical = f"{self.function}({self.logical})" if self.function else str(self.logical)
+        words += ["=", f"{logical}{self.transpose}"]
+        for mark, name in (("?", self.needs), ("!", self.lacks)):
+            if name is not None:
+                words += [mark, f"/{name}"]
+        if self.dims is not None:
+            words += [":", *map(str, self.dims)]
+        return " ".join(words)
+
+    @property
+    def spread(self) -> Index | None:
+        """The index of the native name that is spread over mesh axes, as {ep e}; None without one."""
+        for index in self.native.indices:
+            if len(index.words) > 1:
+                return index
+        return None
+
+    def close(self, rest: str) -> Row:
+        """The row of the names that end in this rest (`Name.close`)."""
+        return dataclasses.replace(
+            self, native=self.native.close(rest), logical=self.logical.close(rest)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What stands before the names of the rows below."""
+
+    native: str = ""
+    logical: str = ""
+    place: Place | None = None
+
+
+@memo(64)
+def parse(text: str) -> tuple[Row, ...]:
+    """The rows of a table, with their prefixes. Raises NotationError with a caret in the line."""
+    rows: list[Row] = []
+    heads = [_Head()]
+    below = True  # a row stands below the last heads, so that the next head begins anew
+    for line in text.splitlines():
+        code = line.partition("#")[0].rstrip()
+        if not code.strip():
+            continue
+        if _is_head(code):
+            # Heads that follow each other put each row below under every one of them.
+            heads = [_read_head(code)] if below else [*heads, _read_head(code)]
+            below = False
+        else:
+            rows += [_read_row(code, head) for head in heads]
+            below = True
+    return tuple(rows)
+
+
+def show(rows: Iterable[Row]) -> str:
+    """The rows as a table that `parse` reads back."""
+    return "\n".join(map(str, rows))
+
+
+def _is_head(line: str) -> bool:
+    """Whether the brackets that open the line, closed or not, have an = in them; a choice has none."""
+    inside, _, _ = line.partition("]")
+    return inside.lstrip().startswith("[") and "=" in inside
+
+
+class _Line:
+    """A line and how far it is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self._skip()
+
+    def _skip(self) -> None:
+        match = BLANKS.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+
+    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """What the pattern matches next, which is then behind us."""
+        match = pattern.match(self.text, self.at)
+        if match:
+            self.at = match.end()
+            self._skip()
+        return match
+
+    def accept(self, mark: str) -> bool:
+        """Take the mark if it is next."""
+        found = self.text.startswith(mark, self.at)
+        if found:
+            self.at += len(mark)
+            self._skip()
+        return found
+
+    def expect(self, mark: str, fix: str) -> None:
+        """Take the mark. Raises NotationError."""
+        if not self.accept(mark):
+            rest = self.text[self.at :] or "the end"
+            raise NotationError(f"expected {mark!r}, found {rest!r}", self.text, self.at, fix)
+
+    def name(self, what: str) -> Name:
+        """Take a name. Raises NotationError."""
+        start = self.at
+        match = self.take(NAME)
+        if match is None:
+            raise NotationError(f"expected {what}", self.text, start, "write NATIVE = LOGICAL")
+        try:
+            return names.parse(match[0])
+        except NotationError as error:
+            at = start + error.position
+            raise NotationError(error.what, self.text, at, error.fix) from None
+
+    def place(self) -> Place | None:
+        """Take a place, if one is next."""
+        match = self.take(PLACE)
+        return Place(match["axis"], int(match["at"])) if match else None
+
+
+def _read_head(line: str) -> _Head:
+    """[NATIVE = LOGICAL], and perhaps a place."""
+    read = _Line(line)
+    read.expect("[", "write [NATIVE = LOGICAL]")
+    rest = read.text[read.at :]
+    inside, _, _ = rest.partition("]")
+    # The last = is the one between the names: a place stands behind the bracket.
+    native, _, logical = inside.rpartition("=")
+    read.at += len(inside)
+    read.expect("]", "close the head")
+    place = read.place()
+    if read.at < len(line):
+        raise NotationError("a head ends here", line, read.at, "write [NATIVE = LOGICAL] @pp=0")
+    return _Head(native.strip(), logical.strip(), place)
+
+
+def _read_row(line: str, head: _Head) -> Row:
+    """One row, with the prefixes of its head."""
+    read = _Line(line)
+    also = read.take(ALSO) is not None
+    native = read.name("the name that ranks store")
+    place = read.place() or head.place
+    read.expect("=", "write NATIVE = LOGICAL : STRUCTURE")
+    function = read.take(FUNCTION)
+    logical = read.name("the logical name")
+    if function:
+        read.expect(")", "close the function")
+    logical, transpose = _split_transpose(logical, read)
+    needs = _read_condition(read, "?", head)
+    lacks = _read_condition(read, "!", head)
+    row = Row(
+        native=_prefix(head.native, native),
+        logical=_prefix(head.logical, logical),
+        dims=_read_structure(read),
+        place=place,
+        also=also,
+        function=function["name"] if function else "",
+        transpose=transpose,
+        needs=needs,
+        lacks=lacks,
+    )
+    _check(row, line)
+    return row
+
+
+def _prefix(prefix: str, name: Name) -> Name:
+    return names.parse(f"{prefix}{name}")
+
+
+def _split_transpose(logical: Name, read: _Line) -> tuple[Name, str]:
+    """The name without .T or .mT at its end, and that."""
+    text = str(logical)
+    for mark in TRANSPOSES:
+        if text.endswith(mark):
+            return names.parse(text.removesuffix(mark)), mark
+        if read.accept(mark):
+            return logical, mark
+    return logical, ""
+
+
+def _read_condition(read: _Line, mark: str, head: _Head) -> Name | None:
+    """The tensor that the row asks for, from the root."""
+    if not read.accept(mark):
+        return None
+    text = str(read.name("the name of a tensor"))
+    if text.startswith("/"):
+        return names.parse(text[1:])
+    return names.parse(f"{head.logical}{text}")
+
+
+def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
+    """The dimensions behind the colon."""
+    if read.at == len(read.text):
+        return None
+    read.expect(":", "write NATIVE = LOGICAL : STRUCTURE")
+    try:
+        return read_dims(read.text[read.at :])
+    except NotationError as error:
+        at = read.at + error.position
+        raise NotationError(error.what, read.text, at, error.fix) from None
+
+
+def _check_conditions(row: Row, line: str) -> None:
+    """Raise NotationError for a condition that is not of one tensor."""
+    known = {index.name for index in row.logical.indices}
+    for asked in filter(None, (row.needs, row.lacks)):
+        unknown = [index for index in asked.indices if index.name not in known]
+        if not unknown and not asked.starred:
+            continue
+        what = f"{asked} asks for a star" if asked.starred else f"{asked} has an index of its own"
+        at = max(line.find(str(asked)), 0)
+        raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
+
+
+def _check_numbers(row: Row, line: str) -> None:
+    """Raise NotationError for one layer or expert by its number: every number of a logical name is an index's."""
+    _, numbers = names.split(str(row.logical).removesuffix(names.REST))
+    if numbers:
+        what = f"number {numbers[0]} in the logical name {row.logical}"
+        at = max(line.find(str(numbers[0]), line.find("=")), 0)
+        fix = "write an index, such as {l}: a row stores all tensors of such names"
+        raise NotationError(what, line, at, fix)
+
+
+def _check(row: Row, line: str) -> None:
+    """Raise NotationError where the two names do not fit each other."""
+    _check_numbers(row, line)
+    logical = {index.name for index in row.logical.indices}
+    for index in row.native.indices:
+        known = logical if len(index.words) == 1 else set()
+        if not known.issuperset({index.name}) and not logical.intersection(index.words):
+            raise NotationError(
+                f"index {index} is not in the logical name {row.logical}",
+                line,
+                max(line.find(str(index)), 0),
+                "give both names the index",
+            )
+    _check_conditions(row, line)
+    if row.native.starred != row.logical.starred:
+        raise NotationError("a star in one name only", line, 0, "write * in both names, or neither")
+    if row.native.is_open != row.logical.is_open:
+        raise NotationError("any rest in one name only", line, 0, "end both names in ..., or none")
+    if row.native.components:
+        raise NotationError(
+            "a choice in the name that ranks store",
+            line,
+            0,
+            "a row stores one tensor; choices are in the logical name",
+        )

@@ -1,0 +1,23 @@
+"""Systems: how Megatron, vLLM, SGLang, torchtitan and Hugging Face name and store weights.
+
+In reading order:
+
+- `hf`: Hugging Face's names;
+- `config`: the fields of a Hugging Face configuration, by any of their names;
+- `rules`: which tensors of a model lie how, in one line of text;
+- `reading`: which logical tensors one rank stores, from the shapes of what it stores;
+- `hf_plans`: which part of each parameter a rank loads where transformers carries its plans out;
+- `hf_rows`: where a Hugging Face checkpoint's tensor is several logical tensors, or has another name;
+- `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
+- `megatron`: what the ranks of a Megatron trainer hold;
+- `megatron_rows`: what each module of Megatron-Core stores, as rows;
+- `megatron_shapes`: the logical tensors of a Megatron-Core configuration;
+- `megatron_core`: what each rank of a Megatron-Core trainer stores, under its own names;
+- `vllm`: what the ranks of a vLLM engine hold;
+- `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
+- `vllm_rows`: what each module of vLLM stores, as rows;
+- `vllm_core`: what each rank of a vLLM engine stores, under its own names;
+- `sglang_rows`: what each module of SGLang stores, as rows;
+- `sglang_core`: what each rank of an SGLang engine stores, under its own names;
+- `torchtitan`: what each rank of a torchtitan trainer stores, under its own names.
+"""

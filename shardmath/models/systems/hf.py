@@ -1,0 +1,143 @@
+"""Hugging Face names: what a tensor's name says of its layer and its expert.
+
+1. Layers are numbered, `model.layers.3.`, and so are the experts of a layer, `mlp.experts.17.`.
+2. Experts are **numbered**, `mlp.experts.17.up_proj.weight` (I, H), or **grouped**,
+   `mlp.experts.up_proj.weight` (E, I, H): then dimension 0 is the expert. Shared experts are neither.
+3. A stack is a buffer (E, ...) of experts; a numbered expert is a **cell** of it, a tensor (1, ...).
+
+>>> numbers("model.layers.3.mlp.experts.17.up_proj.weight"), numbers("model.layers.3.norm.weight")
+((3, 17), (3, None))
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.base.memo import memo
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.layout import Layout
+
+__all__ = [
+    "Entry",
+    "Place",
+    "Shapes",
+    "cell",
+    "expert_counts",
+    "grouped",
+    "layouts",
+    "numbers",
+]
+
+Entry: TypeAlias = tuple[tuple[int, ...], str]
+Shapes: TypeAlias = Mapping[str, Entry]
+"""Global shape and dtype of each tensor, by name."""
+
+LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
+EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+
+
+@memo(1 << 17)
+def numbers(name: str) -> tuple[int | None, int | None]:
+    """The layer and the expert that the name numbers; None where it has no such number."""
+    layer = LAYER.search(name)
+    expert = EXPERT.search(name) if "experts." in name else None
+    layer_number = int(layer[1]) if layer else None
+    expert_number = int(expert[2]) if expert else None
+    return layer_number, expert_number
+
+
+def cell(expert: int, experts: int) -> str:
+    """What is stored of dimension 0 by a tensor (1, ...) that is one cell of a stack of so many experts.
+
+    >>> cell(0, 1), cell(2, 8)
+    ('<0:1>', '<-2 0:1 -5>')
+    """
+    words = ["0:1"]
+    after = experts - 1 - expert
+    if expert:
+        words.insert(0, f"-{expert}")
+    if after > 0:
+        words.append(f"-{after}")
+    return f"<{' '.join(words)}>"
+
+
+def expert_counts(shapes: Shapes) -> Counter[int | None]:
+    """How many numbered experts each layer has."""
+    counts: Counter[int | None] = Counter()
+    for name in shapes:
+        layer, expert = numbers(name)
+        if expert is not None:
+            counts[layer] = max(counts[layer], expert + 1)
+    return counts
+
+
+_Member: TypeAlias = tuple[int | None, Entry]
+"""An expert's number, None for a tensor that is not a numbered expert's, and its shape and dtype."""
+
+
+def grouped(shapes: Shapes) -> dict[str, Entry]:
+    """The same with numbered experts grouped: one (E, ...) tensor per layer and projection.
+
+    It is in the place of the first expert's. Raises LayoutError where the experts of a group differ, or are
+    not numbered 0 to E - 1.
+    """
+    members: dict[str, list[_Member]] = {}
+    for name, entry in shapes.items():
+        group = EXPERT.sub(r"\1experts.", name)
+        _, expert = numbers(name)
+        members.setdefault(group, []).append((expert, entry))
+    return {group: _group(group, found) for group, found in members.items()}
+
+
+def _group(group: str, found: list[_Member]) -> Entry:
+    """The shape and dtype of a group of experts; other tensors are alone in theirs and stay as they are."""
+    (expert, (shape, dtype)), *_ = found
+    if expert is None:
+        return shape, dtype
+    count = len(found)
+    kinds = sorted({entry for _, entry in found})
+    numbered = {number for number, _ in found}
+    if len(kinds) > 1 or numbered != set(range(count)):
+        shown = " and ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
+        lowest, highest = min(found)[0], max(found)[0]
+        raise LayoutError(
+            f"{count} experts numbered {lowest} to {highest} of {group!r}, each {shown}; "
+            f"the experts of a group are alike, and numbered from 0 without gaps"
+        )
+    return (count, *shape), dtype
+
+
+class Place(NamedTuple):
+    """Where and how a tensor lies: what a Layout needs beside the dtype."""
+
+    mesh: Mesh
+    text: str
+    shape: tuple[int, ...]
+
+
+def layouts(shapes: Shapes, place: Callable[[str, tuple[int, ...]], Place]) -> dict[str, Layout]:
+    """The layout of every tensor, by name, as `place(name, shape)` says; each distinct one is made once.
+
+    Raises LayoutError, naming the tensor, for a place that does not fit.
+    """
+    made: dict[tuple[Place, str], Layout] = {}
+    by_name: dict[str, Layout] = {}
+    for name, (shape, dtype) in shapes.items():
+        at = place(name, shape)
+        layout = made.get((at, dtype))
+        if layout is None:
+            layout = made[at, dtype] = _make_layout(name, at, dtype)
+        by_name[name] = layout
+    return by_name
+
+
+def _make_layout(name: str, at: Place, dtype: str) -> Layout:
+    """The layout of this place. Raises LayoutError, naming the tensor."""
+    try:
+        return Layout(at.shape, at.mesh, at.text, dtype=dtype)
+    except ShardError as error:
+        raise LayoutError(f"tensor {name!r} of shape {at.shape}: {error}") from error

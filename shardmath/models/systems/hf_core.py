@@ -1,0 +1,85 @@
+"""Hugging Face checkpoints: how one stores a model, and which logical tensors it has.
+
+1. A checkpoint is one rank that stores everything. Read forwards, its rows (`hf_rows`) say how to make the
+   checkpoint's tensors; read backwards, which logical tensors there are, and their shapes.
+2. The numbers of rows come from the configuration: a mapping of its fields, or an object that has them.
+
+>>> config = {"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+>>> config |= {"num_hidden_layers": 1}
+>>> logical_shapes(config, {"model.layers.0.self_attn.qkv_proj.weight": ((16, 8), "float32")})
+{'model.layers.0.self_attn.q_proj.weight': ((8, 8), 'float32'),
+ 'model.layers.0.self_attn.k_proj.weight': ((4, 8), 'float32'),
+ 'model.layers.0.self_attn.v_proj.weight': ((4, 8), 'float32')}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.models.storage import rows
+from shardmath.models.storage.names import STARS, split
+from shardmath.models.storage.rows import Row
+from shardmath.models.storage.stored import Shapes, Spot, Stored
+from shardmath.models.systems.config import Config
+from shardmath.models.systems.hf_rows import table
+from shardmath.models.systems.reading import read_logical
+
+__all__ = ["hf_checkpoint", "logical_shapes"]
+
+
+def hf_checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
+    """How the checkpoint of a model of this configuration stores it, on one rank.
+
+    `names` are those of the checkpoint's tensors: rows of other names are left out. Without them there are no fused
+    tensors but those of the kind of model.
+    """
+    fields = Config(config)
+    templates = {split(name)[0] for name in names}
+    listed = rows.parse(table(fields.kind, fused=bool(templates)))
+    if templates:
+        listed = tuple(row for row in listed if _is_among(row, templates))
+    mesh = Mesh(checkpoint=1)
+    return Stored(listed, (mesh,), _list_layers(fields), _list_numbers(fields))
+
+
+def _is_among(row: Row, templates: set[str]) -> bool:
+    """Whether some tensor has the row's native name."""
+    if row.native.is_open:
+        return True
+    return any(row.native.template(star=star) in templates for star in STARS)
+
+
+def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
+    """The logical tensors of a checkpoint whose tensors have these shapes and dtypes.
+
+    Raises StoreError for shapes that the configuration's numbers do not fit.
+    """
+    return read_logical(hf_checkpoint(config, checkpoint), checkpoint)
+
+
+def _list_layers(config: Config) -> dict[str, tuple[Spot, ...]]:
+    """Layers under their own numbers, and behind them those that predict further tokens."""
+    layers = tuple(Spot({}, 0, n) for n in range(config.layers))
+    further = tuple(Spot({}, 0, config.layers + m) for m in range(config.drafts))
+    return {"l": layers, "m": further}
+
+
+def _list_numbers(config: Config) -> dict[str, int]:
+    """What the words of rows stand for."""
+    queries = config.heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
+    return {
+        "queries": queries,
+        "keys": keys,
+        "heads": config.heads,
+        "groups": config.kv_heads,
+        "query_pairs": queries // 2,
+        "key_pairs": keys // 2,
+        "ffn": config.ffn,
+        "inner": config.inner,
+        "state": config.state,
+        "key_heads": config.linear_key_heads,
+        "linear_keys": config.linear_keys,
+        "linear_values": config.linear_values,
+    }

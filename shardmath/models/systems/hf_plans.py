@@ -1,0 +1,216 @@
+"""Plans of transformers: which part of each parameter a rank loads, from a model's own `tp_plan` and `ep_plan`.
+
+1. A plan maps patterns to styles. A pattern is the name of a parameter, or of the module that has it, with `*` for a
+   number between dots; the parameter's own rule goes before its module's.
+2. `STYLES` says which dimension a style divides: parts as of `torch.chunk`, so that the last ranks may have less. A
+   packed style divides each half. What no rule names, and what a style does not divide, each rank has whole.
+3. Experts that have a rule of `ep_plan` follow no rule of `tp_plan`; they lie on a mesh of their own over the ranks.
+4. A configuration's plans are those of its base model: names get its prefix, the embedding and the head their rules.
+
+Source: transformers 5.23, `distributed/tensor_parallel.py`, `distributed/expert_parallel.py`, `distributed/mixin.py`.
+
+>>> shapes = {"model.layers.0.mlp.gate_up_proj.weight": ((12, 4), "float32"), "model.norm.weight": ((4,), "float32")}
+>>> plan = {"model.layers.*.mlp.gate_up_proj": "packed_colwise"}
+>>> for layout in hf_parallel(plan, shapes, Mesh(tp=2)).values():
+...     print(layout)
+float32[12, 4] (2 tp n) h on tp=2
+float32[4] n on tp=2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from shardmath.base.errors import LayoutError, MeshError
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.layout import Layout
+from shardmath.models.systems.hf import Shapes
+
+__all__ = ["STYLES", "Style", "ep_plan", "hf_parallel", "tp_plan"]
+
+
+class Style(NamedTuple):
+    """The dimension that a style divides, from the end for a negative one, None for none.
+
+    `halves` divides each half. `biases` and `vectors` say whether tensors named `bias`, and those of one dimension,
+    are divided too; the halves of vectors never are. `even` refuses what the axis does not divide.
+    """
+
+    dim: int | None = None
+    halves: bool = False
+    biases: bool = True
+    vectors: bool = True
+    even: bool = False
+
+
+WHOLE = Style()
+COLUMN = Style(-2)
+ROW = Style(-1, biases=False)
+STYLES: dict[str, Style] = {
+    "colwise": COLUMN,
+    "colwise_rep": COLUMN,
+    "colwise_gather_output": COLUMN,
+    "rowwise": ROW,
+    "rowwise_rep": ROW,
+    "rowwise_split_input": ROW,
+    "packed_colwise": Style(-2, halves=True),
+    "packed_rowwise": Style(-1, halves=True, vectors=False),
+    "embedding_rowwise": Style(0),
+    "embedding_colwise": Style(1),
+    "grouped_gemm": Style(0, even=True),
+    "sequence_parallel": WHOLE,
+    "replicated_with_grad_allreduce": WHOLE,
+    "mla_kv_a_proj": WHOLE,
+    "all_reduce": WHOLE,
+    "moe_tp_experts": WHOLE,
+    "moe_identity_expert": WHOLE,
+    "local_params": WHOLE,
+    "ep_dispatch_experts": WHOLE,
+    "replicate": WHOLE,
+}
+"""What each style does to a module's parameters."""
+
+NUMBER = re.compile(r"\.\d+(\.|$)")
+EMBEDDING = {"embed_tokens": "embedding_rowwise"}
+HEAD = {"lm_head": "colwise_gather_output"}
+
+
+def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
+    """The tensor parallel plan of a causal language model of this configuration; empty where it has none."""
+    base = _read_plan(config, "base_model_tp_plan")
+    named = {**EMBEDDING, **base} if base else {}
+    return {**HEAD, **{f"{prefix}{pattern}": style for pattern, style in named.items()}}
+
+
+def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
+    """The expert parallel plan of a causal language model of this configuration; empty where it has none."""
+    base = _read_plan(config, "base_model_ep_plan")
+    return {f"{prefix}{pattern}": style for pattern, style in base.items()}
+
+
+def _read_plan(config: object, field: str) -> dict[str, str]:
+    """A plan of a configuration object, or of the mapping of its fields."""
+    given = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
+    return dict(given or {})
+
+
+def hf_parallel(
+    plan: Mapping[str, str],
+    shapes: Shapes,
+    mesh: Mesh,
+    *,
+    axis: str = "tp",
+    experts: tuple[Mapping[str, str], Mesh] | None = None,
+    unused: Sequence[str] = (),
+) -> dict[str, Layout]:
+    """The layout of every parameter, by name, where transformers carries these plans out.
+
+    `plan` is a model's `tp_plan`, carried out over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
+    the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.
+    Raises LayoutError for these, for a style that transformers does not have, and for experts that `ep` does not
+    divide; MeshError for a mesh without the axis.
+    """
+    sides = [_Side(dict(plan), mesh, axis)]
+    if experts is not None:
+        given, routed = experts
+        sides = [_Side(dict(given), routed, "ep"), _drop(sides[0], given)]
+    rules = {pattern: style for side in sides for pattern, style in side.plan.items()}
+    _check_styles(rules)
+    _check_used(rules, shapes, unused)
+    layouts = {}
+    for name, (shape, dtype) in shapes.items():
+        side = next((side for side in sides if side.find(name)), sides[-1])
+        layouts[name] = side.lay_out(name, tuple(shape), dtype)
+    return layouts
+
+
+class _Side(NamedTuple):
+    """A plan, and what it is carried out on."""
+
+    plan: dict[str, str]
+    mesh: Mesh
+    axis: str
+
+    def find(self, name: str) -> str | None:
+        """The style of a parameter, by its own name or that of its module."""
+        generic = _generalize(name)
+        module = generic.rpartition(".")[0]
+        return self.plan.get(generic, self.plan.get(module))
+
+    def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
+        """The layout of a parameter. Raises LayoutError and MeshError as `hf_parallel`."""
+        style = STYLES[self.find(name) or "replicate"]
+        if self.axis not in self.mesh.shape:
+            raise MeshError(f"{self.mesh} has no axis {self.axis!r}; name the one of the plan")
+        dim = _divided(style, name, shape)
+        if dim is None:
+            return Layout(shape, self.mesh, "...", dtype=dtype)
+        size = self.mesh.axis_size(self.axis)
+        if style.even and shape[dim] % size:
+            raise LayoutError(
+                f"{shape[dim]} experts of {name!r} and {self.axis}={size}; choose a divisor"
+            )
+        words = [f"d{d}" for d in range(len(shape))]
+        has_halves = style.halves and len(shape) > 1
+        halves = "2 " if has_halves else ""
+        words[dim] = f"({halves}{self.axis} n)"
+        text = " ".join(words)
+        return Layout(shape, self.mesh, text, dtype=dtype)
+
+
+def _divided(style: Style, name: str, shape: tuple[int, ...]) -> int | None:
+    """The dimension that is divided, None for none."""
+    if style.dim is None or not shape:
+        return None
+    is_bias = name.rpartition(".")[2] == "bias"
+    if (is_bias and not style.biases) or (len(shape) == 1 and not style.vectors):
+        return None
+    return max(0, style.dim + len(shape)) if style.dim < 0 else style.dim
+
+
+def _generalize(name: str) -> str:
+    """The name with `*` for its numbers, as transformers writes it."""
+    return NUMBER.sub(r".*\1", name)
+
+
+def _drop(side: _Side, experts: Mapping[str, str]) -> _Side:
+    """The side without rules of what experts' rules name, or modules of theirs have."""
+    heads = tuple(f"{module}." for module in experts)
+    kept = {}
+    for pattern, style in side.plan.items():
+        if not f"{pattern}.".startswith(heads):
+            kept[pattern] = style
+    return side._replace(plan=kept)
+
+
+def _check_styles(rules: Mapping[str, str]) -> None:
+    """Raises LayoutError for a style that nobody knows."""
+    for pattern, style in rules.items():
+        if style not in STYLES:
+            raise LayoutError(
+                f"rule {pattern!r} has style {style!r}, which transformers 5.23 has not; "
+                f"use one of {', '.join(STYLES)}"
+            )
+
+
+def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str]) -> None:
+    """Raises LayoutError for patterns that match no parameter and no module of one."""
+    modules: set[str] = set()
+    for name in {_generalize(name) for name in names}:
+        while name:
+            modules.add(name)
+            name = name.rpartition(".")[0]
+    idle = []
+    for pattern in rules:
+        is_excused = any(fnmatchcase(pattern, glob) for glob in unused)
+        if pattern not in modules and not is_excused:
+            idle.append(pattern)
+    if idle:
+        listed = ", ".join(idle)
+        raise LayoutError(
+            f"rules match nothing: {listed}; "
+            f"give the names of the model's modules, or name these in unused="
+        )

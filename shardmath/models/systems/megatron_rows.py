@@ -1,0 +1,152 @@
+"""Megatron-Core's rows: what each module stores, by the names of its own parameters.
+
+1. `ENDS` are the first and last modules, `LAYERS` those of every layer, `SPECS` where norms and the down projections
+   of latent attention are stored under each layer spec, `EXPERTS` how routed experts are.
+2. Logical tensors have Hugging Face's names, and names of their own where one of Hugging Face's tensors is several
+   of Megatron's components: `mixer.[z x B C dt]`, `linear_attn.[q k v z b a]`.
+3. The vocabulary decides which rows apply: gated or not, biases, norms, tied embeddings need no flags.
+
+Source: Megatron-Core 0.16.1, `models/gpt`, `models/mamba`, `transformer`, `ssm`.
+
+>>> from shardmath.models.storage import rows
+>>> len(rows.parse(table("te", "grouped")))
+102
+"""
+
+from __future__ import annotations
+
+from shardmath.base.arguments import known
+from shardmath.base.errors import StoreError
+
+__all__ = ["EXPERTS", "SPECS", "table"]
+
+ENDS = """
+embedding.word_embeddings.weight @pp=0          = model.embed_tokens.weight : (tp n=vocab) h
+embedding.position_embeddings.weight @pp=0      = model.position_embeddings.weight
+output_layer.weight @pp=-1                      = lm_head.weight            : (tp n=vocab) h
+also embedding.word_embeddings.weight @pp=-1    = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
+also output_layer.weight @pp=-1                 = model.embed_tokens.weight ! /lm_head.weight     : (tp n=vocab) h
+decoder.final_layernorm.* @pp=-1              = model.norm.*
+[mtp.layers.{m}. = mtp.{m}.] @pp=-1
+enorm.*                                         = enorm.*
+hnorm.*                                         = hnorm.*
+eh_proj.*                                       = eh_proj.* : (tp n) h
+final_layernorm.*                               = norm.*
+"""
+
+HEADS = """
+[decoder.layers.{l}. = model.layers.{l}.]
+[mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
+"""
+
+LAYERS = """
+self_attention.linear_qkv.*            = self_attn.[q g k v]_proj.* : (groups (q + g + k + v) | tp n) h
+self_attention.linear_qkv.*            = self_attn.[q k v]_proj.*   : (groups (q + k + v) | tp n) h
+self_attention.linear_proj.*           = self_attn.o_proj.*         : h (tp n)
+self_attention.core_attention.softmax_offset = self_attn.sinks      : (tp n)
+self_attention.linear_q_proj.*         = self_attn.q_proj.*         : (tp n) h
+self_attention.linear_q_up_proj.*      = self_attn.q_b_proj.*       : (tp n) h
+self_attention.linear_kv_up_proj.*     = self_attn.kv_b_proj.*      : (tp n) h
+self_attention.in_proj.*               = linear_attn.[q k v z b a].* : (tp (q + k + v + z + b + a)) h
+self_attention.conv1d.*                = linear_attn.conv_[q k v].* : (tp (q + k + v)) ...
+self_attention.A_log                   = linear_attn.A_log          : (tp n)
+self_attention.dt_bias                 = linear_attn.dt_bias        : (tp n)
+self_attention.out_norm.*              = linear_attn.norm.*
+self_attention.out_proj.*              = linear_attn.out_proj.*     : h (tp n)
+mixer.in_proj.*                        = mixer.[z x B C dt].*       : (tp (z + x + B + C + dt)) h
+mixer.conv1d.*                         = mixer.conv_[x B C].*       : (tp (x + B + C)) ...
+mixer.A_log                            = mixer.A_log                : (tp n)
+mixer.D                                = mixer.D                    : (tp n)
+mixer.dt_bias                          = mixer.dt_bias              : (tp n)
+mixer.norm.*                           = mixer.norm.*               : (tp n)
+mixer.out_proj.*                       = mixer.out_proj.*           : h (tp n)
+mlp.linear_fc1.*                       = mlp.[gate up]_proj.*       : (tp (gate + up)) h
+mlp.linear_fc1.*                       = mlp.up_proj.*              : (tp n) h
+mlp.linear_fc2.*                       = mlp.down_proj.*            : h (tp n)
+mlp.router.*                           = mlp.gate.*
+mlp.router.expert_bias                 = mlp.gate.e_score_correction_bias
+mlp.shared_experts.linear_fc1.*        = mlp.shared_experts.[gate up]_proj.* : (tp (gate + up)) h
+mlp.shared_experts.linear_fc1.*        = mlp.shared_experts.up_proj.* : (tp n) h
+mlp.shared_experts.linear_fc2.*        = mlp.shared_experts.down_proj.* : h (tp n)
+mlp.shared_experts.gate_weight         = mlp.shared_expert_gate.weight
+mlp.fc1_latent_proj.*                  = mlp.fc1_latent_proj.*
+mlp.fc2_latent_proj.*                  = mlp.fc2_latent_proj.*
+"""
+
+SPECS = {
+    "te": """
+self_attention.linear_qkv.layer_norm_* = input_layernorm.*          ? self_attn.k_proj.weight
+self_attention.in_proj.layer_norm_*    = input_layernorm.*          ? linear_attn.q.weight
+mixer.in_proj.layer_norm_*             = input_layernorm.*          ? mixer.z.weight
+mlp.linear_fc1.layer_norm_*            = post_attention_layernorm.* ? mlp.up_proj.weight
+self_attention.linear_q_up_proj.layer_norm_*  = self_attn.q_a_layernorm.*
+self_attention.linear_kv_up_proj.layer_norm_* = self_attn.kv_a_layernorm.*
+self_attention.linear_q_down_proj.*    = self_attn.q_a_proj.*
+self_attention.linear_kv_down_proj.*   = self_attn.kv_a_proj_with_mqa.*
+""",
+    "local": """
+self_attention.q_layernorm.*           = self_attn.q_a_layernorm.*
+self_attention.kv_layernorm.*          = self_attn.kv_a_layernorm.*
+self_attention.linear_q_down_proj.*    = self_attn.q_a_proj.*       : (tp n) h
+self_attention.linear_kv_down_proj.*   = self_attn.kv_a_proj_with_mqa.* : (tp n) h
+""",
+}
+"""Rows of one layer spec: TransformerEngine's modules, or Megatron's own."""
+
+NORMS = """
+self_attention.q_layernorm.*           = self_attn.q_norm.*
+self_attention.k_layernorm.*           = self_attn.k_norm.*
+input_layernorm.*                      = input_layernorm.*
+pre_mlp_layernorm.*                    = post_attention_layernorm.*
+"""
+
+EXPERTS = {
+    "grouped": """
+mlp.experts.linear_fc1.*{ep e}         = mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up)) h
+mlp.experts.linear_fc1.*{ep e}         = mlp.experts.{e}.up_proj.*  : (etp n) h
+mlp.experts.linear_fc2.*{ep e}         = mlp.experts.{e}.down_proj.* : h (etp n)
+""",
+    "sequential": """
+mlp.experts.local_experts.{ep e}.linear_fc1.* = mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up)) h
+mlp.experts.local_experts.{ep e}.linear_fc1.* = mlp.experts.{e}.up_proj.* : (etp n) h
+mlp.experts.local_experts.{ep e}.linear_fc2.* = mlp.experts.{e}.down_proj.* : h (etp n)
+""",
+    "legacy": """
+mlp.experts.weight1                    = mlp.experts.{e}.[gate up]_proj.weight.T : (ep e) h (etp (gate + up))
+mlp.experts.weight1                    = mlp.experts.{e}.up_proj.weight.T : (ep e) h (etp n)
+mlp.experts.weight2                    = mlp.experts.{e}.down_proj.weight.T : (ep e) (etp n) h
+""",
+}
+"""Rows of routed experts: one tensor an expert, one module an expert, or all in one tensor.
+
+Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows speak of: a trainer passes
+`weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
+"""
+
+UNKNOWN = """
+[decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
+[mtp.layers.{m}.transformer_layer.self_attention. = mtp.{m}.self_attn.] @pp=-1
+...                                    = ...
+[decoder.layers.{l}. = model.layers.{l}.]
+[mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
+...                                    = ...
+[ = ]
+...                                    = ...
+"""
+"""Every other tensor is whole on each rank that has its layer, under its own name."""
+
+
+def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
+    """The rows of a model with this layer spec and these experts; with `unknown` of all other tensors too.
+
+    Raises StoreError for a name that is neither.
+    """
+    own = known(spec, tuple(SPECS))
+    routed = known(experts, tuple(EXPERTS))
+    if own is None or routed is None:
+        raise StoreError(
+            f"spec={spec!r}, experts={experts!r}; use one of {', '.join(SPECS)}, "
+            f"and one of {', '.join(EXPERTS)}"
+        )
+    layers = HEADS + SPECS[own] + LAYERS + NORMS + EXPERTS[routed]
+    return ENDS + layers + UNKNOWN * unknown

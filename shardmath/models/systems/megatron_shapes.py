@@ -1,0 +1,326 @@
+"""Megatron-Core's configuration as logical tensors: names and global shapes.
+
+1. A configuration is a TransformerConfig, or a mapping of its fields; what is not given has Megatron's default.
+2. Names are those of `megatron_rows`. Linear layers have (out, in) weights.
+3. A layer is a list of **modules**, each with its norm before it: `*` attention, `-` dense MLP, `E` experts,
+   `M` Mamba, `G` gated delta net, as a hybrid model's pattern writes them. A layer of a GPT is attention (or delta
+   net) and an MLP.
+
+>>> shapes = logical_shapes({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, vocab=10, tied=True)
+>>> shapes["model.layers.0.self_attn.q_proj.weight"], len(shapes)
+(((8, 8), 'float32'), 19)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from shardmath.base.errors import StoreError
+from shardmath.models.storage.stored import Shapes
+
+__all__ = ["Config", "logical_shapes"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+DEFAULTS: dict[str, Any] = {
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "gated_linear_unit": False,
+    "normalization": "LayerNorm",
+    "moe_layer_freq": 1,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""What Megatron takes for fields that are not given, where that is not nothing."""
+CONV = 4
+"""The kernel of Mamba's convolution, which no field says."""
+MLA_Q_LORA = 512
+"""The rank of latent queries where the field is left out; None means that there are none."""
+
+
+class Config:
+    """The fields of a configuration, with Megatron's defaults."""
+
+    def __init__(self, given: object) -> None:
+        self.fields = given if isinstance(given, Mapping) else vars(given)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field's value, or its default where it is not given, or None."""
+        value = self.fields.get(name)
+        return DEFAULTS.get(name, default) if value is None else value
+
+    @property
+    def hidden(self) -> int:
+        return int(self.get("hidden_size"))
+
+    @property
+    def layers(self) -> int:
+        return int(self.get("num_layers"))
+
+    @property
+    def heads(self) -> int:
+        return int(self.get("num_attention_heads"))
+
+    @property
+    def groups(self) -> int:
+        """Groups of query heads, each with one key and value head."""
+        return int(self.get("num_query_groups", self.heads))
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.get("kv_channels", self.hidden // self.heads))
+
+    @property
+    def ffn(self) -> int:
+        return int(self.get("ffn_hidden_size", 4 * self.hidden))
+
+    @property
+    def experts(self) -> int:
+        return int(self.get("num_moe_experts", 0))
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return bool(self.get("multi_latent_attention", False))
+
+    @property
+    def mtp(self) -> int:
+        """Layers that predict further tokens."""
+        return int(self.get("mtp_num_layers", 0))
+
+
+def logical_shapes(
+    config: object,
+    *,
+    vocab: int,
+    tied: bool = False,
+    positions: int = 0,
+    pattern: str | None = None,
+    dtype: str = "float32",
+) -> Shapes:
+    """Names, shapes and dtype of all tensors of a model.
+
+    `positions` is the number of learned ones; `pattern` the modules of a hybrid model, a letter a layer. Raises
+    StoreError for a letter that is no module.
+    """
+    return {
+        name: (shape, dtype) for name, shape in _list_all(config, vocab, tied, positions, pattern)
+    }
+
+
+def _list_all(
+    given: object, vocab: int, tied: bool, positions: int, pattern: str | None
+) -> Iterator[tuple[str, Shape]]:
+    config = Config(given)
+    h = config.hidden
+    yield "model.embed_tokens.weight", (vocab, h)
+    if positions:
+        yield "model.position_embeddings.weight", (positions, h)
+    for layer in range(config.layers):
+        modules = pattern[layer] if pattern else _choose_modules(config, layer)
+        for name, shape in _list_layer(config, modules):
+            yield f"model.layers.{layer}.{name}", shape
+    yield from _norm(config, "model.norm", h)
+    if not tied:
+        yield "lm_head.weight", (vocab, h)
+    for layer in range(config.mtp):
+        for name, shape in _list_mtp(config, pattern):
+            yield f"mtp.{layer}.{name}", shape
+
+
+def _choose_modules(config: Config, layer: int) -> str:
+    """The modules of a GPT's layer."""
+    mixer = "*"
+    if config.get("experimental_attention_variant") == "gated_delta_net":
+        frequency = config.get("linear_attention_freq")
+        full = (layer + 1) % frequency == 0 if isinstance(frequency, int) else not frequency[layer]
+        mixer = "*" if full else "G"
+    return mixer + _choose_mlp(config, layer)
+
+
+def _choose_mlp(config: Config, layer: int) -> str:
+    """Experts, or a dense MLP."""
+    if not config.experts:
+        return "-"
+    frequency = config.get("moe_layer_freq")
+    routed = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
+    return "E" if routed else "-"
+
+
+def _list_layer(config: Config, modules: str) -> Iterator[tuple[str, Shape]]:
+    """The tensors of one layer."""
+    makers = {
+        "*": ("input_layernorm", _list_attention),
+        "G": ("input_layernorm", _list_delta_net),
+        "M": ("input_layernorm", _list_mamba),
+        "-": ("post_attention_layernorm", _list_mlp),
+        "E": ("post_attention_layernorm", _list_experts),
+    }
+    for module in modules:
+        if module not in makers:
+            letters = " ".join(makers)
+            raise StoreError(f"module {module!r} of the pattern is unknown; use {letters}")
+        norm, make = makers[module]
+        yield from _norm(config, norm, config.hidden)
+        yield from make(config)
+
+
+def _list_mtp(config: Config, pattern: str | None) -> Iterator[tuple[str, Shape]]:
+    """A layer that predicts a further token: the last layer's modules behind a projection."""
+    h = config.hidden
+    yield from _norm(config, "enorm", h)
+    yield from _norm(config, "hnorm", h)
+    yield "eh_proj.weight", (h, 2 * h)
+    last = pattern[-1] if pattern else _choose_modules(config, config.layers - 1)
+    yield from _list_layer(config, last)
+    yield from _norm(config, "norm", h)
+
+
+def _norm(config: Config, name: str, n: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (n,)
+    if config.get("normalization") == "LayerNorm":
+        yield f"{name}.bias", (n,)
+
+
+def _linear(name: str, out: int, inner: int, bias: object = False) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (out, inner)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
+    if config.latent:
+        yield from _list_latent(config)
+        return
+    h = config.hidden
+    rows = config.heads * config.head_dim
+    bias = config.get("add_bias_linear")
+    bias_of_queries = bias or config.get("add_qkv_bias")
+    yield from _linear("self_attn.q_proj", rows, h, bias_of_queries)
+    if config.get("attention_output_gate"):
+        yield from _linear("self_attn.g_proj", rows, h, bias_of_queries)
+    shared = config.groups * config.head_dim
+    for name in ("k", "v"):
+        yield from _linear(f"self_attn.{name}_proj", shared, h, bias_of_queries)
+    yield from _linear("self_attn.o_proj", h, rows, bias)
+    if config.get("softmax_type") == "learnable":
+        yield "self_attn.sinks", (config.heads,)
+    if config.get("qk_layernorm"):
+        yield from _norm(config, "self_attn.q_norm", config.head_dim)
+        yield from _norm(config, "self_attn.k_norm", config.head_dim)
+
+
+def _list_latent(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    rank = config.get("kv_lora_rank")
+    keys = config.get("qk_head_dim")
+    rope = config.get("qk_pos_emb_head_dim")
+    head = config.get("v_head_dim")
+    yield from _list_latent_queries(config, keys + rope)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", rank + rope, h)
+    rows = config.heads * (keys + head)
+    yield from _linear("self_attn.kv_b_proj", rows, rank)
+    if config.get("qk_layernorm"):
+        yield from _norm(config, "self_attn.kv_a_layernorm", rank)
+    values = config.heads * head
+    bias = config.get("add_bias_linear")
+    yield from _linear("self_attn.o_proj", h, values, bias)
+
+
+def _list_latent_queries(config: Config, head: int) -> Iterator[tuple[str, Shape]]:
+    """Queries of `head` elements a head, through a rank of their own or not."""
+    # A field that says None says that queries are not latent; one that is left out has a rank.
+    rank = config.fields.get("q_lora_rank", MLA_Q_LORA)
+    if rank is None:
+        yield from _linear("self_attn.q_proj", config.heads * head, config.hidden)
+        return
+    yield from _linear("self_attn.q_a_proj", rank, config.hidden)
+    yield from _linear("self_attn.q_b_proj", config.heads * head, rank)
+    if config.get("qk_layernorm"):
+        yield from _norm(config, "self_attn.q_a_layernorm", rank)
+
+
+def _list_mlp(config: Config) -> Iterator[tuple[str, Shape]]:
+    yield from _ffn(config, "mlp.", config.ffn, config.hidden)
+
+
+def _ffn(config: Config, prefix: str, inner: int, h: int) -> Iterator[tuple[str, Shape]]:
+    bias = config.get("add_bias_linear")
+    if config.get("gated_linear_unit"):
+        yield from _linear(f"{prefix}gate_proj", inner, h, bias)
+    yield from _linear(f"{prefix}up_proj", inner, h, bias)
+    yield from _linear(f"{prefix}down_proj", h, inner, bias)
+
+
+def _list_experts(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    bias = config.get("add_bias_linear")
+    yield from _linear("mlp.gate", config.experts, h, bias)
+    if config.get("moe_router_enable_expert_bias"):
+        yield "mlp.gate.e_score_correction_bias", (config.experts,)
+    yield from _list_routed(config)
+    shared = config.get("moe_shared_expert_intermediate_size")
+    if shared:
+        yield from _ffn(config, "mlp.shared_experts.", shared, h)
+        if config.get("moe_shared_expert_gate"):
+            yield "mlp.shared_expert_gate.weight", (1, h)
+
+
+def _list_routed(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    bias = config.get("add_bias_linear")
+    inner = int(config.get("moe_ffn_hidden_size", config.ffn))
+    latent = config.get("moe_latent_size")
+    if latent:
+        yield from _linear("mlp.fc1_latent_proj", latent, h, bias)
+        yield from _linear("mlp.fc2_latent_proj", h, latent, bias)
+    for expert in range(config.experts):
+        yield from _ffn(config, f"mlp.experts.{expert}.", inner, latent or h)
+
+
+def _list_mamba(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    head = config.get("mamba_head_dim")
+    heads = config.get("mamba_num_heads", 2 * h // head)
+    inner = heads * head
+    # B and C are shared by the heads of a group, z and x are each head's own.
+    state = config.get("mamba_num_groups") * config.get("mamba_state_dim")
+    sizes = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
+    for name, n in sizes.items():
+        yield f"mixer.{name}.weight", (n, h)
+    for name in ("x", "B", "C"):
+        yield f"mixer.conv_{name}.weight", (sizes[name], 1, CONV)
+        yield f"mixer.conv_{name}.bias", (sizes[name],)
+    for name in ("A_log", "D", "dt_bias"):
+        yield f"mixer.{name}", (heads,)
+    yield "mixer.norm.weight", (inner,)
+    yield from _linear("mixer.out_proj", h, inner, False)
+
+
+def _list_delta_net(config: Config) -> Iterator[tuple[str, Shape]]:
+    h = config.hidden
+    heads = config.get("linear_num_value_heads")
+    keys = config.get("linear_num_key_heads") * config.get("linear_key_head_dim")
+    head = config.get("linear_value_head_dim")
+    values = heads * head
+    sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    for name, n in sizes.items():
+        yield f"linear_attn.{name}.weight", (n, h)
+    width = config.get("linear_conv_kernel_dim")
+    for name in ("q", "k", "v"):
+        yield f"linear_attn.conv_{name}.weight", (sizes[name], 1, width)
+    yield "linear_attn.A_log", (heads,)
+    yield "linear_attn.dt_bias", (heads,)
+    yield "linear_attn.norm.weight", (head,)
+    yield from _linear("linear_attn.out_proj", h, values)

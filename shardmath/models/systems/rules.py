@@ -1,0 +1,394 @@
+"""Rules: which tensors of a model lie how, in one line that a person types.
+
+1. A **side** is a mesh and rules: `dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); * (dp n) ...`.
+2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; without it
+   the ranks follow each other from `first_rank`.
+3. A rule is a pattern and a layout. A pattern is a kind of the family table (column, row, vocab, replicate)
+   or a glob on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the
+   dimensions not divided.
+4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every
+   scalar.
+5. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
+6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything,
+   inside `tp`, as FSDP does, and `replica` replicates. Other axes need rules.
+
+    side    := mesh (':' rule (';' rule)*)?
+    mesh    := (AXIS '=' INT)* ('ranks=' span (',' span)*)?          span := INT | INT ':' INT
+    rule    := PATTERN LAYOUT
+
+>>> side = parse("dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h)")
+>>> shapes = {"q_proj.weight": ((8, 6), "bfloat16"), "o_proj.weight": ((6, 8), "bfloat16")}
+>>> {name: layout.local_shape(3) for name, layout in side.layouts(shapes).items()}
+{'q_proj.weight': (2, 6), 'o_proj.weight': (3, 4)}
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardmath.base.arguments import as_integer, instance, listed, mapping
+from shardmath.base.arguments import text as plain
+from shardmath.base.errors import MeshError, NotationError, ShardError
+from shardmath.base.text import plural
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.styles import KINDS, fits
+from shardmath.models.systems.hf import Entry, Shapes
+
+__all__ = ["DEFAULTS", "Rule", "Shapes", "Side", "parse", "parse_mesh"]
+
+WORD = re.compile(r"(?P<axis>\w+)\s*=\s*(?P<value>\d+(?::\d+)?(?:,\d+(?::\d+)?)*)?")
+MESH_ALONE = (
+    "a mesh is axis=size words with blanks between them, "
+    "then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
+)
+MESH_FIX = f"{MESH_ALONE}, then ':'"
+RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tensors that `pattern` matches lie: `layout` is shardmath's notation."""
+
+    pattern: str
+    layout: str
+
+    def __post_init__(self) -> None:
+        pattern = plain(self.pattern, "the pattern of a rule", NotationError)
+        words = plain(self.layout, "the layout of a rule", NotationError).split()
+        layout = " ".join(words)
+        object.__setattr__(self, "pattern", pattern)
+        object.__setattr__(self, "layout", layout)
+        if pattern.split() != [pattern] or not layout or ";" in str(self):
+            what = f"rule {pattern!r} {layout!r} is not one pattern without blanks and one layout"
+            raise NotationError(what, fix=RULE_FIX)
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.layout}"
+
+    def matches(self, name: str) -> bool:
+        """Whether the tensor `name` is of this kind, or fits this glob."""
+        return fits(self.pattern, name)
+
+
+DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
+    (): (),
+    ("tp",): (
+        Rule("column", "(tp n) ..."),
+        Rule("row", "h (tp n) ..."),
+        Rule("vocab", "(tp n) ..."),
+    ),
+    ("dp",): (Rule("*", "(dp n) ..."),),
+    ("dp", "tp"): (
+        Rule("column", "(tp dp n) ..."),
+        Rule("row", "(dp n) (tp h) ..."),
+        Rule("vocab", "(tp dp n) ..."),
+        Rule("*", "(dp n) ..."),
+    ),
+}
+"""The rules of a mesh alone, by which of the axes dp and tp it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A mesh and the rules by which tensors lie on it; no rules stand for DEFAULTS.
+
+    `parse(str(side)) == side`. Raises NotationError for what is not a mesh, or not rules.
+    """
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        instance(self.mesh, Mesh, "give a Side its mesh", NotationError)
+        rules = listed(self.rules, "rules", NotationError)
+        for rule in rules:
+            instance(rule, Rule, "give rules.Rule(pattern, layout)", NotationError)
+        object.__setattr__(self, "rules", rules)
+        if "ranks" in self.mesh.shape:
+            what = f"mesh axis 'ranks' of {self.mesh} means the rank ids in text"
+            raise NotationError(what, fix="name the axis otherwise")
+
+    def __str__(self) -> str:
+        mesh = _mesh_text(self.mesh)
+        rules = "; ".join(map(str, self.rules))
+        return f"{mesh}: {rules}" if rules else mesh
+
+    def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
+        """The rule that each name falls to, None where there is none.
+
+        Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS
+        lacks.
+        """
+        rules = self.rules or _find_defaults(self)
+        given = [plain(name, "the name of a tensor", NotationError) for name in names]
+        found = {name: _first_match(rules, name) for name in given}
+        if self.rules:
+            _check_used(self, found)
+        return found
+
+    def layouts(self, shapes: Shapes) -> dict[str, Layout]:
+        """The layout of every tensor, by name.
+
+        Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
+        """
+        given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
+        layouts = {}
+        matches = self.matches(given)
+        for name, rule in matches.items():
+            shape, dtype = _read_entry(given[name])
+            layouts[name] = _make_layout(self, rule, name, shape, dtype)
+        return layouts
+
+
+def _first_match(rules: tuple[Rule, ...], name: str) -> Rule | None:
+    for rule in rules:
+        if rule.matches(name):
+            return rule
+    return None
+
+
+def _read_entry(given: object) -> Entry:
+    """The shape and the dtype of a tensor."""
+    if isinstance(given, tuple) and len(given) == 2:
+        return given
+    raise NotationError(
+        f"{given!r} is not the shape and the dtype of a tensor; give ((8, 6), 'float32')"
+    )
+
+
+def _make_layout(
+    side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str
+) -> Layout:
+    """The layout that the rule gives the tensor. Raises NotationError where it does not fit."""
+    text = rule.layout if rule and shape else "..."
+    try:
+        return Layout(shape, side.mesh, text, dtype=dtype)
+    except ShardError as error:
+        raise _explain_misfit(side, rule or Rule(name, text), name, shape, error) from error
+
+
+def _explain_misfit(
+    side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError
+) -> NotationError:
+    """The error with a caret in the side's text, at the rule or inside its layout."""
+    what, fix, at = str(error), "", 0
+    if isinstance(error, NotationError):
+        what, fix, at = error.what, f"{error.fix}; or ", error.position
+    text = str(side) if side.rules else f"{side}: {rule}"
+    start = _find_rule(side, rule) + len(rule.pattern) + 1
+    advice = f"{fix}give the tensor a rule of its own before this one: {name} ..."
+    what = f"rule {str(rule)!r} does not fit tensor {name!r} of shape {shape}: {what}"
+    return NotationError(what, text, start + at, advice)
+
+
+def _find_rule(side: Side, rule: Rule) -> int:
+    """Where the rule begins in the side's text; one of DEFAULTS would follow the mesh."""
+    number = side.rules.index(rule) if rule in side.rules else 0
+    before = Side(side.mesh, side.rules[:number])
+    return len(str(before)) + 2  # ": " and "; " are as long
+
+
+def _check_used(side: Side, found: Mapping[str, Rule | None]) -> None:
+    """Raise NotationError for a rule that no tensor falls to."""
+    used = set(found.values())
+    for rule in side.rules:
+        if rule not in used and rule.pattern != "*":
+            raise _explain_idle(side, rule, list(found))
+
+
+def _explain_idle(side: Side, rule: Rule, names: list[str]) -> NotationError:
+    """Why none of the names falls to the rule."""
+    pattern, at = rule.pattern, _find_rule(side, rule)
+    taken = [name for name in names if rule.matches(name)]
+    if taken:
+        what = f"rule {pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
+        return NotationError(what, str(side), at, "move it before that rule, or remove it")
+    near = difflib.get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    some = names[:3]
+    if len(names) > 3:
+        some.append("...")
+    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({', '.join(some)})"
+    kinds = ", ".join(KINDS)
+    fix = f"{hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
+    return NotationError(what, str(side), at, fix)
+
+
+def _find_defaults(side: Side) -> tuple[Rule, ...]:
+    """The rules of a mesh alone. Raises NotationError for an axis that has no default."""
+    axes = side.mesh.shape
+    for axis, n in axes.items():
+        if axis not in ("dp", "replica", "tp"):
+            text = str(side)
+            raise NotationError(
+                f"a mesh without rules, and axis {axis!r} has no default",
+                text,
+                text.index(f"{axis}={n}"),
+                f"write rules after ':', such as  {text}: * ({axis} n) ...  "
+                f"or name the axes dp (divides dimension 0), replica, tp",
+            )
+    return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    """The axes and the ranks, as `parse` reads them."""
+    words = [f"{name}={n}" for name, n in mesh.axes]
+    ranks = _ranks_text(mesh.ranks)
+    return " ".join([*words, f"ranks={ranks}"])
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    first, end = ranks[0], ranks[0] + len(ranks)
+    if ranks == tuple(range(first, end)):
+        return f"{first}:{end}"
+    return ",".join(map(str, ranks))
+
+
+def parse(text: str, *, first_rank: int = 0) -> Side:
+    """The side that `text` says; ranks count from `first_rank` where it names none.
+
+    Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
+    """
+    text = plain(text, "a side", NotationError)
+    mesh, end = _read_mesh(text, as_integer(first_rank, "first_rank", MeshError))
+    if end == len(text):
+        return Side(mesh)
+    return Side(mesh, _read_rules(text, end + 1))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that `text` says, without rules; ranks count from 0 where it names none.
+
+    Raises NotationError, with a caret, for text that is not a mesh.
+    """
+    text = plain(text, "a mesh", NotationError)
+    try:
+        mesh, end = _read_mesh(text, 0)
+    except NotationError as error:
+        raise NotationError(error.what, error.text, error.position, MESH_ALONE) from None
+    if end < len(text):
+        raise NotationError("a mesh alone has no rules", text, end, MESH_ALONE)
+    return mesh
+
+
+def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
+    """The mesh, and where it ends: at the ':' before the rules, or at the text's end."""
+    sizes: dict[str, int] = {}
+    ranks: tuple[int, ...] | None = None
+    seen: set[str] = set()
+    at = ranks_at = _skip(text, 0)
+    while at < len(text) and text[at] != ":":
+        axis, value, start = _read_word(text, at, seen)
+        seen.add(axis)
+        if axis == "ranks":
+            ranks = _read_ranks(text, value, start)
+            ranks_at = at
+        else:
+            sizes[axis] = _read_number(text, value, start)
+            total = math.prod(sizes.values())
+            if total > MOST_RANKS:
+                raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+        at = _skip(text, start + len(value))
+    if not sizes and ranks is None:
+        raise NotationError("no mesh axis", text, at, MESH_FIX)
+    return _make_mesh(text, sizes, ranks, first_rank, ranks_at), at
+
+
+def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
+    """The name and the value of the word at a place, and where the value begins.
+
+    The value of an axis is one number, that of `ranks` as many as there are. Raises NotationError for what
+    is not such a word, and for a name that was seen.
+    """
+    word = WORD.match(text, at)
+    if word is None:
+        found, *_ = text[at:].split()
+        raise NotationError(f"{found!r} is not axis=size", text, at, MESH_FIX)
+    axis, value = word["axis"], word["value"] or ""
+    if axis in seen:
+        raise NotationError(
+            f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
+        )
+    start = word.end() - len(value)
+    if not value or (axis != "ranks" and not value.isdecimal()):
+        after, *_ = text[start:].split(" ")
+        found = value or after or "the end"
+        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, start, MESH_FIX)
+    return axis, value, start
+
+
+def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
+    """The ranks of spans such as 4:8 or 3, with commas between them."""
+    ranks: list[int] = []
+    for span in value.split(","):
+        start, _, stop = span.partition(":")
+        first = _read_number(text, start, at)
+        end = _read_number(text, stop, at + len(start) + 1) if stop else first + 1
+        if end <= first:
+            fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
+            raise NotationError(f"ranks {span} are none", text, at, fix)
+        if len(ranks) + end - first > MOST_RANKS:
+            raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+        ranks += range(first, end)
+        at += len(span) + 1
+    return tuple(ranks)
+
+
+MOST_RANKS = 1 << 24
+"""In text, where more are a typing mistake, which would take all memory."""
+
+
+def _read_number(text: str, digits: str, at: int) -> int:
+    """The number, of which only short ones are read: Python refuses very long ones."""
+    figures = digits.lstrip("0") or "0"
+    if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
+        raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
+    return int(figures)
+
+
+def _make_mesh(
+    text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int
+) -> Mesh:
+    """The mesh of these sizes. Raises NotationError, with a caret, for what is not one."""
+    try:
+        if ranks is None:
+            mesh = Mesh(sizes)
+            return mesh.relabel({rank: first_rank + rank for rank in mesh.ranks})
+        return Mesh(sizes, ranks=ranks)
+    except ShardError as error:
+        raise NotationError(str(error), text, at, MESH_FIX) from error
+
+
+def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
+    """The rules from a place on."""
+    rules: list[Rule] = []
+    for part in text[at:].split(";"):
+        start = min(_skip(text, at), at + len(part))
+        at += len(part) + 1
+        rule = _read_rule(text, part, start)
+        if rule in rules:
+            raise NotationError(f"rule {str(rule)!r} appears twice", text, start, "remove one")
+        rules.append(rule)
+    return tuple(rules)
+
+
+def _read_rule(text: str, part: str, start: int) -> Rule:
+    """One rule, which begins at a place of the text."""
+    pattern, *layout = part.split() or [""]
+    if not pattern:
+        raise NotationError("empty rule", text, start, RULE_FIX)
+    if not layout:
+        fix = f"write {pattern} (tp n) ... or {pattern} ..."
+        raise NotationError(f"rule {pattern!r} has no layout", text, start + len(pattern), fix)
+    return Rule(pattern, " ".join(layout))
+
+
+def _skip(text: str, at: int) -> int:
+    """The first position from `at` on that is not blank."""
+    rest = text[at:].lstrip()
+    return len(text) - len(rest)

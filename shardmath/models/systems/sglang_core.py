@@ -1,0 +1,181 @@
+"""SGLang: what each rank of an engine stores, under its own names.
+
+1. `sglang` gives the rows (`sglang_rows`), three meshes over the same ranks, and where each layer is. A replica's
+   rank is `pp * TP + tp`; replicas, each a world of its own to SGLang, are numbered one after the other.
+2. Within a stage the ranks of tp are those of attention, in the order adp, acp, atp, and those of experts, in the
+   order mdp, ep, etp.
+3. Layers keep their global numbers. Where stages do not divide them, the last ones have one more.
+4. A vocabulary is padded to a multiple of 64, or of 64 times the ranks that share it where they do not divide that.
+
+Source: SGLang 0.5.23, `srt/runtime_context.py`, `srt/distributed/utils.py`, `srt/layers/vocab_parallel_embedding.py`.
+
+>>> config = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8}
+>>> side = sglang({**config, "vocab_size": 100}, ranks=range(8), tp=4, pp=2, ep=2, attn_dp=2)
+>>> side.meshes[1:]
+(Mesh(dp=1, pp=2, adp=2, acp=1, atp=2), Mesh(dp=1, pp=2, mdp=1, ep=2, etp=2))
+>>> side.indices["l"][1]
+Spot(coords={'pp': 1}, chunk=0, number=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardmath.base.errors import MeshError, StoreError
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.models.storage.stored import Spot, Stored, replicates
+from shardmath.models.systems.config import Config
+from shardmath.models.systems.sglang_rows import Form, table
+
+__all__ = ["sglang"]
+
+VOCAB_MULTIPLE = 64
+
+
+def sglang(
+    config: object,
+    *,
+    ranks: Iterable[int],
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    attn_dp: int = 1,
+    attn_cp: int = 1,
+    moe_dp: int = 1,
+    moe_dense_tp: int | None = None,
+    dp_lm_head: bool = False,
+    whole_shared: bool = False,
+    fused_shared: bool = False,
+    stages: Sequence[int] | None = None,
+    unknown: str = "refuse",
+) -> Stored:
+    """How the ranks of an engine store a model of this Hugging Face configuration, once its weights are loaded.
+
+    `dp` are replicas, `attn_dp` the data parallelism of attention within tp (`--dp-size` with `--enable-dp-attention`),
+    `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared` where an all-to-all backend has shared
+    experts on each rank, `fused_shared` unless `--disable-shared-experts-fusion`, `stages` the layers of each pipeline
+    stage, SGLang's own choice if not given; `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not
+    factor, StoreError where layers do not fall to stages, and for what no row says.
+    """
+    fields = Config(config)
+    _check(fused_shared, moe_dense_tp, tp)
+    attention = {"adp": attn_dp, "acp": attn_cp}
+    experts = {"mdp": moe_dp, "ep": ep}
+    meshes = _make_meshes(tuple(ranks), (dp, pp, tp), attention, experts)
+    form = Form(
+        words_in="atp" if attn_dp > 1 else "tp",
+        words_out="atp" if dp_lm_head else "tp",
+        staged=pp > 1,
+        scales=fields.has_scales,
+        unknown=replicates(unknown),
+    )
+    numbers = {
+        **_list_numbers(fields, form, meshes),
+        "dense": tp if moe_dense_tp == 1 else 1,
+        "alike": tp if whole_shared else 1,
+    }
+    return Stored(
+        table(fields.kind, form),
+        meshes,
+        _place_layers(fields, pp, stages),
+        numbers,
+    )
+
+
+def _check(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
+    """Raises StoreError for what no row says."""
+    if fused_shared:
+        raise StoreError(
+            "fused shared experts lie behind the routed ones of each rank, which no row says; "
+            "start SGLang with --disable-shared-experts-fusion, or record its loader"
+        )
+    if moe_dense_tp not in (None, 1, tp):
+        raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has 1 or tp={tp} alone; give one")
+
+
+def _list_numbers(config: Config, form: Form, meshes: tuple[Mesh, Mesh, Mesh]) -> dict[str, int]:
+    """What the words of rows stand for, but for those of layers that are whole if asked."""
+    dense, attention, experts = meshes
+    tp = dense.axis_size("tp")
+    atp = attention.axis_size("atp")
+    etp = experts.axis_size("etp")
+    parts = {"tp": tp, "atp": atp}
+    return {
+        "in_vocab": _pad_vocab(config, parts[form.words_in]),
+        "out_vocab": _pad_vocab(config, parts[form.words_out]),
+        "hd": config.head_dim,
+        "rep": max(1, atp // config.kv_heads),
+        "own": max(1, config.heads // atp),
+        "own_keys": max(1, config.kv_heads // atp),
+        "tile": 1,
+        # So wide that all of a bias is the first part, and the other parts are padding.
+        "wide": config.hidden * etp,
+        "own_ffn": config.ffn // etp,
+    }
+
+
+def _make_meshes(
+    ranks: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    attention: dict[str, int],
+    experts: dict[str, int],
+) -> tuple[Mesh, Mesh, Mesh]:
+    """The meshes of dense tensors, attention and routed experts. Raises MeshError where ranks do not factor."""
+    dp, pp, tp = sizes
+    if min(sizes) < 1 or len(ranks) != tp * pp * dp:
+        raise MeshError(
+            f"{len(ranks)} ranks are not dp={dp} times pp={pp} times tp={tp}; "
+            f"give {dp * pp * tp} of them"
+        )
+    outer = {"dp": dp, "pp": pp}
+    return (
+        Mesh({**outer, "tp": tp}, ranks=ranks),
+        Mesh({**outer, **_divide(tp, attention, "atp")}, ranks=ranks),
+        Mesh({**outer, **_divide(tp, experts, "etp")}, ranks=ranks),
+    )
+
+
+def _divide(tp: int, sizes: dict[str, int], last: str) -> dict[str, int]:
+    """The axes into which tp falls, what is left as the last one. Raises MeshError where they do not divide it."""
+    first, second = sizes.values()
+    if min(first, second) < 1 or tp % (first * second):
+        words = " times ".join(f"{axis}={n}" for axis, n in sizes.items())
+        raise MeshError(f"{words} do not divide tp={tp}; choose divisors of it")
+    return {**sizes, last: tp // (first * second)}
+
+
+def _pad_vocab(config: Config, parts: int) -> int:
+    """Rows of a vocabulary that are stored over so many ranks."""
+    vocab = int(config.get("vocab_size", 0))
+    padded = _round_up(vocab, VOCAB_MULTIPLE)
+    return _round_up(vocab, VOCAB_MULTIPLE * parts) if padded % parts else padded
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _place_layers(
+    config: Config, pp: int, stages: Sequence[int] | None
+) -> dict[str, tuple[Spot, ...]]:
+    """Where each layer is."""
+    counts = _count_layers(config.layers, pp) if stages is None else list(stages)
+    if len(counts) != pp or sum(counts) != config.layers:
+        raise StoreError(
+            f"stages={counts}: {config.layers} layers and pp={pp}; give each layer one"
+        )
+    spots: list[Spot] = []
+    for stage, count in enumerate(counts):
+        start = len(spots)
+        coords = {"pp": stage}
+        spots += [Spot(coords, 0, start + n) for n in range(count)]
+    return {"l": tuple(spots)}
+
+
+def _count_layers(layers: int, pp: int) -> list[int]:
+    """The layers of each stage."""
+    each, more = divmod(layers, pp)
+    first = [each] * (pp - more)
+    last = [each + 1] * more
+    return first + last

@@ -1,0 +1,116 @@
+"""SGLang's rows: what each module stores, by the names of its own parameters.
+
+1. SGLang took its layers from vLLM, and their rows are vLLM's (`vllm_rows`), but for the ranks over which each is cut.
+2. Attention is cut over `atp`, which is what attention's data and context parallelism leave of tp. Dense layers are
+   cut over tp, experts over `ep` and `etp`.
+3. Experts are dealt in equal parts. Fused shared experts lie behind the routed ones of each rank, which no row says.
+4. Each stage of pipelines has the head in some models; in others the last one has a copy of a tied embedding as head.
+
+Source: SGLang 0.5.23 (PyPI wheel), `srt/layers/linear.py`, `layers/vocab_parallel_embedding.py`,
+`layers/moe/fused_moe_triton/layer.py`, `srt/models`.
+
+>>> print(table("llama", Form())[0])
+model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=in_vocab) h
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from shardmath.base.memo import memo
+from shardmath.models.storage.rows import Row
+from shardmath.models.systems.config import plain
+from shardmath.models.systems.vllm_names import rename
+from shardmath.models.systems.vllm_rows import (
+    ATTENTION,
+    EXPERTS,
+    GATED,
+    INTERLEAVES,
+    MLP,
+    NORMS,
+    OWN_BY_KIND,
+    UNKNOWN,
+    rename_rows,
+    write_modules,
+    write_unknown,
+)
+
+__all__ = ["Form", "table"]
+
+ENDS = """
+model.embed_tokens.weight @pp=0   = model.embed_tokens.weight : (IN n=in_vocab) h
+model.position_embeddings.* @pp=0 = model.position_embeddings.*
+lm_head.* HEAD                    = lm_head.*                 : (OUT n=out_vocab) h
+model.norm.* @pp=-1               = model.norm.*
+"""
+TIED = """
+also lm_head.weight @pp=-1 = model.embed_tokens.weight ! /lm_head.weight : (OUT n=out_vocab) h
+"""
+
+HEADS_EVERYWHERE = "llama phi3 qwen3_moe mixtral gpt_oss"
+"""Kinds of which each stage has the head."""
+HEADLESS = "llama phi3"
+"""Kinds that have no copy of a tied embedding on the last stage."""
+
+RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpt_oss": ((".mlp.gate.", ".mlp.router."),),
+}
+"""Where SGLang's names are not vLLM's: what stands for what, of a kind of model."""
+
+CUT = re.compile(r"\btp\b(?!/alike)")
+"""An axis of tensor parallelism, but for that of shared experts."""
+RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
+
+
+class Form(NamedTuple):
+    """How a model is stored beside what its kind says: over which axis words are cut on their way in and out, whether
+    there are several stages, whether linear layers have a scale for each block, and whether unknown tensors are whole
+    on each rank, or refused.
+    """
+
+    words_in: str = "tp"
+    words_out: str = "tp"
+    staged: bool = False
+    scales: bool = False
+    unknown: bool = False
+
+
+@memo()
+def table(kind: str, form: Form) -> tuple[Row, ...]:
+    """The rows of a kind of model in this form."""
+    prefix = "model.layers.{l}."
+    own = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
+    text = f"{_write_ends(kind, form)}{own}[{prefix} = {prefix}]{NORMS}"
+    attention = CUT.sub("atp", ATTENTION).replace("fused_qkv_a_proj.", "fused_qkv_a_proj_with_mqa.")
+    dense = CUT.sub("tp/dense", MLP)
+    experts = _write_experts(kind)
+    text += write_modules(prefix, prefix, attention, dense + experts, scales=form.scales)
+    if form.unknown:
+        text += f"{write_unknown(prefix, prefix)}[ = ]{UNKNOWN}"
+    return rename_rows(text, lambda name: _rename(kind, name))
+
+
+def _write_ends(kind: str, form: Form) -> str:
+    """The rows of the first and last modules."""
+    everywhere = kind in map(plain, HEADS_EVERYWHERE.split())
+    has_copy = form.staged and kind not in map(plain, HEADLESS.split())
+    ends = ENDS + TIED * has_copy
+    ends = ends.replace("HEAD", "" if everywhere else "@pp=-1")
+    return ends.replace("IN", form.words_in).replace("OUT", form.words_out)
+
+
+def _write_experts(kind: str) -> str:
+    """The rows of routed experts."""
+    text = EXPERTS.replace("experts.routed_experts.", "experts.").replace("_bias ", "_weight_bias ")
+    gated = GATED["interleaved" if kind in INTERLEAVES else "parts"]
+    return text.replace("DEAL", "ep e").replace("GATED", gated)
+
+
+def _rename(kind: str, name: str) -> str:
+    """The name of a kind's module in SGLang."""
+    if kind not in RENAMES_BY_KIND:
+        return rename(kind, name)
+    for old, new in RENAMES_BY_KIND[kind]:
+        name = name.replace(old, new)
+    return name

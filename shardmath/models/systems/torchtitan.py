@@ -1,0 +1,236 @@
+"""torchtitan: what each rank of a trainer stores, under its own names.
+
+1. Tensor parallelism cuts first, FSDP2 cuts what it leaves, in dimension 0: parts as of `torch.chunk`, so that the last
+   ranks may have less. With `ep` experts are dealt whole over `ep` and `efsdp`, else they are cut as other layers are.
+   FSDP2 cuts dimension 1 of experts where torchtitan counts more ranks than experts (`expert_dim`). With context
+   parallelism `dp_shard` is what FSDP2 cuts over, both together.
+2. Llama 3 turns neighbours in a head, its checkpoint the two halves of a head. The rows of queries and keys are two
+   tensors here, even and odd: pair by pair in torchtitan, head by head in the checkpoint (`checkpoint`) and in engines.
+3. Stages of a pipeline have so many layers as `stages` says; layers keep their global numbers.
+4. Expert biases are buffers, which each rank has whole.
+
+Source: torchtitan 0.3.0 and 0.2.0, `models/*/state_dict_adapter.py`, `models/common/decoder_sharding.py`,
+`models/common/moe_sharding.py`, `distributed/fsdp.py`, `distributed/parallel_dims.py`.
+
+>>> config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16}
+>>> side = torchtitan(config, ranks=range(8), dp_replicate=2, dp_shard=2, tp=2)
+>>> print(side.rows[0])
+tok_embeddings.weight @pp=0 = model.embed_tokens.weight : (tp fsdp n) h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardmath.base.arguments import known
+from shardmath.base.errors import MeshError, StoreError
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.models.storage import rows
+from shardmath.models.storage.stored import Shapes, Spot, Stored, replicates
+from shardmath.models.systems.config import Config
+from shardmath.models.systems.hf_core import hf_checkpoint
+from shardmath.models.systems.reading import read_logical
+
+__all__ = ["checkpoint", "logical_shapes", "torchtitan"]
+
+TABLE = """
+tok_embeddings.weight @pp=0   = model.embed_tokens.weight : (tp fsdp n) h
+norm.weight @pp=-1            = model.norm.weight         : (fsdp n)
+HEAD.weight @pp=-1            = lm_head.weight            : (tp fsdp n) h
+also HEAD.weight @pp=-1       = model.embed_tokens.weight ! /lm_head.weight : (tp fsdp n) h
+[layers.{l}. = model.layers.{l}.]
+attention_norm.weight         = input_layernorm.weight          : (fsdp n)
+ffn_norm.weight               = post_attention_layernorm.weight : (fsdp n)
+[layers.{l}.attention. = model.layers.{l}.self_attn.]
+QKV.wq.*                      = [q_even q_odd]_proj.* : (query_pairs (q_even + q_odd) | tp fsdp n) h
+QKV.wk.*                      = [k_even k_odd]_proj.* : (key_pairs (k_even + k_odd) | tp fsdp n) h
+wq.*                          = q_proj.*              ? kv_a_proj_with_mqa.weight : (tp fsdp n) h
+QKV.wq.*                      = q_proj.*              : (tp fsdp n) h
+QKV.wk.*                      = k_proj.*              : (tp fsdp n) h
+QKV.wv.*                      = v_proj.*              : (tp fsdp n) h
+wo.weight                     = o_proj.weight         : (fsdp h) (tp n)
+wo.bias                       = o_proj.bias           : (fsdp n)
+q_norm.weight                 = q_norm.weight         : (fsdp n)
+k_norm.weight                 = k_norm.weight         : (fsdp n)
+q_norm.weight                 = q_a_layernorm.weight  : (fsdp n)
+kv_norm.weight                = kv_a_layernorm.weight : (fsdp n)
+wq_a.weight                   = q_a_proj.weight       : (fsdp n) h
+wkv_a.weight                  = kv_a_proj_with_mqa.weight : (fsdp n) h
+wq_b.weight                   = q_b_proj.weight       : (tp fsdp n) h
+wkv_b.weight                  = kv_b_proj.weight      : (tp fsdp n) h
+[layers.{l}.feed_forward. = model.layers.{l}.mlp.]
+DENSE
+[layers.{l}.moe.shared_experts. = model.layers.{l}.mlp.shared_experts.]
+DENSE
+[layers.{l}.moe. = model.layers.{l}.mlp.]
+router.gate.*                 = gate.*                : (fsdp n) h
+BIAS                          = gate.e_score_correction_bias
+EXPERTS.w1_EFD                = experts.{e}.gate_proj.weight : COLUMNS
+EXPERTS.w3_EFD                = experts.{e}.up_proj.weight   : COLUMNS
+EXPERTS.w2_EDF                = experts.{e}.down_proj.weight : ROWS
+"""
+DENSE = """
+w1.weight                     = gate_proj.weight      : (tp fsdp n) h
+w3.weight                     = up_proj.weight        : (tp fsdp n) h
+w2.weight                     = down_proj.weight      : (fsdp h) (tp n)
+"""
+NAMES = {
+    "0.3": {
+        "HEAD": "lm_head",
+        "QKV": "qkv_linear",
+        "EXPERTS": "routed_experts.inner_experts",
+        "BIAS": "expert_bias_E",
+    },
+    "0.2": {
+        "HEAD": "output",
+        "QKV.": "",
+        "EXPERTS": "experts",
+        "_EFD": "",
+        "_EDF": "",
+        "BIAS": "expert_bias",
+    },
+}
+"""What stands for what in the table, by version."""
+ROUTED = {
+    ("fsdp", 0): ("(fsdp e) (tp n) h", "(fsdp e) h (tp n)"),
+    ("fsdp", 1): ("e (tp fsdp n) h", "e (fsdp h) (tp n)"),
+    ("ep", 0): ("(ep efsdp e) n h", "(ep efsdp e) h n"),
+    ("ep", 1): ("(ep e) (efsdp n) h", "(ep e) (efsdp h) n"),
+}
+"""Experts' columns and rows, by what deals them, and which dimension FSDP2 cuts."""
+HALVES = """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_proj.* = [q_even q_odd]_proj.* : (heads (q_even + q_odd)) h
+k_proj.* = [k_even k_odd]_proj.* : (groups (k_even + k_odd)) h
+"""
+TURNED = ("llama",)
+"""Kinds whose heads torchtitan turns otherwise than their checkpoints."""
+UNKNOWN = """
+[layers.{l}. = model.layers.{l}.]
+... = ...
+[ = ]
+... = ...
+"""
+
+
+def torchtitan(
+    config: object,
+    *,
+    ranks: Iterable[int],
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    stages: Sequence[int] | None = None,
+    expert_dim: int | None = None,
+    names: str = "0.3",
+    unknown: str = "refuse",
+) -> Stored:
+    """How the ranks of a trainer store a model of this Hugging Face configuration.
+
+    Sizes are those of torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` the
+    dimension of experts that FSDP2 cuts, 0 or 1, as the version has it if not given, `names` the version whose names
+    modules have, `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
+    StoreError where layers do not fall to stages, and for a word that is none of those named.
+    """
+    fields = Config(config)
+    if known(names, tuple(NAMES)) is None:
+        listed = ", ".join(NAMES)
+        raise StoreError(f"names={names!r}; use one of {listed}")
+    layers = _place_layers(fields, stages)
+    sizes = {
+        "pp": 1 if stages is None else len(stages),
+        "dp_replicate": dp_replicate,
+        "fsdp": dp_shard,
+        "tp": tp,
+    }
+    meshes = _make_meshes(tuple(ranks), sizes, ep)
+    if expert_dim is None:
+        expert_dim = _choose_dim(fields.experts, sizes, ep, names)
+    text = _write(expert_dim, ep, names)
+    if replicates(unknown):
+        text += UNKNOWN
+    return Stored(
+        rows.parse(text),
+        meshes,
+        {"l": layers},
+        _list_numbers(fields),
+        exact=False,
+    )
+
+
+def _place_layers(config: Config, stages: Sequence[int] | None) -> tuple[Spot, ...]:
+    """Where each layer is. Raises StoreError where stages have more or fewer."""
+    counts = [config.layers] if stages is None else list(stages)
+    if sum(counts) != config.layers:
+        raise StoreError(
+            f"stages={counts}: {config.layers} layers; give each layer one",
+        )
+    spots: list[Spot] = []
+    for stage, count in enumerate(counts):
+        start = len(spots)
+        coords = {"pp": stage}
+        spots += [Spot(coords, 0, start + n) for n in range(count)]
+    return tuple(spots)
+
+
+def _list_numbers(config: Config) -> dict[str, int]:
+    """Pairs of neighbours in all heads."""
+    pairs = config.head_dim // 2
+    return {
+        "query_pairs": config.heads * pairs,
+        "key_pairs": config.kv_heads * pairs,
+    }
+
+
+def _choose_dim(experts: int, sizes: dict[str, int], ep: int, names: str) -> int:
+    """The dimension of experts that FSDP2 cuts."""
+    inner = sizes["fsdp"] * sizes["tp"]
+    replicas = sizes["dp_replicate"]
+    # Without ep 0.3 counts its whole mesh, 0.2 nothing; with it 0.2 counts replicas too.
+    counts = {
+        ("0.3", True): inner,
+        ("0.3", False): replicas * inner,
+        ("0.2", True): replicas * inner,
+        ("0.2", False): 0,
+    }
+    return int(counts[names, ep > 1] > experts)
+
+
+def _write(expert_dim: int, ep: int, names: str) -> str:
+    """The rows of a version, and of how experts are dealt."""
+    text = TABLE.replace("DENSE", DENSE)
+    for word, name in NAMES[names].items():
+        text = text.replace(word, name)
+    axis = "ep" if ep > 1 else "fsdp"
+    columns, down = ROUTED[axis, expert_dim]
+    text = text.replace("COLUMNS", columns)
+    return text.replace("ROWS", down)
+
+
+def _make_meshes(ranks: tuple[int, ...], sizes: dict[str, int], ep: int) -> tuple[Mesh, Mesh]:
+    """The mesh of dense tensors, and that of dealt experts. Raises MeshError where ranks do not factor."""
+    dense = Mesh(sizes, ranks=ranks)
+    inner = sizes["fsdp"] * sizes["tp"]
+    if ep < 1 or inner % ep:
+        raise MeshError(
+            f"ep={ep} does not divide dp_shard times tp={inner}; choose a divisor",
+        )
+    routed = {
+        "pp": sizes["pp"],
+        "dp_replicate": sizes["dp_replicate"],
+        "efsdp": inner // ep,
+        "ep": ep,
+    }
+    return dense, Mesh(routed, ranks=ranks)
+
+
+def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
+    """How the Hugging Face checkpoint stores the logical tensors of torchtitan's model."""
+    side = hf_checkpoint(config, names)
+    return side.extended(HALVES) if Config(config).kind in TURNED else side
+
+
+def logical_shapes(config: object, shapes: Shapes) -> Shapes:
+    """The logical tensors of a checkpoint whose tensors have these shapes and dtypes."""
+    return read_logical(checkpoint(config, shapes), shapes)

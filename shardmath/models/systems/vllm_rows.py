@@ -1,0 +1,306 @@
+"""vLLM's rows: what each module stores, by the names of its own parameters.
+
+1. `ENDS` are the first and last modules, `ATTENTION`, `MIXERS` and `MLP` those of every layer, under each name that
+   models give them, `EXPERTS` the stacks of routed experts.
+2. Fused rows are cut part by part: `(tp (gate + up))` is `[gate_r; up_r]`. A key head that is on several ranks is
+   `tp/rep`; whole heads are `hd` positions.
+3. Expert parallelism has axes of its own over the ranks of a stage: `ep` deals experts, `etp` cuts them. One of them
+   has size 1.
+4. Logical names are those of `megatron_rows`; `vllm_names` says what a kind of model calls them in vLLM.
+
+Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
+
+>>> print(table("llama", Form())[0])
+model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from shardmath.base.memo import memo
+from shardmath.models.storage import names, rows
+from shardmath.models.storage.rows import Row
+from shardmath.models.systems.config import plain
+from shardmath.models.systems.vllm_names import everywhere, rename
+
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "GATED",
+    "INTERLEAVES",
+    "MLP",
+    "NORMS",
+    "OWN_BY_KIND",
+    "UNKNOWN",
+    "Form",
+    "draft_table",
+    "rename_rows",
+    "table",
+    "write_modules",
+    "write_unknown",
+]
+
+ENDS = """
+model.embed_tokens.weight @pp=0       = model.embed_tokens.weight : (tp n=vocab) h
+model.position_embeddings.* @pp=0     = model.position_embeddings.*
+lm_head.* @pp=-1                      = lm_head.*                 : (tp n=vocab) h
+also model.embed_tokens.weight @pp=-1 = model.embed_tokens.weight ! /lm_head.weight : (tp n=vocab) h
+model.norm.* @pp=-1                   = model.norm.*
+transformer.word_embeddings_layernorm.* = transformer.word_embeddings_layernorm.*
+"""
+
+ATTENTION = """
+qkv_proj.*         = [q g k v]_proj.*  : (tp own (q + g) + tp/rep k hd + tp/rep v hd) h
+qkv_proj.*         = [q_even q_odd k_even k_odd v]_proj.* :
+    (tp own (q_even + q_odd) + tp/rep own_keys (k_even + k_odd) + tp/rep v hd) h
+qkv_proj.*         = [q k v]_proj.*    : (tp q hd + tp/rep k hd + tp/rep v hd) h
+o_proj.*           = o_proj.*          : h (tp n)
+out_proj.*         = out_proj.*        : h (tp n)
+dense.*            = dense.*           : h (tp n)
+c_proj.*           = c_proj.*          : h (tp n)
+fused_qkv_a_proj.* = [q_a_proj kv_a_proj_with_mqa].* : (q_a_proj + kv_a_proj_with_mqa) h
+kv_a_proj_with_mqa.* = kv_a_proj_with_mqa.*
+q_proj.*           = q_proj.*          : (tp n) h
+q_b_proj.*         = q_b_proj.*        : (tp n) h
+kv_b_proj.*        = kv_b_proj.*       : (tp n) h
+q_a_layernorm.*    = q_a_layernorm.*
+kv_a_layernorm.*   = kv_a_layernorm.*
+q_norm.*           = q_norm.*
+k_norm.*           = k_norm.*
+q_layernorm.*      = q_layernorm.*
+k_layernorm.*      = k_layernorm.*
+sinks              = sinks             : (tp n)
+attn.k_scale       = k_scale
+attn.v_scale       = v_scale
+"""
+"""Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones. The scales are
+those of keys and values in an FP8 cache."""
+
+MIXERS = """
+mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B group + tp/shared C group + tp dt) h
+mixer.conv1d.*        = mixer.conv_[x B C].*  : (tp x + tp/shared B group + tp/shared C group) ...
+mixer.in_proj.*       = mixer.in_[x z].*      : (tp (x + z)) h
+mixer.conv1d.*        = mixer.conv1d.*        : (tp n) ...
+mixer.x_proj.*        = mixer.x_proj.*        : h (tp n)
+mixer.dt_proj.*       = mixer.dt_proj.*       : (tp n) h
+mixer.A               = neg_exp(mixer.A_log)  : (tp n) ...
+mixer.D               = mixer.D               : (tp n)
+mixer.dt_bias         = mixer.dt_bias         : (tp n)
+mixer.norm.*          = mixer.norm.*          : (tp n)
+mixer.out_proj.*      = mixer.out_proj.*      : h (tp n)
+mixer.dt_layernorm.*  = mixer.dt_layernorm.*
+mixer.b_layernorm.*   = mixer.b_layernorm.*
+mixer.c_layernorm.*   = mixer.c_layernorm.*
+short_conv.in_proj.*  = short_conv.in_[b c x].* : (tp (b + c + x)) h
+short_conv.conv.*     = short_conv.conv.*     : (tp n) ...
+short_conv.out_proj.* = short_conv.out_proj.* : h (tp n)
+linear_attn.in_proj_qkvz.* = linear_attn.[q k v z].* : QKVZ h
+linear_attn.in_proj_ba.*   = linear_attn.[b a].*     : BA h
+linear_attn.conv1d.*  = linear_attn.conv_[q k v].* : (tp (q + k + v)) ...
+linear_attn.A_log     = linear_attn.A_log     : (tp n)
+linear_attn.dt_bias   = linear_attn.dt_bias   : (tp n)
+linear_attn.norm.*    = linear_attn.norm.*
+linear_attn.out_proj.* = linear_attn.out_proj.* : h (tp n)
+"""
+"""State-space layers of the first and second kind, short convolutions, gated delta nets. QKVZ and BA stand for how a
+delta net's projections are fused: part by part, or by key heads as in its checkpoint."""
+
+FUSINGS = {
+    "parts": ("(tp (q + k + v + z))", "(tp (b + a))"),
+    "heads": ("(tp own_linear (q + k + v + z))", "(tp own_linear (b + a))"),
+}
+
+MLP = """
+gate_up_proj.*                = [gate up]_proj.*                : (tp (gate + up)) h
+up_proj.*                     = up_proj.*                       : (tp n) h
+down_proj.*                   = down_proj.*                     : h (tp n)
+gate_up_proj.*                = [w1 w3].*                       : (tp (w1 + w3)) h
+w2.*                          = w2.*                            : h (tp n)
+c_fc.*                        = c_fc.*                          : (tp n) h
+c_proj.*                      = c_proj.*                        : h (tp n)
+fc1.*                         = fc1.*                           : (tp n) h
+fc2.*                         = fc2.*                           : h (tp n)
+dense_h_to_4h.*               = dense_h_to_4h.*                 : (tp n) h
+dense_4h_to_h.*               = dense_4h_to_h.*                 : h (tp n)
+shared_experts.gate_up_proj.* = shared_experts.[gate up]_proj.* : (tp/alike (gate + up)) h
+shared_experts.up_proj.*      = shared_experts.up_proj.*        : (tp/alike n) h
+shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
+shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
+shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
+shared_expert_gate.*          = shared_expert_gate.*
+fc1_latent_proj.*             = fc1_latent_proj.*
+fc2_latent_proj.*             = fc2_latent_proj.*
+gate.*                        = gate.*
+gate.e_score_correction_bias  = gate.e_score_correction_bias
+"""
+
+EXPERTS = """
+experts.routed_experts.w13_weight = experts.{e}.[gate up]_proj.weight : (DEAL) GATED h
+experts.routed_experts.w13_weight = experts.{e}.up_proj.weight        : (DEAL) (etp n^tile) h
+experts.routed_experts.w2_weight  = experts.{e}.down_proj.weight      : (DEAL) h (etp n^tile)
+experts.routed_experts.w13_bias   = experts.{e}.[gate up]_proj.bias   : (DEAL) GATED
+experts.routed_experts.w13_bias   = experts.{e}.up_proj.bias          : (DEAL) (etp n^tile)
+experts.routed_experts.w2_bias    = experts.{e}.down_proj.bias        : (DEAL) (etp n=wide)
+experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) (etp (w1^tile + w3^tile)) h
+experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h (etp n^tile)
+"""
+"""DEAL stands for which experts a rank has, GATED for how gate and up lie in one. Of biases of the output one rank has
+all, the others zeros: `wide` is so many times the output that the first part is all of it."""
+
+DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
+GATED = {
+    "parts": "(etp (gate^tile + up^tile))",
+    "swapped": "(etp (up^tile + gate^tile))",
+    "interleaved": "(etp own_ffn (gate + up))",
+}
+"""Part by part, the same the other way round, or row by row in turn."""
+
+NORMS = """
+input_layernorm.*             = input_layernorm.*
+post_attention_layernorm.*    = post_attention_layernorm.*
+pre_feedforward_layernorm.*   = pre_feedforward_layernorm.*
+post_feedforward_layernorm.*  = post_feedforward_layernorm.*
+post_self_attn_layernorm.*    = post_self_attn_layernorm.*
+post_mlp_layernorm.*          = post_mlp_layernorm.*
+attention_layernorm.*         = attention_layernorm.*
+feedforward_layernorm.*       = feedforward_layernorm.*
+ln_attn.*                     = ln_attn.*
+ln_mlp.*                      = ln_mlp.*
+"""
+
+UNKNOWN = """
+... = ...
+"""
+"""Every other tensor is whole on each rank, under its own name."""
+
+DRAFT = """
+[model. = mtp.{m}.] @pp=-1
+embed_tokens.*                = embed_tokens.*     : (tp n=vocab) h
+[model.layers.{m}. = mtp.{m}.] @pp=-1
+enorm.*                       = enorm.*
+hnorm.*                       = hnorm.*
+eh_proj.*                     = eh_proj.*
+shared_head.norm.*            = norm.*
+shared_head.head.*            = shared_head.head.* : (tp n=vocab) h
+"""
+"""What a layer that predicts a further token has beside the modules of every layer."""
+
+MODULES = {
+    "attention": ("self_attn", "attn", "attention"),
+    "mlp": ("mlp", "block_sparse_moe", "feed_forward", "moe"),
+}
+"""What models call their attention and their MLP."""
+
+OWN = {
+    "minimax_m2": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_norm.*                      = q_norm.* : (tp n)
+k_norm.*                      = k_norm.* : (tp/rep n hd)
+""",
+    "cohere": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_norm.*                      = q_norm.* : (tp n) h
+k_norm.*                      = k_norm.* : (tp/rep n) h
+""",
+}
+OWN["cohere2"] = OWN["cohere"]
+"""Rows of a kind of model before those of all kinds: norms of all heads, cut as heads are."""
+
+INTERLEAVES = ("gptoss",)
+BY_HEADS = ("qwen3next",)
+OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
+PLACE = re.compile(r" @pp=-?\d+")
+WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
+GRAIN = re.compile(r" hd\b|\^tile\b")
+
+
+class Form(NamedTuple):
+    """How a model is stored beside what its kind says: how experts are dealt, how gate and up lie in each, whether
+    linear layers have a scale for each block, and whether unknown tensors are whole on each rank, or refused.
+    """
+
+    deal: str = "linear"
+    gated: str = "parts"
+    scales: bool = False
+    unknown: bool = False
+
+
+@memo()
+def table(kind: str, form: Form) -> tuple[Row, ...]:
+    """The rows of a kind of model in this form."""
+    prefix = "model.layers.{l}."
+    text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
+    if form.unknown:
+        text += write_unknown(prefix, prefix) + f"[ = ]{UNKNOWN}"
+    return rename_rows(text, partial(rename, kind))
+
+
+@memo()
+def draft_table(kind: str, form: Form) -> tuple[Row, ...]:
+    """The rows of the model that predicts further tokens."""
+    names = "model.layers.{m}.mtp_block.", "mtp.{m}."
+    text = DRAFT + _write_layer(*names, kind, form)
+    if form.unknown:
+        text += write_unknown(*names)
+    return rename_rows(text, partial(rename, kind))
+
+
+def _write_ends(kind: str) -> str:
+    """The rows of the first and last modules."""
+    lines = ENDS.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        for name in everywhere(kind):
+            if line.startswith((f"{name}.", f"model.{name}.")):
+                lines[i] = PLACE.sub("", line)
+    return "".join(lines)
+
+
+def _write_layer(native: str, logical: str, kind: str, form: Form) -> str:
+    """The rows of every layer, under these prefixes."""
+    qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
+    mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
+    gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
+    experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    own = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    return own + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
+
+
+def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
+    """These rows under each name that models give their modules."""
+    text = ""
+    for modules, own in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
+        heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
+        # A row may go over several lines here, of which a table has one each.
+        joined = own.replace(":\n    (", ": (")
+        text += "\n".join(heads) + joined + _write_scales(joined) * scales
+    return text
+
+
+def _write_scales(text: str) -> str:
+    """The same rows for a scale of each block of a weight: cut alike, but for grains, which count elements."""
+    scaled = []
+    for line in text.splitlines():
+        if WEIGHT.search(line):
+            scaled.append(GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line)))
+    return "\n".join(scaled) + "\n"
+
+
+def write_unknown(native: str, logical: str) -> str:
+    """Rows of all else in a layer, module by module, so that a kind's names for modules are put in."""
+    modules = ("self_attn.", "mlp.", "mixer.", "")
+    return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
+
+
+def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
+    """The rows with a kind's names for what ranks store."""
+    renamed = []
+    # Once heads and rows are one name, so that mlp.gate can be told from other gates.
+    for row in rows.parse(text):
+        name = rename(str(row.native))
+        renamed.append(dataclasses.replace(row, native=names.parse(name)))
+    return tuple(renamed)

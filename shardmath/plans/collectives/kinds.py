@@ -1,0 +1,159 @@
+"""Kinds: which textbook operations move what the ranks of each group hold.
+
+A group fits a kind if its members hold before, and after, what the operation takes and gives. Ranks
+are looked at in **classes** that hold the same before and the same after, and groups of the same
+classes once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.plans.collectives.spans import NOTHING, Holding, find_divided, tile
+
+__all__ = ["COPIES", "FITS", "Buffer", "Found", "Kind", "Members", "Side"]
+
+Kind: TypeAlias = Literal[
+    "local", "broadcast", "permute", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
+]
+
+Buffer: TypeAlias = tuple[Runs, ...]
+"""A local array: the Runs of each dimension."""
+Members: TypeAlias = tuple[int, ...]
+"""A group as the classes of its ranks. Groups of the same classes are looked at once."""
+Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
+"""The dimensions of a collective, and the senders of each group by their places in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The box that ranks of each class hold, and their buffers.
+
+    Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
+    """
+
+    held: list[Holding]
+    buffers: list[Buffer | None]
+
+    def boxes(self, group: Members) -> list[Holding]:
+        """What the members of a group hold."""
+        return [self.held[member] for member in group]
+
+
+def _broadcast(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """One member holds it all, everybody gets it."""
+    senders: dict[Members, Members] = {}
+    for group in groups:
+        have = before.boxes(group)
+        holders = [i for i, box in enumerate(have) if box != NOTHING]
+        if len(holders) > 1:
+            return None
+        root = holders[0] if holders else _find_member(before, group)
+        if set(after.boxes(group)) != {have[root]}:
+            return None
+        senders[group] = (root,) * len(group)
+    return (), senders
+
+
+def _find_member(side: Side, group: Members) -> int:
+    """The place in the group of the first rank of the side's mesh, 0 if none is."""
+    for i, member in enumerate(group):
+        if side.buffers[member] is not None:
+            return i
+    return 0
+
+
+def _permute(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """Every member gets what one member held; whoever holds it already keeps it."""
+    senders: dict[Members, Members] = {}
+    for group in groups:
+        have = before.boxes(group)
+        want = after.boxes(group)
+        if Counter(have) != Counter(want):
+            return None
+        senders[group] = _match(have, want)
+    return (), senders
+
+
+def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
+    """The place from which each member gets what it wants: its own if it can be."""
+    pairs = list(zip(have, want, strict=True))
+    # Where each holding is that its holder does not keep.
+    free: dict[Holding, list[int]] = {}
+    for place, (held, wanted) in enumerate(pairs):
+        if held != wanted:
+            free.setdefault(held, []).append(place)
+    senders = []
+    for place, (held, wanted) in enumerate(pairs):
+        sender = place if held == wanted else free[wanted].pop(0)
+        senders.append(sender)
+    return tuple(senders)
+
+
+def _all_gather(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """Members hold shares of a box, everybody gets it."""
+    dims: set[int] = set()
+    for group in groups:
+        have = before.boxes(group)
+        shared = tile(have)
+        if shared is None:
+            return None
+        if set(after.boxes(group)) != {shared}:
+            return None
+        dims |= find_divided(have, shared)
+    return tuple(sorted(dims)), {}
+
+
+def _all_to_all(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """Members share a box along one dimension, and then along another."""
+    gathered: set[int] = set()
+    scattered: set[int] = set()
+    for group in groups:
+        have = before.boxes(group)
+        want = after.boxes(group)
+        shared = tile(have)
+        if shared is None or tile(want) != shared:
+            return None
+        gathered |= find_divided(have, shared)
+        scattered |= find_divided(want, shared)
+    if len(gathered) != 1 or len(scattered) != 1:
+        return None
+    if gathered == scattered:
+        return None
+    return (*gathered, *scattered), {}
+
+
+def _all_reduce(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """Members hold addends of a box, everybody gets their reduction."""
+    for group in groups:
+        if before.boxes(group) != after.boxes(group):
+            return None
+    return (), {}
+
+
+def _reduce_scatter(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+    """Members hold addends of a box, everybody gets a share of their reduction.
+
+    That is the transpose of an all_gather.
+    """
+    found = _all_gather(after, before, groups)
+    if found is None:
+        return None
+    dims, _ = found
+    return found if dims else None
+
+
+FITS: dict[Kind, Callable[[Side, Side, Iterable[Members]], Found | None]] = {
+    "broadcast": _broadcast,
+    "permute": _permute,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+}
+COPIES: tuple[Kind, ...] = ("broadcast", "permute", "all_gather", "all_to_all")
+"""In the order in which they are tried."""

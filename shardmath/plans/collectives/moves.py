@@ -1,0 +1,101 @@
+"""Moves: what the ranks of a source and a destination hold, by class.
+
+Ranks that hold the same before and the same after are of one **class**. Whatever fits one of them
+fits all, so that operations are looked for among classes, of which there are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.layout import Layout
+from shardmath.plans.collectives.kinds import Buffer, Members, Side
+from shardmath.plans.collectives.spans import NOTHING, Holding, spans_of
+
+__all__ = ["Groups", "Move", "compare_ranks"]
+
+_T = TypeVar("_T")
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A source and a destination. Ranks of one class have the same before, and the same after.
+
+    `number` is the class of each rank.
+    """
+
+    before: Side
+    after: Side
+    number: Mapping[int, int]
+
+    def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
+        """The classes of each group's ranks."""
+        return {group: tuple(self.number[rank] for rank in group) for group in groups}
+
+
+_Parts: TypeAlias = list[tuple[Runs, ...]]
+"""The distinct parts of each dimension of a layout."""
+
+
+def compare_ranks(src: Layout, dst: Layout) -> Move:
+    """What ranks of each class hold before and after."""
+    parts_before, by_rank_before = _list_parts(src)
+    parts_after, by_rank_after = _list_parts(dst)
+    # Classes are numbered as they come.
+    classes: dict[tuple[Members | None, Members | None], int] = {}
+    number: dict[int, int] = {}
+    for rank in sorted({*src.mesh.ranks, *dst.mesh.ranks}):
+        held = by_rank_before.get(rank), by_rank_after.get(rank)
+        number[rank] = classes.setdefault(held, len(classes))
+    befores = [before for before, _ in classes]
+    afters = [after for _, after in classes]
+    before = _make_side(parts_before, befores)
+    after = _make_side(parts_after, afters)
+    return Move(before, after, number)
+
+
+def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
+    """The parts of each dimension, and the number of the one that each rank holds."""
+    mesh = layout.mesh
+    partitions = [partition(dim) for dim in layout.dims]
+    parts = [each.parts for each in partitions]
+    columns = [each.by_rank(mesh) for each in partitions]
+    # Without dimensions there are no columns, and still one row per rank.
+    table = np.array(columns, np.int64)
+    rows = table.reshape(-1, mesh.size).T.tolist()
+    numbers = map(tuple, rows)
+    by_rank = dict(zip(mesh.ranks, numbers, strict=True))
+    return parts, by_rank
+
+
+def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> Side:
+    """What each class holds, given by the number of its part of each dimension.
+
+    None stands for ranks outside the mesh.
+    """
+    spans = [[spans_of(runs) for runs in each] for each in parts]
+    side = Side([], [])
+    for numbers in classes:
+        box: Holding = NOTHING
+        buffer: Buffer | None = None
+        if numbers is not None:
+            box = _pick(spans, numbers)
+            buffer = _pick(parts, numbers)
+        side.held.append(box if all(box) else NOTHING)
+        side.buffers.append(buffer)
+    return side
+
+
+def _pick(options: Iterable[Sequence[_T]], numbers: Members) -> tuple[_T, ...]:
+    """The one of each dimension that has this number."""
+    picked = []
+    for each, number in zip(options, numbers, strict=True):
+        picked.append(each[number])
+    return tuple(picked)

@@ -1,0 +1,103 @@
+"""Spans: sets of positions as ranges, and boxes of them.
+
+1. **Spans** are disjoint ranges (start, stop), ascending, no two of which touch: equal sets are
+   equal values.
+2. A **holding** is a box, one set of positions per dimension. A box without elements is `NOTHING`.
+
+>>> merge([(4, 6), (0, 2), (2, 3)])
+((0, 3), (4, 6))
+>>> print(merge([(0, 2), (1, 3)]))
+None
+>>> left, right = (((0, 2),), ((0, 1),)), (((0, 2),), ((1, 4),))
+>>> tile([left, right])
+(((0, 2),), ((0, 4),))
+>>> find_divided([left, right], tile([left, right]))
+{1}
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import TypeAlias
+
+from shardmath.layouts.algebra.runs import Runs
+
+__all__ = ["NOTHING", "Holding", "Spans", "find_divided", "is_inside", "merge", "spans_of", "tile"]
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""A set of positions: disjoint ranges (start, stop), ascending, no two of which touch."""
+Holding: TypeAlias = tuple[Spans, ...]
+"""A box: a set of positions per dimension."""
+NOTHING: Holding = ((),)
+"""The box without elements, whatever its dimensions."""
+
+
+def spans_of(runs: Runs) -> Spans:
+    """The global positions of the runs, () where two of their segments share one."""
+    return merge((g, g + n) for _, g, n in runs.segments) or ()
+
+
+def merge(ranges: Iterable[tuple[int, int]]) -> Spans | None:
+    """The ranges as one set, None if two of them share a position."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if out and start < out[-1][1]:
+            return None
+        if out and start == out[-1][1]:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def is_inside(box: Holding, other: Holding) -> bool:
+    """Whether all of one box is in another."""
+    if box in (NOTHING, other):
+        return True
+    return other != NOTHING and all(map(_is_subset, box, other))
+
+
+def _is_subset(spans: Spans, of: Spans) -> bool:
+    """Whether each range lies within one of the other set."""
+    for start, stop in spans:
+        # The last range that does not begin after this one is the only one that may contain it.
+        i = bisect.bisect_right(of, start, key=itemgetter(0)) - 1
+        if i < 0 or stop > of[i][1]:
+            return False
+    return True
+
+
+def tile(boxes: list[Holding]) -> Holding | None:
+    """The box that these make up as a grid without sharing an element, None if they do not."""
+    some = [box for box in boxes if box != NOTHING]
+    if not some:
+        return NOTHING
+    if len(set(some)) < len(some):
+        return None
+    whole = []
+    for column in zip(*some, strict=True):
+        distinct = set(column)
+        spans = merge(span for part in distinct for span in part)
+        if spans is None:
+            return None
+        whole.append(spans)
+    # Distinct cells of a grid are disjoint; they are all of its cells if their volumes say so.
+    volume = sum(map(_measure, some))
+    return tuple(whole) if volume == _measure(tuple(whole)) else None
+
+
+def _measure(box: Holding) -> int:
+    """The number of elements of a box."""
+    return math.prod(sum(stop - start for start, stop in spans) for spans in box)
+
+
+def find_divided(boxes: list[Holding], whole: Holding) -> set[int]:
+    """The dimensions in which some box is not the whole."""
+    dims: set[int] = set()
+    for box in boxes:
+        if box != NOTHING:
+            dims.update(d for d, spans in enumerate(whole) if box[d] != spans)
+    return dims

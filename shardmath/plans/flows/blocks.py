@@ -1,0 +1,209 @@
+"""Blocks: what has to move between ranks, as values and as arrays.
+
+A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
+need after it. `read_blocks` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
+whole arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.arguments import as_integer
+from shardmath.base.arrays import Ints, Offsets
+from shardmath.base.errors import PlanError
+from shardmath.base.text import count_ranks
+from shardmath.plans.flows.topology import Topology
+
+__all__ = ["Block", "Machine", "Sets", "Table", "read_blocks", "sum_by_code"]
+
+MOST_BYTES = 1 << 62
+"""More bytes than any program moves; sums and differences of them stay exact in 64 bits."""
+
+
+class Block(NamedTuple):
+    """`nbytes` of distinct elements that `holders` hold and all of `receivers` need.
+
+    Exactly the holders have them before the move. Ranks may be in any order and repeat; a receiver
+    that is a holder asks for nothing. Blocks are disjoint sets of elements unless they are of one
+    `group` and differ in `addend`: then they may be addends of the same elements. Blocks of
+    different groups are of different elements.
+    """
+
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    nbytes: int
+    addend: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """The ranks of the program, ascending; the number of each one's node, and ranks per node.
+
+    `intra` and `inter` are what the links of one rank carry, in bytes per second.
+    """
+
+    ranks: Ints
+    node: Ints
+    size: Ints
+    intra: Fraction
+    inter: Fraction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sets:
+    """Sets of ranks, numbered: block i has set `of[i]`.
+
+    Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
+    `member[j]`.
+    """
+
+    of: Ints
+    count: int
+    owner: Ints
+    member: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Blocks that have bytes and receivers.
+
+    `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
+    blocks by receivers and key: (set, key, bytes).
+    """
+
+    holders: Sets
+    receivers: Sets
+    nbytes: Ints
+    key: Ints
+    group: Ints
+    wanted: tuple[Ints, Ints, Ints]
+
+
+def read_blocks(
+    blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
+) -> tuple[Table, Machine]:
+    """The blocks and the machine as arrays; every block has bytes and receivers.
+
+    Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
+    size.
+    """
+    _check(blocks)
+    machine = _read_machine(ranks, topology)
+    return _read_table(blocks, machine), machine
+
+
+def _check(blocks: Sequence[Block]) -> None:
+    """Raise PlanError for sizes that are not, and for bytes that nobody holds."""
+    total = 0
+    for block in blocks:
+        nbytes = as_integer(block.nbytes, "the size of a block", PlanError)
+        if nbytes < 0:
+            raise PlanError(f"a block has {nbytes} bytes; give zero or more")
+        if not block.holders:
+            who = count_ranks(block.receivers)
+            what = f"no rank holds the {block.nbytes} bytes that {who} must have"
+            raise PlanError(f"{what}; name one")
+        total += nbytes
+    if total >= MOST_BYTES:
+        raise PlanError(f"the blocks have {total} bytes in all; give fewer than {MOST_BYTES}")
+
+
+def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
+    """The ranks of the program in their nodes."""
+    listed: list[int] = []
+    sizes = []
+    for members in topology.nodes(ranks).values():
+        listed += members
+        sizes.append(len(members))
+    size = np.array(sizes, np.int64)
+    node = Offsets.of_counts(size).owners()
+    intra = Fraction(topology.intra_bytes_per_s)
+    inter = Fraction(topology.inter_bytes_per_s)
+    return Machine(np.array(listed, np.int64), node, size, intra, inter)
+
+
+def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
+    """The blocks, their sets of ranks and their keys numbered."""
+    sizes = [block.nbytes for block in blocks]
+    nbytes = np.array(sizes, np.int64)
+    key, group = _number_keys(blocks)
+    wanted_by = [block.receivers for block in blocks]
+    held_by = [block.holders for block in blocks]
+    receivers = _number_sets(wanted_by, machine)
+    holders = _number_sets(held_by, machine)
+    # One number for (set, key), so that equal pairs are summed as equal numbers.
+    keys = len(group)
+    pairs = receivers.of * keys + key
+    code, amount = sum_by_code(pairs, nbytes)
+    sets, key_of_sum = np.divmod(code, keys)
+    wanted = (sets, key_of_sum, amount)
+    return Table(holders, receivers, nbytes, key, group, wanted)
+
+
+def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
+    """The number of each block's (group, addend), ascending, and the number of each key's group."""
+    keys = [(block.group, block.addend) for block in blocks]
+    number: dict[tuple[int, int], int] = {}
+    number_of_group: dict[int, int] = {}
+    group_of_key = []
+    for key in sorted(set(keys)):
+        number[key] = len(number)
+        group, _ = key
+        own = number_of_group.setdefault(group, len(number_of_group))
+        group_of_key.append(own)
+    key_of_block = [number[key] for key in keys]
+    return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
+
+
+def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
+    """The sets by value. Raises PlanError for a rank that the machine does not have."""
+    # Most blocks share their tuples: those that are one object are hashed once.
+    by_id = {id(ranks): ranks for ranks in given}
+    number: dict[tuple[int, ...], int] = {}
+    number_of_id = {}
+    for key, ranks in by_id.items():
+        number_of_id[key] = number.setdefault(ranks, len(number))
+    numbers = [number_of_id[id(ranks)] for ranks in given]
+    of = np.array(numbers, np.int64)
+    owner, member = _place_members(number, machine)
+    return Sets(of, len(number), owner, member)
+
+
+def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple[Ints, Ints]:
+    """(set, the position of a rank of it) for all ranks of the sets, numbered in their order."""
+    listed: list[int] = []
+    sizes = []
+    for ranks in sets:
+        listed += ranks
+        sizes.append(len(ranks))
+    counts = np.array(sizes, np.int64)
+    owner = Offsets.of_counts(counts).owners()
+    member = _find_positions(np.array(listed, np.int64), machine)
+    return owner, member
+
+
+def _find_positions(ranks: Ints, machine: Machine) -> Ints:
+    """Where each rank stands in the machine. Raises PlanError for a rank that it does not have."""
+    position = np.searchsorted(machine.ranks, ranks)
+    found = position < len(machine.ranks)
+    found[found] = machine.ranks[position[found]] == ranks[found]
+    if not found.all():
+        program = count_ranks(tuple(machine.ranks.tolist()))
+        what = f"rank {ranks[~found][0]} is in a block and not in the program of {program}"
+        raise PlanError(f"{what}; add it to the ranks")
+    return position
+
+
+def sum_by_code(code: Ints, amount: Ints) -> tuple[Ints, Ints]:
+    """The distinct codes, ascending, and the sum of each one's amounts."""
+    distinct, at = np.unique(code, return_inverse=True)
+    total = np.zeros(len(distinct), np.int64)
+    np.add.at(total, at, amount)
+    return distinct, total

@@ -1,0 +1,214 @@
+"""Cuts: what must cross the border of a set of ranks, and how fast that can be.
+
+A **family** is a label for every rank, and each label's ranks are a set to look at: all sets of a
+family are looked at together. Forced bytes are those that must enter or leave a set; they cross no
+faster than the links between the set and the rest carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.arrays import Bools, Ints, Offsets, begins, ranges
+from shardmath.plans.flows.blocks import Machine, Sets, Table, sum_by_code
+
+__all__ = ["Cut", "Touched", "find_shared", "list_cuts", "touch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Touched:
+    """The labels of each set of ranks, ascending; block i has the labels of set `of[i]`.
+
+    `labels` are items of the sets, `sets` whose they are.
+    """
+
+    of: Ints
+    sets: Offsets
+    labels: Ints
+
+    def widths(self) -> Ints:
+        """How many labels each block has."""
+        return self.sets.counts()[self.of]
+
+    def only(self) -> Ints:
+        """The label of each block that has a single one; -1 for the others."""
+        first = self.sets.first[self.of]
+        single = self.widths() == 1
+        return np.where(single, self.labels[first], -1)
+
+    def labels_of(self, i: int) -> tuple[int, ...]:
+        """The labels of set i, ascending."""
+        first = self.sets.first[i]
+        stop = self.sets.first[i + 1]
+        return tuple(self.labels[first:stop].tolist())
+
+    def expand(self, sets: Ints) -> tuple[Ints, Ints]:
+        """Every label of every one of the sets, and which of them it belongs to."""
+        first = self.sets.first[sets]
+        stop = self.sets.first[sets + 1]
+        at, owner = ranges(first, stop)
+        return self.labels[at], owner
+
+
+def touch(sets: Sets, label: Ints, count: int) -> Touched:
+    """The labels, below `count`, that the ranks of each set have."""
+    # One number for (set, label): sorted, they are the labels set by set.
+    pairs = sets.owner * count + label[sets.member]
+    code = np.unique(pairs)
+    borders = np.arange(sets.count + 1) * count
+    first = np.searchsorted(code, borders)
+    labels = code % count
+    return Touched(sets.of, Offsets(first), labels)
+
+
+def find_shared(hold: Touched, need: Touched, count: int) -> tuple[Ints, Ints]:
+    """(label, block) wherever some ranks of one label hold the block and some need it."""
+    few = hold
+    many = need
+    if many.widths().sum() < few.widths().sum():
+        few, many = many, few
+    label, block = few.expand(few.of)
+    # One number for (set, label), so that pairs are looked up as numbers.
+    there = many.sets.owners() * count + many.labels
+    asked = many.of[block] * count + label
+    both = np.isin(asked, there)
+    return label[both], block[both]
+
+
+# Forced bytes
+
+
+def _force(table: Table, label: Ints, key: Ints, nbytes: Ints, count: int) -> Ints:
+    """Bytes by label, given rows (label, key, bytes): of a group the addend with most, then summed.
+
+    A group's addends are copies of the same elements, and one sum may serve all that miss.
+    """
+    keys = len(table.group)
+    groups = int(table.group[-1]) + 1
+    code, amount = sum_by_code(label * keys + key, nbytes)
+    # Keys ascend by group, so the codes of one (label, group) stand together.
+    of_label, of_key = np.divmod(code, keys)
+    place = of_label * groups + table.group[of_key]
+    first = begins(place)
+    out = np.zeros(count, np.int64)
+    if len(first):
+        most = np.maximum.reduceat(amount, first)
+        np.add.at(out, of_label[first], most)
+    return out
+
+
+def _force_in(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
+    """Bytes that must enter the ranks X of each label: some of X need them and none of X has them.
+
+    A first copy of each such element has to cross into X. Inside X it may be relayed, so it counts
+    once. Of a reduction, an element whose addend k is held outside X only needs a value to enter
+    that depends on addend k, and one value may do so for all addends: at least as many elements as
+    miss any one addend enter.
+    """
+    sets, key, nbytes = table.wanted
+    label, row = need.expand(sets)
+    here, block = find_shared(hold, need, count)
+    # All that X needs, less what X holds of it.
+    held = -table.nbytes[block]
+    held_key = table.key[block]
+    labels = np.concatenate((label, here))
+    keys = np.concatenate((key[row], held_key))
+    amounts = np.concatenate((nbytes[row], held))
+    return _force(table, labels, keys, amounts, count)
+
+
+def _force_out(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
+    """Bytes that must leave the ranks X of each label: only X has them, and others need them.
+
+    This is what must enter the ranks outside X. The number of replicas that want them does not
+    matter: one copy leaves, the rest may be copies of it.
+    """
+    home = hold.only()
+    held_by_one = home >= 0
+    wanted = home != need.only()
+    rows = held_by_one & wanted
+    return _force(table, home[rows], table.key[rows], table.nbytes[rows], count)
+
+
+DIRECTIONS = (("in", _force_in), ("out", _force_out))
+"""What has to cross a border, by the way that it goes."""
+
+# Cuts
+
+
+class Cut(NamedTuple):
+    """One set of a family, as who is inside it, and what its forced bytes take."""
+
+    seconds: Fraction
+    inside: Bools
+    direction: str
+    nbytes: int
+    rate: Fraction
+
+
+def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]:
+    """How many ranks' intra-node and inter-node links join the ranks X of each label to the rest.
+
+    Inside a node of n ranks, k of them in X, at most k take in and n - k give out: min(k, n - k)
+    links. Between nodes at most |X| receive and |R - X| send, R all ranks of the program; and a
+    byte that goes to another node has an end outside the largest node, so at most |R - largest|
+    links are at work, none where all ranks are on one node. The other direction is the same with
+    senders and receivers changed over.
+
+    So a whole node has its NICs alone, one per rank that takes part, and one rank has both its
+    links, even for bytes that another rank of its node holds: they may come over either, relayed by
+    another node.
+    """
+    nodes = len(machine.size)
+    total = len(machine.ranks)
+    # One number for (label, node): k counts the ranks of the node that have the label.
+    pairs = label * nodes + machine.node
+    code, k = np.unique(pairs, return_counts=True)
+    of_label, of_node = np.divmod(code, nodes)
+    rest = machine.size[of_node] - k
+    links = np.minimum(k, rest)
+    intra = np.zeros(count, np.int64)
+    np.add.at(intra, of_label, links)
+    members = np.bincount(label, minlength=count)
+    smaller = np.minimum(members, total - members)
+    outside_largest = total - machine.size.max()
+    return intra, np.minimum(smaller, outside_largest)
+
+
+def list_cuts(table: Table, machine: Machine, label: Ints) -> Iterator[Cut]:
+    """The worst cuts of a family, in both directions.
+
+    Of the sets that have equal links these are the ones with the most forced bytes.
+    """
+    count = int(label.max()) + 1
+    hold = touch(table.holders, label, count)
+    need = touch(table.receivers, label, count)
+    intra, inter = _count_links(machine, label, count)
+    for direction, force in DIRECTIONS:
+        forced = force(table, hold, need, count)
+        for x in _find_worst(forced, intra, inter):
+            rate = int(intra[x]) * machine.intra
+            rate += int(inter[x]) * machine.inter
+            nbytes = int(forced[x])
+            seconds = nbytes / rate
+            inside = label == x
+            yield Cut(seconds, inside, direction, nbytes, rate)
+
+
+def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
+    """Of the labels that have equal links, the one with the most forced bytes, if it has any."""
+    rows = np.flatnonzero(forced)
+    # Equal links stand together, most bytes first: the first of each run is the one.
+    order = np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))
+    rows = rows[order]
+    is_first = np.ones(len(rows), bool)
+    new_intra = np.diff(intra[rows]) != 0
+    new_inter = np.diff(inter[rows]) != 0
+    is_first[1:] = new_intra | new_inter
+    worst: list[int] = rows[is_first].tolist()
+    return worst

@@ -1,0 +1,200 @@
+"""Bound: no schedule is faster than this, and a set of ranks that shows why.
+
+1. A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
+   need after it.
+2. **Time**: every rank sends at most `intra_bytes_per_s` to other ranks of its node and
+   `inter_bytes_per_s` to other nodes, and receives at most as much of each. A NIC carries nothing
+   between two ranks of one node, and ranks that take no part lend no links. A message takes
+   `latency_s` beside its bytes. All else is allowed: relays through any rank, multicast, any order,
+   any splitting, sums on the way.
+3. A **cut** is a set X of ranks. Bytes needed in X and held nowhere in X must enter it, once however
+   many ranks of X want them; bytes held in X alone and needed elsewhere must leave it. They cross
+   no faster than the links between X and the rest carry. Entering X is leaving the rest, so every
+   set is asked both ways.
+4. The addends of a reduction are copies of the same elements. What misses addend k at X is not made
+   up for by the other addends, but one sum may serve all that miss: the addend that misses most
+   counts.
+5. Every cut is a true bound. Which ones are looked at decides how close the bound is, never whether
+   it holds: each rank, each node, what each node and the whole program hold and need, and the sets
+   that crowd what they alone hold.
+6. Bytes and comparisons are exact; only the seconds that come out are floats.
+
+Two nodes of two ranks; rank 0 holds what both ranks of the other node need, and so 1 GB leaves it,
+not 2:
+
+>>> from shardmath.plans.flows.certificate import make_certificate
+>>> from shardmath.plans.flows.topology import Topology
+>>> two = Topology(
+...     ranks_per_node=2, intra_bytes_per_s=450e9, inter_bytes_per_s=50e9, latency_s=1e-5
+... )
+>>> seconds, witness = find_bound([Block((0,), (2, 3), 10**9)], range(4), two)
+>>> witness
+Witness(ranks=(2, 3), direction='in', nbytes=1000000000, bytes_per_s=100000000000.0)
+>>> print(make_certificate((seconds, witness), 0.0125))
+12.5 ms, 1.249 times the bound of 10.01 ms: 2 ranks (2, 3) must take in 1 GB at 100 GB/s
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.plans.flows.blocks import Block, Machine, Table, read_blocks, sum_by_code
+from shardmath.plans.flows.borders import Cut, Touched, find_shared, list_cuts, touch
+from shardmath.plans.flows.certificate import Witness
+from shardmath.plans.flows.flow import find_levels
+from shardmath.plans.flows.topology import Topology
+
+__all__ = ["find_bound"]
+
+
+def find_bound(
+    blocks: Iterable[Block], ranks: Iterable[int], topology: Topology
+) -> tuple[float, Witness | None]:
+    """Seconds that no schedule among `ranks` beats, and what shows it; (0.0, None) without moves.
+
+    `ranks` are all ranks that take part, in any order: their links may relay. One latency comes on
+    top of the time of the worst cut: each link that carries some of its bytes spends that on a
+    message beside them. Raises PlanError for a block with a rank not among `ranks`, with receivers
+    and no holder, or of a negative size.
+    """
+    # Bytes that stay where they are cross no cut; the families of who holds and needs anything are those of the others.
+    asked = [b for b in blocks if b.nbytes and not set(b.receivers) <= set(b.holders)]
+    if not asked:
+        return 0.0, None
+    table, machine = read_blocks(asked, ranks, topology)
+    cuts = _gather_cuts(table, machine)
+    if not cuts:
+        return 0.0, None
+    worst = max(cuts, key=lambda cut: cut.seconds)
+    seconds = worst.seconds + Fraction(topology.latency_s)
+    return float(seconds), _name_witness(worst, machine)
+
+
+def _gather_cuts(table: Table, machine: Machine) -> list[Cut]:
+    """The worst cuts of all families that are looked at."""
+    cuts: list[Cut] = []
+    for label in _list_families(table, machine):
+        cuts += list_cuts(table, machine, label)
+    if not cuts:
+        return []
+    for unit, link in _list_units(machine):
+        found = max(cut.seconds for cut in cuts)
+        crowded = _find_crowded(table, unit, link, found)
+        if crowded is not None:
+            cuts += list_cuts(table, machine, crowded)
+    return cuts
+
+
+def _name_witness(cut: Cut, machine: Machine) -> Witness:
+    """The smaller of the two sets of ranks that the cut divides."""
+    inside = cut.inside
+    direction = cut.direction
+    if 2 * inside.sum() > len(inside):
+        inside = ~inside
+        direction = "out" if direction == "in" else "in"
+    ranks = tuple(machine.ranks[inside].tolist())
+    return Witness(ranks, direction, cut.nbytes, float(cut.rate))
+
+
+def _list_families(table: Table, machine: Machine) -> Iterator[Ints]:
+    """Nodes; ranks; the ranks that hold or need anything and those that do not.
+
+    The latter both of each node and of the program.
+    """
+    count = len(machine.ranks)
+    yield machine.node
+    yield np.arange(count)
+    for sets in (table.holders, table.receivers):
+        role = np.zeros(count, np.int64)
+        role[sets.member] = 1
+        yield role
+        yield machine.node * 2 + role
+
+
+def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
+    """Nodes and ranks as units: the unit of each rank, and what the links of a rank carry."""
+    yield machine.node, machine.inter
+    link = machine.intra
+    if len(machine.size) > 1:
+        link += machine.inter
+    each_rank = np.arange(len(machine.ranks))
+    yield each_rank, link
+
+
+def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
+    """A family of sets of whole units (nodes, or ranks) with the most bytes that they alone hold.
+
+    Most per rank, that is. Where the links of units add up, no union has to take in more per rank
+    than the worst of its units: what must enter the union must enter one of them. Leaving differs:
+    what two nodes hold need leave neither of them alone. The worst union is the highest level of
+    the flow that spreads each block once, however many want it, over its holders; the levels below
+    are looked at too. An even spread is at least as high: where it takes no longer than the time
+    `found`, no union of units whose links add up does, and the answer is None.
+    """
+    lengths, holders = _gather_demands(table, unit)
+    load = np.zeros(len(unit), np.int64)
+    for nbytes, held in zip(lengths, holders, strict=True):
+        share = -(-nbytes // len(held))
+        load[list(held)] += share
+    if int(load.max()) <= found * link:
+        return None
+    label = np.zeros(len(unit), np.int64)
+    found_levels = find_levels(lengths, holders)
+    for i, level in enumerate(found_levels, 1):
+        label[list(level.ranks)] = i
+    return label
+
+
+def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Bytes that some unit needs and does not hold, by the ranks of the units that hold them.
+
+    Ranks are positions, all those of a unit.
+    """
+    count = int(unit.max()) + 1
+    hold = touch(table.holders, unit, count)
+    rows = _find_missed(table, hold, unit, count)
+    held_by = table.holders.of[rows]
+    sets, nbytes = sum_by_code(held_by, table.nbytes[rows])
+    by_set = zip(sets.tolist(), nbytes.tolist(), strict=True)
+    total: dict[tuple[int, ...], int] = defaultdict(int)
+    for i, n in by_set:
+        units = hold.labels_of(i)
+        total[units] += n
+    lengths = list(total.values())
+    holders = _list_members(list(total), unit, count)
+    return lengths, holders
+
+
+def _find_missed(table: Table, hold: Touched, unit: Ints, count: int) -> Ints:
+    """The blocks that some unit needs and does not hold.
+
+    Of a group only those of its first addend: elements count once.
+    """
+    need = touch(table.receivers, unit, count)
+    _, served = find_shared(hold, need, count)
+    units_served = np.bincount(served, minlength=len(table.key))
+    missed = need.widths() > units_served
+    step = np.diff(table.group, prepend=-1)
+    is_first = step != 0
+    counted = is_first[table.key]
+    return np.flatnonzero(counted & missed)
+
+
+def _list_members(groups: list[tuple[int, ...]], unit: Ints, count: int) -> list[tuple[int, ...]]:
+    """The positions, ascending, of all ranks of each group of units."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    for rank, u in enumerate(unit.tolist()):
+        members[u].append(rank)
+    out = []
+    for units in groups:
+        ranks: list[int] = []
+        for u in units:
+            ranks += members[u]
+        ranks.sort()
+        out.append(tuple(ranks))
+    return out

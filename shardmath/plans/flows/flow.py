@@ -1,0 +1,357 @@
+"""Flow: which holder of a line of bytes sends how much of it, so that no rank sends too much.
+
+1. A **line** is a number of bytes that any of its **holders** may send, cut at any integer. A rank's
+   **load** is what it sends of all lines.
+2. Loads are lexicographically optimal: the largest is as small as any choice can make it, then the
+   next, and so on. Over the reals these loads are unique; here each is rounded down or up, and no
+   integers are better.
+3. `find_levels` says what forces them: without the ranks of the levels above, and the lines that only
+   those hold, the ranks of a level hold as many bytes that nobody else holds as they carry. The
+   first level is the witness of the optimum: max over sets S of ranks of the bytes that are held
+   only in S, divided by |S|.
+4. Ties are broken by rank id. The order of the lines means nothing; lines with the same holders are
+   one line.
+5. Few pieces: fewer than lines and ranks together.
+6. Integers of any size and no float: every machine finds the same.
+
+Ranks that hold the same lines are one **kind**. Kinds that lines connect are decomposed into levels
+(see `network`) and the flow is rounded (see `forest`); a kind's bytes are wrapped around its ranks
+(McNaughton 1959).
+
+With nodes, a rank takes exactly `cap` bytes: its share of lines, and what is missing from a further
+line of `cap` bytes, the rest of which its node takes. So a node takes as many bytes as its ranks
+send, and the same decomposition balances nodes.
+
+>>> shares([6, 4], [(0, 1), (1, 2)])
+[[4, 2], [1, 3]]
+>>> find_levels([60, 2, 3], [(0, 1), (1, 2), (2, 3)])
+[Level(nbytes=60, ranks=(0, 1)), Level(nbytes=5, ranks=(2, 3))]
+>>> shares([60, 2, 3], [(0, 1), (1, 2), (2, 3)])
+[[30, 30], [0, 2], [1, 2]]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from shardmath.base.errors import PlanError
+from shardmath.plans.flows.forest import Edge, list_edges
+from shardmath.plans.flows.lines import Holders, group_lines, list_shared, sum_groups
+from shardmath.plans.flows.network import Network, list_leaves
+
+__all__ = ["Level", "find_levels", "shares"]
+
+
+class Level(NamedTuple):
+    """Ranks that carry `nbytes` bytes between them, `nbytes / len(ranks)` each, whatever is chosen."""
+
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+def shares(
+    lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
+) -> list[list[int]]:
+    """For each line the bytes that each of its holders sends, in the order of the holders.
+
+    `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
+    load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,
+    are lexicographically less.
+
+    With `nodes` (rank -> node):
+    1. no rank sends more than `cap`: the load of a rank in the first level, rounded up, which no
+       choice can beat;
+    2. of all integer choices that keep 1, node loads (sums over the node's ranks), sorted from the
+       largest, are lexicographically the least; so the largest is as small as it can be;
+    3. given what of each line leaves from each node, rank loads are as good as they are without
+       `nodes`.
+
+    Raises PlanError: a negative length, holders that are none or not ascending, a holder without a
+    node.
+    """
+    groups = group_lines(lengths, holders)
+    total = sum_groups(groups)
+    sent = _divide_by_rank(total) if nodes is None else _divide_by_node(total, nodes)
+    out: list[list[int]] = [[]] * len(holders)
+    for held, lines in groups.items():
+        for line, row in _deal(lines, sent[held]):
+            out[line] = row
+    return out
+
+
+def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
+    """What forces the loads, highest load per rank first.
+
+    Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
+    does.
+    """
+    total = sum_groups(group_lines(lengths, holders))
+    kinds = _find_kinds(total)
+    network = _rank_network(total, kinds)
+    ranks_at: dict[Fraction, list[int]] = defaultdict(list)
+    for leaf in list_leaves(network):
+        load = Fraction(leaf.nbytes, leaf.weight)
+        ranks_of_level = ranks_at[load]
+        for sink in leaf.sinks:
+            kind = _find_kind(network, kinds, sink)
+            ranks_of_level += kind.ranks
+    found = []
+    for load in sorted(ranks_at, reverse=True):
+        ranks = tuple(sorted(ranks_at[load]))
+        nbytes = int(load * len(ranks))
+        found.append(Level(nbytes, ranks))
+    return found
+
+
+# What a set of holders sends, line by line and rank by rank
+
+
+def _deal(lines: dict[int, int], sent: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Lines of one set of holders, longest first, and what of each every holder sends."""
+    if len(lines) == 1:
+        (line,) = lines
+        yield line, sent
+        return
+    order = sorted(lines, key=lines.__getitem__, reverse=True)
+    rows = [[0] * len(sent) for _ in order]
+    sizes = [lines[line] for line in order]
+    for i, j, nbytes in _wrap_around(sizes, sent):
+        rows[i][j] = nbytes
+    yield from zip(order, rows, strict=True)
+
+
+def _wrap_around(rows: Iterable[int], columns: Iterable[int]) -> Iterator[Edge]:
+    """McNaughton's wrap-around: two lists of the same sum laid along each other.
+
+    Yields (row, column, bytes).
+    """
+    at = enumerate(columns)
+    j = 0
+    room = 0
+    for i, nbytes in enumerate(rows):
+        while nbytes > room:
+            if room:
+                yield i, j, room
+            nbytes -= room
+            j, room = next(at)
+        if nbytes:
+            yield i, j, nbytes
+            room -= nbytes
+
+
+def _even_parts(nbytes: int, count: int) -> list[int]:
+    """Parts that differ by at most one byte, larger first."""
+    size, longer = divmod(nbytes, count)
+    return [size + 1] * longer + [size] * (count - longer)
+
+
+# Ranks that hold the same lines are one kind
+
+
+class _Kind(NamedTuple):
+    """Ranks of one node that hold the same `lines` and each send `base` bytes that nobody else holds."""
+
+    node: int
+    base: int
+    lines: tuple[int, ...]
+    ranks: list[int]
+
+
+def _find_kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = None) -> list[_Kind]:
+    """The kinds, by lowest rank."""
+    kinds: dict[tuple[int, int, tuple[int, ...]], _Kind] = {}
+    for rank, lines in _list_lines_by_rank(total).items():
+        node = nodes[rank] if nodes else 0
+        base = total.get((rank,), 0)
+        key = node, base, tuple(lines)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = _Kind(*key, ranks=[])
+            kinds[key] = kind
+        kind.ranks.append(rank)
+    return list(kinds.values())
+
+
+def _list_lines_by_rank(total: dict[Holders, int]) -> dict[int, list[int]]:
+    """The shared lines of every holder; ranks and lines ascend."""
+    holders = set(itertools.chain.from_iterable(total))
+    lines: dict[int, list[int]] = {rank: [] for rank in sorted(holders)}
+    for line, held in enumerate(list_shared(total)):
+        for rank in held:
+            lines[rank].append(line)
+    return lines
+
+
+def _find_kind(network: Network, kinds: list[_Kind], sink: int) -> _Kind:
+    """The kind that a sink of the network is."""
+    return kinds[sink - network.first]
+
+
+def _rank_network(total: dict[Holders, int], kinds: list[_Kind]) -> Network:
+    """The network in which every kind takes the level for each of its ranks."""
+    nbytes = [total[held] for held in list_shared(total)]
+    first = len(nbytes)
+    reach: list[list[int]] = [[] for _ in nbytes]
+    weight = {}
+    base = {}
+    for sink, kind in enumerate(kinds, first):
+        for line in kind.lines:
+            reach[line].append(sink)
+        count = len(kind.ranks)
+        weight[sink] = count
+        base[sink] = count * kind.base
+    return Network(first, nbytes, reach, weight, base)
+
+
+def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
+    """By set of holders: what each holder sends of its line."""
+    out = {}
+    for held, nbytes in total.items():
+        # Of a line that nobody has to divide, the only holder sends all; or there is nothing to send.
+        nothing = [0] * (len(held) - 1)
+        out[held] = [nbytes, *nothing]
+    sent = _divide_lines(total)
+    for held, by_rank in zip(list_shared(total), sent, strict=True):
+        out[held] = [by_rank.get(rank, 0) for rank in held]
+    return out
+
+
+def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
+    """By line: what ranks send of it; ranks that send nothing may be missing."""
+    kinds = _find_kinds(total)
+    network = _rank_network(total, kinds)
+    sent: list[dict[int, int]] = [{} for _ in network.nbytes]
+    rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for line, sink, nbytes in list_edges(network):
+        kind = _find_kind(network, kinds, sink)
+        if len(kind.ranks) == 1:
+            (rank,) = kind.ranks
+            sent[line][rank] = nbytes
+        else:
+            rows[sink].append((line, nbytes))
+    for sink, row in rows.items():
+        row.sort()
+        kind = _find_kind(network, kinds, sink)
+        _divide_kind(row, kind.ranks, sent)
+    return sent
+
+
+def _divide_kind(row: list[tuple[int, int]], ranks: list[int], sent: list[dict[int, int]]) -> None:
+    """Divide what a kind takes of its lines evenly among its ranks."""
+    sizes = [nbytes for _, nbytes in row]
+    even = _even_parts(sum(sizes), len(ranks))
+    for i, j, nbytes in _wrap_around(sizes, even):
+        line, _ = row[i]
+        rank = ranks[j]
+        sent[line][rank] = nbytes
+
+
+# Nodes
+
+
+def _divide_by_node(
+    total: dict[Holders, int], nodes: Mapping[int, int]
+) -> dict[Holders, list[int]]:
+    """By set of holders: what each holder sends, nodes balanced before ranks."""
+    _check_nodes(total, nodes)
+    lengths = []
+    holders = []
+    wholes = []
+    for held, local, nbytes in _divide_among_nodes(total, nodes):
+        lengths.append(nbytes)
+        holders.append(local)
+        wholes.append(held)
+    sent = {held: dict.fromkeys(held, 0) for held in total}
+    rows = shares(lengths, holders)
+    for held, local, row in zip(wholes, holders, rows, strict=True):
+        by_rank = zip(local, row, strict=True)
+        sent[held].update(by_rank)
+    amounts = {}
+    for held, by_holder in sent.items():
+        amounts[held] = list(by_holder.values())
+    return amounts
+
+
+def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:
+    """Raise PlanError for a holder without a node."""
+    for held in total:
+        for rank in held:
+            if rank not in nodes:
+                what = f"rank {rank} holds a line but is not in nodes"
+                raise PlanError(f"{what}; give every holder a node")
+
+
+def _divide_among_nodes(
+    total: dict[Holders, int], nodes: Mapping[int, int]
+) -> Iterator[tuple[Holders, Holders, int]]:
+    """What of each line leaves from each node: its holders, those of them in the node, bytes."""
+    shared = list_shared(total)
+    for (line, node), nbytes in _sum_by_node(total, nodes).items():
+        held = shared[line]
+        local = tuple(rank for rank in held if nodes[rank] == node)
+        yield held, local, nbytes
+    for held, nbytes in total.items():
+        if len(held) == 1:
+            yield held, held, nbytes
+
+
+def _sum_by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[tuple[int, int], int]:
+    """By shared line and node: the bytes that leave from there."""
+    kinds = _find_kinds(total, nodes)
+    ranks = _rank_network(total, kinds)
+    lines = ranks.first
+    cap = _find_cap(_rank_network(total, kinds))  # which uses up its network
+    network = _node_network(ranks, kinds, cap)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    for line, sink, nbytes in list_edges(network):
+        if line < lines:
+            kind = _find_kind(network, kinds, sink)
+            sent[line, kind.node] += nbytes
+    return sent
+
+
+def _find_cap(network: Network) -> int:
+    """The highest level, rounded up; uses the network up."""
+    cap = 0
+    for leaf in list_leaves(network, top=True):
+        load = -(-leaf.nbytes // leaf.weight)
+        cap = max(cap, load)
+    return cap
+
+
+def _node_network(ranks: Network, kinds: list[_Kind], cap: int) -> Network:
+    """The network in which every kind takes what fills its ranks to `cap`.
+
+    There is a further line of as many bytes for each kind, which may go there or to its node. Lines
+    are numbered from 0, then come those further lines, then kinds as sinks, then nodes as sinks.
+    """
+    further = len(kinds)
+    first = ranks.first + further
+    sink_of = _number_nodes(kinds, first + further)
+    reach = []
+    for sinks in ranks.reach:
+        reach.append([sink + further for sink in sinks])
+    room = []
+    base = {}
+    base_of_node = dict.fromkeys(sink_of.values(), 0)
+    for sink, kind in enumerate(kinds, first):
+        count = len(kind.ranks)
+        spare = count * (cap - kind.base)
+        node_sink = sink_of[kind.node]
+        room.append(spare)
+        reach.append([sink, node_sink] if spare else [sink])
+        base[sink] = -spare
+        base_of_node[node_sink] += count * kind.base
+    # A kind takes exactly its room, whatever the level: it has no weight.
+    weight = dict.fromkeys(base, 0) | dict.fromkeys(base_of_node, 1)
+    return Network(first, ranks.nbytes + room, reach, weight, base | base_of_node)
+
+
+def _number_nodes(kinds: list[_Kind], first: int) -> dict[int, int]:
+    """The sink that each node is, ascending, from `first` on."""
+    nodes = sorted({kind.node for kind in kinds})
+    return {node: sink for sink, node in enumerate(nodes, first)}

@@ -1,0 +1,164 @@
+"""Forest: the flow of a network freed of cycles and rounded, as edges of whole bytes.
+
+The flow found is freed of cycles, so that it is a forest, and rounded from the roots on: every sum
+at a line or a sink stays what it was, rounded down or up. A forest has fewer edges than lines and
+sinks, so there are few pieces.
+
+>>> from shardmath.plans.flows.network import Network
+>>> network = Network(2, [6, 4], [[2, 3], [3, 4]], {2: 1, 3: 1, 4: 1}, {2: 0, 3: 0, 4: 0})
+>>> sorted(list_edges(network))
+[(0, 2, 4), (0, 3, 2), (1, 3, 1), (1, 4, 3)]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from shardmath.plans.flows.network import Network, list_leaves, take
+
+__all__ = ["Edge", "list_edges"]
+
+Edge: TypeAlias = tuple[int, int, int]
+"""Two nodes and the bytes between them."""
+
+Sent: TypeAlias = dict[int, dict[int, int]]
+"""What each sink takes of each line: `sent[sink][line]`."""
+
+
+def list_edges(network: Network) -> Iterator[Edge]:
+    """What every sink takes of every line, in bytes; the network is used up."""
+    for leaf in list_leaves(network):
+        forest = _free_of_cycles(leaf.sent)
+        yield from _round(forest, leaf.weight or 1)
+    for line, sinks in enumerate(network.reach):
+        if len(sinks) == 1:
+            yield line, sinks[0], network.nbytes[line]
+
+
+def _free_of_cycles(sent: Sent) -> list[Edge]:
+    """The flow as a forest: (child, parent, amount) of nodes, children first. Uses `sent` up.
+
+    Nodes are lines and sinks; a sink's number is higher than any line's.
+    """
+    near: dict[int, dict[int, None]] = defaultdict(dict)
+    for sink, row in sent.items():
+        for line in row:
+            near[line][sink] = None
+            near[sink][line] = None
+    out: list[Edge] = []
+    _peel(near, sent, out)
+    arcs = {node: list(others) for node, others in near.items() if others}
+    for root in arcs:
+        if arcs[root]:
+            _cancel_cycles(arcs, sent, root, out)
+    return out
+
+
+def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Edge]) -> None:
+    """Put what is on no cycle into the forest, from the leaves on."""
+    leaf_nodes = [node for node, others in near.items() if len(others) == 1]
+    for leaf in leaf_nodes:
+        if near[leaf]:
+            parent, _ = near[leaf].popitem()
+            del near[parent][leaf]
+            amount = _pop_edge(sent, leaf, parent)
+            out.append((leaf, parent, amount))
+            if len(near[parent]) == 1:
+                leaf_nodes.append(parent)  # the loop goes on to it
+
+
+def _pop_edge(sent: Sent, a: int, b: int) -> int:
+    """Take the edge between two nodes out of the flow: its amount."""
+    sink = max(a, b)
+    line = min(a, b)
+    return sent[sink].pop(line)
+
+
+def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[Edge]) -> None:
+    """Put all that is connected to the root into the forest.
+
+    Walk on until an edge closes a cycle: move an amount around it until an edge of it is empty. Or
+    until there is no way on: the last edge is one of the forest.
+    """
+    path = [root]
+    place = {root: 0}  # of each node of the path
+    while path:
+        node = path[-1]
+        came = path[-2] if len(path) > 1 else -1
+        onward = _step(arcs[node], sent, node, came)
+        if onward is None:
+            arcs[node].clear()
+            path.pop()
+            del place[node]
+            if path:
+                amount = _pop_edge(sent, node, came)
+                out.append((node, came, amount))
+        elif onward in place:
+            start = place[onward]
+            cycle = path[start:]
+            _cancel(sent, cycle)
+            del path[start + 1 :]
+            for node in cycle[1:]:
+                del place[node]
+        else:
+            place[onward] = len(path)
+            path.append(onward)
+
+
+def _step(arcs: list[int], sent: Sent, node: int, came: int) -> int | None:
+    """A neighbour along an edge that is left, other than the one that we came from.
+
+    Edges that are gone are dropped.
+    """
+    onward = None
+    back = False
+    while arcs and onward is None:
+        other = arcs.pop()
+        if other == came:
+            back = True
+        elif (node in sent[other]) if node < other else (other in sent[node]):
+            onward = other
+    # Both stay, the way back below the way on.
+    if back:
+        arcs.append(came)
+    if onward is not None:
+        arcs.append(onward)
+    return onward
+
+
+def _cancel(sent: Sent, cycle: list[int]) -> None:
+    """Move the least amount of every other edge of the cycle to the edges between."""
+    first, second = cycle[:2]
+    if first > second:  # begin with a line
+        cycle = [*cycle[1:], first]
+    lines = cycle[::2]
+    sinks = cycle[1::2]
+    after = lines[1:] + lines[:1]  # the line after each sink
+    taken = [sent[sink] for sink in sinks]
+    given = [row[line] for line, row in zip(after, taken, strict=True)]
+    amount = min(given)
+    for before, row, line in zip(lines, taken, after, strict=True):
+        row[before] += amount
+        take(row, line, amount)
+
+
+def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
+    """Every edge by `scale`, down or up, so that every sum at a line or sink is rounded too.
+
+    From the roots on: what rounding has added at a node so far stays within a byte.
+    """
+    added: dict[int, int] = defaultdict(int)
+    for child, parent, amount in reversed(forest):
+        nbytes, rest = divmod(amount, scale)
+        if rest:
+            up = 2 * (rest - added[parent]) > scale
+            nbytes += up
+            change = scale * up - rest
+            added[parent] += change
+            added[child] += change
+        if nbytes:
+            line = min(child, parent)
+            sink = max(child, parent)
+            yield line, sink, nbytes

@@ -1,0 +1,229 @@
+"""Leaving: the plan from which ranks of the destination have left.
+
+1. What goes to a rank that leaves is dropped. Every other transfer is exactly as it was: what those
+   who stay send and receive, from whom, and in which order.
+2. Ranks leave by whole copies (`staying`), and a rank that is a source cannot leave.
+3. `whole` is the plan of which nobody has left, so who leaves later or earlier makes no difference:
+   without(without(p, a), b) == without(p, a | b), and who comes back is left out of those that left.
+4. What is dropped was dropped by all, who agree on it by the digest: that of `whole`, and who left.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.plans.plan import plan
+>>> engines = Layout((4,), Mesh(engine=2, tp=2, ranks=range(2, 6)), "(tp n)")
+>>> p = plan(Layout((4,), Mesh(tp=2), "(tp n)"), engines)
+>>> rest = without(p, [2, 3])
+>>> for t in rest.transfers():
+...     print(t)
+0 -> 4 copy [0:2] of [0:2] to [0:2], 8 B
+1 -> 5 copy [2:4] of [0:2] to [0:2], 8 B
+>>> rest.whole is p, rest.left, without(rest, []) is rest
+(True, (2, 3), True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+from shardmath.base.arguments import as_integer, listed
+from shardmath.base.errors import PlanError
+from shardmath.base.text import shorten_ranks
+from shardmath.layouts.holdings import Windows
+from shardmath.layouts.layout import Layout
+from shardmath.plans.demands import Batch, Ranks
+from shardmath.plans.membership.lines import drop_receivers
+from shardmath.plans.membership.staying import Staying, find_held
+from shardmath.plans.plan import Plan, digest_without, list_ranks
+from shardmath.plans.reduction import find_reduction
+from shardmath.plans.template import Template, make_template
+from shardmath.plans.uncovered import first_unheld, holds_all
+
+__all__ = ["without"]
+
+
+def without(p: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
+    """The plan from which these ranks of the destination have left: all else goes as it did.
+
+    `window=True` says that the destination may hold less of the tensors than it did, as of `plan`: tensors that nobody
+    asks for any longer are in no plan then.
+
+    Raises PlanError for a rank that the destination does not have, or that is a source; where only some ranks of a copy
+    leave; where nobody stays; and, without `window`, where those who stay do not hold all of a tensor, of which it
+    names an element.
+    """
+    _check_plan(p)
+    whole = p if p.whole is None else p.whole
+    leaving = _read_ranks(whole, ranks)
+    left = leaving.union(p.left)
+    if left == set(p.left):
+        return p
+    kept = _keep(whole, left)
+    if not window:
+        _check_held(p, kept)
+    return kept
+
+
+def _check_plan(p: object) -> None:
+    """Raise PlanError for what is no plan."""
+    if not isinstance(p, Plan):
+        kind = type(p).__name__
+        what = f"ranks leave a plan, not a {kind}"
+        raise PlanError(f"{what}; take them out of the plan that it was made of")
+
+
+def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
+    """The ranks, all of the destination and none of the source."""
+    given = listed(ranks, "the ranks that leave", PlanError)
+    leaving = frozenset(as_integer(rank, "a rank that leaves", PlanError) for rank in given)
+    strangers = sorted(leaving.difference(whole.dst_ranks))
+    if strangers:
+        raise PlanError(
+            f"ranks {shorten_ranks(strangers)} leave, and the destination has ranks "
+            f"{shorten_ranks(whole.dst_ranks)}; name those of it that leave"
+        )
+    sources = sorted(leaving.intersection(whole.src_ranks))
+    if sources:
+        raise PlanError(
+            f"rank {sources[0]} leaves, and is a source, which sends {_name_sent(whole, sources[0])}; "
+            f"plan anew from layouts without it"
+        )
+    return leaving
+
+
+def _name_sent(whole: Plan, rank: int) -> str:
+    """The first that a rank sends, in words."""
+    first = next(whole.transfers(src=rank), None)
+    if first is None:
+        return "nothing now, and holds what others send"
+    element = tuple(taken.start for taken in first.global_slices)
+    name = f"element {element} of tensor {first.tensor!r}" if first.tensor else f"element {element}"
+    return f"{name} to rank {first.dst_rank}"
+
+
+class _Tensors(NamedTuple):
+    """The tensors that somebody asks for, and those of them that are not held whole."""
+
+    src: Mapping[str, Windows]
+    dst: Mapping[str, Windows]
+    alike: tuple[tuple[str, ...], ...]
+    in_part: tuple[str, ...]
+
+    @property
+    def src_ranks(self) -> Ranks:
+        """The ranks that hold them at the source."""
+        return list_ranks(self.src[names[0]] for names in self.alike)
+
+
+def _keep(whole: Plan, left: frozenset[int]) -> Plan:
+    """What stays of the plan."""
+    staying = Staying(left)
+    tensors = _keep_tensors(whole, staying)
+    batches = _keep_batches(whole, staying)
+    ascending = tuple(sorted(left))
+    kept = replace(
+        whole,
+        dst=tensors.dst,
+        batches=tuple(batches.values()),
+        lines=drop_receivers(whole.lines, left, list(batches)),
+        digest=digest_without(whole.digest, ascending),
+        dst_ranks=tuple(sorted(left.symmetric_difference(whole.dst_ranks))),
+        in_part=tensors.in_part,
+        alike=tensors.alike,
+        whole=whole,
+        left=ascending,
+    )
+    if tensors.src is whole.src:
+        return kept
+    rules = {name: whole.rules[name] for name in tensors.src}
+    return replace(kept, src=tensors.src, rules=rules, src_ranks=tensors.src_ranks)
+
+
+def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
+    """The tensors that somebody who stays asks for. Raises PlanError for none."""
+    # Of tens of thousands of tensors few differ; a copy has its room already, which is quicker.
+    dst = dict(whole.dst)
+    alike = []
+    short: list[str] = []
+    for names in whole.alike:
+        name = names[0]
+        kept = staying.keep(name, whole.dst[name])
+        dst.update(dict.fromkeys(names, kept.windows))
+        if not kept.windows:
+            continue
+        alike.append(names)
+        if not holds_all(kept.windows):
+            short += names
+    if not alike:
+        raise PlanError("all ranks of the destination leave; there is nothing left to plan")
+    src = whole.src
+    if len(alike) < len(whole.alike):
+        dst = {name: windows for name, windows in dst.items() if windows}
+        src = {name: src[name] for name in dst}
+    return _Tensors(src, dst, tuple(alike), tuple(sorted(short)))
+
+
+_Known: TypeAlias = dict[tuple[Template, Layout], Template]
+"""The template of a batch once its destination is this layout, where ranks have left that."""
+
+
+def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
+    """What stays of each batch, by its number, where its window does."""
+    known: _Known = {}
+    batches = {}
+    for number, batch in enumerate(whole.batches):
+        kept = _keep_batch(whole, batch, staying, known)
+        if kept is not None:
+            batches[number] = kept
+    return batches
+
+
+def _keep_batch(whole: Plan, batch: Batch, staying: Staying, known: _Known) -> Batch | None:
+    """What stays of a batch; None where its window is gone."""
+    name = batch.names[0]
+    before = whole.dst[name]
+    windows, places = staying.keep(name, before)
+    target = places.get(batch.target)
+    if target is None:
+        return None
+    there = windows[target]
+    template = batch.template
+    if there is not before[batch.target]:
+        key = template, there
+        if key not in known:
+            source = whole.src[name][batch.source]
+            _check_rule(name, batch, source, there)
+            known[key] = make_template(source, there, template.reduction)
+        template = known[key]
+    return Batch(template, batch.names, batch.src, there.mesh, batch.source, target)
+
+
+def _check_rule(name: str, batch: Batch, source: Layout, there: Layout) -> None:
+    """Addends are reduced as before: of fewer ranks, those of both sides may be the same ones."""
+    if not (source.partial or there.partial):
+        return
+    rule = find_reduction(source, there)
+    if rule != batch.template.reduction:
+        raise PlanError(
+            f"tensor {name!r}: {source} and {there} have the same addends once ranks have left, which "
+            f"then pass through; plan anew from layouts of those that stay"
+        )
+
+
+def _check_held(before: Plan, kept: Plan) -> None:
+    """Raise PlanError where those who stay hold less of a tensor than was held before."""
+    fix = "let fewer leave, or say that this is a window: without(..., window=True)"
+    if len(kept.dst) < len(before.dst):
+        name = next(name for name in before.dst if name not in kept.dst)
+        first = before.dst[name][0]
+        _, element = find_held(first, first.mesh.ranks)
+        raise PlanError(f"tensor {name!r}: all ranks leave that hold {element} of {first}; {fix}")
+    fewer = set(kept.in_part).difference(before.in_part)
+    if fewer:
+        name = min(fewer)
+        windows = kept.dst[name]
+        raise PlanError(
+            f"tensor {name!r}: of the ranks that stay none holds element {first_unheld(windows)} "
+            f"under {windows[0]}; {fix}"
+        )

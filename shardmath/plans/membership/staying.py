@@ -1,0 +1,138 @@
+"""Staying: what is left of a destination when some of its ranks are gone.
+
+1. Ranks leave by whole copies: those that stay of a mesh are a mesh of the same axes, shorter along
+   axes that divide nothing. So nobody who stays holds anything else than before.
+2. A window of which nobody stays is gone. The others keep their names.
+
+>>> mesh = Mesh(engine=3, tp=2)
+>>> stays = Staying(frozenset({2, 3}))
+>>> print(stays.keep_layout("w", Layout((4,), mesh, "(tp n)")))
+float32[4] (tp n) on engine=2 tp=2
+>>> stays.keep_layout("w", Layout((6,), mesh, "(engine n)"))
+Traceback (most recent call last):
+shardmath.PlanError: tensor 'w': rank 2 leaves and holds element (2,) of float32[6] (engine n) on engine=3 tp=2, of \
+whose copy ranks 0, 4 stay; let whole copies leave, or plan anew from layouts of those that stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from shardmath.base.arrays import Bools
+from shardmath.base.errors import PlanError
+from shardmath.base.text import shorten_ranks
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.holdings import Windows
+from shardmath.layouts.layout import Layout, intern
+
+__all__ = ["Kept", "Staying", "find_held"]
+
+
+class _Shorter(NamedTuple):
+    """The mesh of those that stay, and the axes that are shorter in it; None where they are no mesh."""
+
+    mesh: Mesh | None
+    axes: frozenset[str]
+
+
+class Kept(NamedTuple):
+    """The windows that stay, and the place among them of each that was there."""
+
+    windows: Windows
+    places: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What stays where the ranks `left` are gone. Meshes and windows are looked at once each."""
+
+    left: frozenset[int]
+    _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)
+    _windows: dict[int, Kept] = field(default_factory=dict)
+
+    def keep(self, name: str, windows: Windows) -> Kept:
+        """The windows of the tensor of which some rank stays. Raises PlanError as `keep_layout` does."""
+        # The plan keeps its windows alive, so that their ids are theirs alone.
+        found = self._windows.get(id(windows))
+        if found is None:
+            found = self._windows[id(windows)] = self._keep(name, windows)
+        return found
+
+    def _keep(self, name: str, windows: Windows) -> Kept:
+        layouts: dict[int, Layout] = {}
+        for place, layout in enumerate(windows):
+            if not self.left.issuperset(layout.mesh.ranks):
+                layouts[place] = self.keep_layout(name, layout)
+        places = {before: now for now, before in enumerate(layouts)}
+        kept = windows.keep(layouts)
+        # What nobody leaves is the same object, as it was before.
+        return Kept(windows if kept == windows else kept, places)
+
+    def keep_layout(self, name: str, layout: Layout) -> Layout:
+        """The layout on the ranks that stay, at least one.
+
+        Raises PlanError, which names an element of tensor `name`, where they are not whole copies.
+        """
+        mesh = layout.mesh
+        if self.left.isdisjoint(mesh.ranks):
+            return layout
+        shorter = self._meshes.get(mesh)
+        if shorter is None:
+            shorter = self._meshes[mesh] = _shorten(mesh, self.left)
+        if shorter.mesh is None or not shorter.axes.issubset(layout.free_axes):
+            _raise_torn(name, layout, self.left)
+        return intern(layout.shape, layout.dtype, shorter.mesh, layout.dims, layout.partial)
+
+
+def _shorten(mesh: Mesh, left: Iterable[int]) -> _Shorter:
+    """The mesh without these ranks, of which it has some and not all."""
+    ranks = mesh.array()
+    stays: Bools = np.isin(ranks, list(left), invert=True)
+    coordinates = np.nonzero(stays)
+    kept = list(map(np.unique, coordinates))
+    sizes = dict(zip(mesh.shape, map(len, kept), strict=True))
+    shorter = frozenset(name for name, n in mesh.axes if sizes[name] < n)
+    grid = np.ix_(*kept)
+    if not stays[grid].all():
+        return _Shorter(None, shorter)
+    in_grid = ranks[grid].ravel()
+    return _Shorter(Mesh(sizes, ranks=in_grid.tolist()), shorter)
+
+
+def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
+    """Raise PlanError for an element of a copy of which only some ranks leave."""
+    fix = "let whole copies leave, or plan anew from layouts of those that stay"
+    mesh = layout.mesh
+    copy_of = mesh.coordinate(layout.free_axes).tolist()
+    copies: dict[int, list[int]] = {}
+    for rank, number in zip(mesh.ranks, copy_of, strict=True):
+        copies.setdefault(number, []).append(rank)
+    for ranks in copies.values():
+        gone = sorted(left.intersection(ranks))
+        stay = sorted(set(ranks) - left)
+        if gone and stay:
+            rank, element = find_held(layout, gone)
+            raise PlanError(
+                f"tensor {name!r}: rank {rank} leaves and holds {element} of {layout}, of "
+                f"whose copy ranks {shorten_ranks(stay)} stay; {fix}"
+            )
+    stay = sorted(set(mesh.ranks) - left)
+    raise PlanError(
+        f"tensor {name!r}: ranks {shorten_ranks(stay)} stay of {layout}, and are no mesh of its "
+        f"axes; let whole coordinates of an axis leave, or plan anew from layouts of those that stay"
+    )
+
+
+def find_held(layout: Layout, ranks: Sequence[int]) -> tuple[int, str]:
+    """The first of these ranks that holds an element, and its first one; the first rank where none does."""
+    for rank in ranks:
+        boxes = layout.boxes(rank)
+        if boxes:
+            _, spans = boxes[0]
+            element = tuple(start for start, _ in spans)
+            return rank, f"element {element}"
+    return ranks[0], "no element"

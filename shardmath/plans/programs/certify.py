@@ -1,0 +1,143 @@
+"""Certify: how near a program is to the fastest that any program could be.
+
+The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the
+program's own figure counts every byte of every round, one round after the other. A plan that is
+compiled as it is has a figure of its own, which is that of `as_planned`: its own senders, whatever
+the topology. Where the bound cannot know what a plan was free to choose (which addend of a Partial
+destination receives) it asks for nothing.
+
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> from shardmath.plans.plan import plan
+>>> from shardmath.plans.programs.scheduling import schedule
+>>> p = plan(Layout((1 << 20,), Mesh(tp=2), "(tp n)"), Layout((1 << 20,), Mesh(tp=2, ranks=(2, 3)), "(tp n)"))
+>>> print(certify(schedule(p, topology=Topology(ranks_per_node=1))))
+51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
+from shardmath.plans.adjoint import Transposed
+from shardmath.plans.demands import Demands, gather_lines
+from shardmath.plans.flows.blocks import Block
+from shardmath.plans.flows.bound import find_bound
+from shardmath.plans.flows.certificate import Certificate, Witness, make_certificate
+from shardmath.plans.flows.topology import Topology, checked
+from shardmath.plans.plan import Plan
+from shardmath.plans.programs.loads import estimate_seconds, sum_pairs, sum_round_loads
+from shardmath.plans.programs.program import Program
+from shardmath.plans.programs.scheduling import run_straight
+from shardmath.plans.uncovered import find_meeting
+
+__all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
+
+
+def certify(p: Plan | Program, topology: Topology | None = None) -> Certificate:
+    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who
+    forces the bound.
+
+    A program runs on its own topology, a plan on the one given, or its own. Raises PlanError for
+    anything else than what `plan` and `schedule` return, for a plan without a topology, since
+    nothing says where its nodes are, and for a program with another topology.
+    """
+    prog = find_running(p, topology)
+    loads = sum_round_loads(prog)
+    time = estimate_seconds(prog.topology, loads)
+    least = _find_least(prog.plan, prog.plan.lines, prog.topology)
+    return make_certificate(least, time)
+
+
+@memo(2)
+def _find_least(p: Plan, lines: Demands, where: Topology) -> tuple[float, Witness | None]:
+    """The bound of a plan with these lines; a plan is mostly certified beside its program."""
+    return find_bound(list_blocks(p), p.ranks, where)
+
+
+def crossing_bytes(p: Plan | Transposed | Program, topology: Topology | None = None) -> int:
+    """How many bytes cross from one node to another when the plan or program `p` runs.
+
+    A byte that crosses twice counts twice. `p` and `topology` are as in `certify`, errors too. An
+    adjoint has as many as its plan, in the other direction.
+    """
+    if isinstance(p, Transposed):
+        p = p.forward
+    prog = find_running(p, topology)
+    pairs = sum_pairs(prog)
+    crossing = pairs.nbytes[pairs.far]
+    return int(crossing.sum())
+
+
+def find_running(p: object, topology: Topology | None) -> Program:
+    """What runs when `p` is compiled. Raises PlanError as `certify` does."""
+    if isinstance(p, Plan):
+        if topology is None and p.topology is None:
+            what = f"nothing says which ranks of {p!r} share a node"
+            raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8)")
+        return run_straight(p, topology)
+    if not isinstance(p, Program):
+        what = "certify what plan(src, dst) or schedule(plan) returns"
+        raise PlanError(f"{p!r} is not a plan or a Program; {what}")
+    if topology is not None and checked(topology) != p.topology:
+        what = f"{p!r} was scheduled for {p.topology}, not for {topology}"
+        raise PlanError(f"{what}; schedule its plan for that")
+    return p
+
+
+def list_blocks(p: Plan) -> Iterator[Block]:
+    """What must be where, as the bound takes it: distinct elements, whoever sends them."""
+    # The bound counts what must move, and not whom a topology has the plan ask for it: near and
+    # far lines would part one set of receivers in two.
+    on = p.lines if p.topology is None else gather_lines(p.batches)
+    folded = _find_folded(p, on).tolist()
+    addend = on.addend.tolist()
+    nbytes = _count_bytes(p, on).tolist()
+    owners = on.blocks.owners().tolist()
+    for block, line in enumerate(owners):
+        if not nbytes[block]:
+            continue
+        held = on.held_by(line)
+        asked = on.asked_by(block)
+        amount = nbytes[block]
+        yield Block(held, asked, amount, addend[block], folded[block])
+
+
+def _find_folded(p: Plan, on: Demands) -> Ints:
+    """1 for each block with a batch that is folded, 0 for others."""
+    is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
+    by_batch = np.array(is_folded, np.int64)
+    by_row = by_batch[on.batch]
+    count = on.rows.sums(by_row)
+    return np.minimum(count, 1)
+
+
+def _count_bytes(p: Plan, on: Demands) -> Ints:
+    """The bytes of each block of the lines, without those of batches that are not counted."""
+    tensors = []
+    for number, batch in enumerate(p.batches):
+        count = len(batch.names) if _is_counted(p, number) else 0
+        tensors.append(count)
+    counted = np.array(tensors, np.int64)
+    nbytes = on.each * counted[on.batch]
+    return on.rows.sums(nbytes)
+
+
+def _is_counted(p: Plan, number: int) -> bool:
+    """Whether a batch's elements count: the ranks that receive them need them, and no others do.
+
+    What a destination's windows have in common counts for the first of them alone.
+    """
+    batch = p.batches[number]
+    if batch.template.reduction.chosen:
+        return False
+    if batch.target == 0:
+        return True
+    windows = p.dst[batch.names[0]]
+    common = find_meeting(windows, windows)
+    return all((i, batch.target) not in common for i in range(batch.target))

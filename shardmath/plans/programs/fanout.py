@@ -1,0 +1,395 @@
+"""Fan-out: who relays what, so that few bytes cross between nodes and no holder sends all copies.
+
+1. By node: each byte enters a node once, at one replica of it, a stripe each, and is spread there.
+2. Relays: where what holders send is the bottleneck, nodes of the destination relay a share to
+   other nodes. Only lines whose holders would send more than they must **shed** copies, evenly over
+   the line's blocks (`shardmath.plans.flows.shedding` says how much).
+3. All is decided by integers that every rank finds alike; the first leg's lines are cut by `flow`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+from shardmath.base.memo import memo
+from shardmath.plans.balance import make_grid, share_lines
+from shardmath.plans.demands import Demands
+from shardmath.plans.flows.shedding import find_least_sent, shed_to_target
+from shardmath.plans.plan import Plan
+from shardmath.plans.programs.legs import (
+    Bands,
+    Legs,
+    bundle,
+    count_straight,
+    list_nodes,
+    measure_bands,
+)
+from shardmath.plans.programs.streams import bundle_lines, list_straight
+from shardmath.plans.stretches import find_lines
+
+__all__ = ["find_legs"]
+
+
+def find_legs(
+    p: Plan, on: Demands, per_node: int, *, by_node: bool, relays: bool
+) -> Iterator[Legs]:
+    """The legs of one way to relay, by node and between nodes of `per_node` ranks.
+
+    Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
+    """
+    none = np.zeros(0, np.int64)
+    no_bands = Bands(*[none] * 10)
+    sharing = per_node if by_node else 1
+    bare = Legs(on, no_bands, sharing)
+    groups = _count_by_node(on, sharing)
+    shed = _choose_shed(on, groups) if relays else {}
+    if relays and not shed:
+        return
+    plots = _plot_blocks(on, groups, shed)
+    legs = replace(bare, bands=_make_bands(p, bare, groups, plots))
+    yield _cut_first_leg(p, legs, groups)
+
+
+@memo(2)
+def _count_by_node(on: Demands, sharing: int) -> list[list[int]]:
+    """For each block, how many of its receivers are in each of their nodes."""
+    groups: list[list[int]] = []
+    every = np.arange(len(on.holders))
+    receivers = on.blocks.sums(on.count)
+    for lines in bundle(every, receivers):
+        nodes = list_nodes(on, sharing, lines)
+        first = on.first[lines[0]]
+        end = on.first[lines[-1] + 1]
+        blocks = np.arange(first, end + 1)
+        begin = np.searchsorted(nodes.block, blocks)
+        sizes = nodes.size.tolist()
+        places = itertools.pairwise(begin.tolist())
+        groups += [sizes[i:k] for i, k in places]
+    return groups
+
+
+# How much is relayed between nodes
+
+
+def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
+    """For each block that sheds some, the bytes of its node copies that other nodes relay.
+
+    The target is what no rank can go below: what the fullest rank takes in, or what the fullest
+    holder sends if each byte leaves its holders once.
+    """
+    is_far = _find_far(on)
+    counts = list(map(len, groups))
+    copies = np.array(counts, np.int64) * is_far
+    is_sent = copies > 0
+    sent_bytes = on.nbytes * copies
+    once_bytes = on.nbytes * is_sent
+    sent = on.blocks.sums(sent_bytes).tolist()
+    once = on.blocks.sums(once_bytes).tolist()
+    held = [on.held_by(line) for line in range(len(sent))]
+    least_sent = find_least_sent(once, held)
+    most_taken_in = _find_most_taken_in(on, groups, is_far)
+    target = max(least_sent, most_taken_in)
+    by_line = shed_to_target(sent, once, held, target)
+    return _divide_among_blocks(on, copies.tolist(), by_line)
+
+
+def _find_far(on: Demands) -> Bools:
+    """The blocks whose copies may be relayed from node to node."""
+    is_far = on.blocks.spread(~on.near)
+    # Addends after the first are folded where they come, and cannot be relayed.
+    is_first: Bools = on.addend == 0
+    return is_far & is_first
+
+
+def _divide_among_blocks(on: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
+    """For each block that sheds some, its part of what its line is to shed."""
+    sizes = on.nbytes.tolist()
+    shed: dict[int, int] = {}
+    for line, nbytes in enumerate(by_line):
+        if not nbytes:
+            continue
+        first, end = on.first[line : line + 2].tolist()
+        can_shed = {}
+        for block in range(first, end):
+            if copies[block] > 1:
+                can_shed[block] = sizes[block]
+        shed |= _spread(can_shed, copies, nbytes)
+    return shed
+
+
+def _find_most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> int:
+    """The most bytes that a rank takes in from other nodes, each node taking every byte once.
+
+    Receivers of far lines have no holder on their node, so all of them are on the wire.
+    """
+    wanted: Counter[int] = Counter()
+    nodes: dict[int, list[int]] = {}
+    far_blocks = np.flatnonzero(is_far).tolist()
+    for block in far_blocks:
+        receivers = int(on.receivers[block])
+        wanted[receivers] += int(on.nbytes[block])
+        nodes[receivers] = groups[block]
+    # Exact, so that the target is the same in whatever order shares are summed.
+    load: defaultdict[int, Fraction] = defaultdict(Fraction)
+    for receivers, nbytes in wanted.items():
+        ranks = on.sets[receivers]
+        shares = _share_in_nodes(nbytes, nodes[receivers])
+        for rank, share in zip(ranks, shares, strict=True):
+            load[rank] += share
+    fullest = max(load.values(), default=0)
+    return math.ceil(fullest)
+
+
+def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
+    """What each rank takes in, a stripe each, in nodes of so many ranks.
+
+    Receivers are ascending, so those of one node follow each other.
+    """
+    shares = []
+    for size in sizes:
+        stripe = Fraction(nbytes, size)
+        shares += [stripe] * size
+    return shares
+
+
+def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
+    """The bytes shed of each block: evenly over large ones, or over all if those do not suffice."""
+    largest = max(sizes.values())
+    large = [block for block, size in sizes.items() if 16 * size >= largest]
+    for blocks in (large, sizes):
+        room = {}
+        for block in blocks:
+            relayed = copies[block] - 1
+            room[block] = relayed * sizes[block]
+        total = sum(room.values())
+        if total >= nbytes:
+            return {block: free * nbytes // total for block, free in room.items()}
+    return room
+
+
+# What goes straight, and to whom
+
+
+class _Part(NamedTuple):
+    """From byte `at` of a content on, it goes straight to `classes` classes of nodes, from `begin`
+    on."""
+
+    at: int
+    begin: int
+    classes: int
+
+
+class _Plot(NamedTuple):
+    """How nodes relay a content: in how many classes they are, and what goes straight to which."""
+
+    classes: int
+    parts: tuple[_Part, ...]
+
+
+def _plot_blocks(on: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
+    """How the nodes of each block relay its content; those of most relay nothing."""
+    all_straight = _Plot(1, (_Part(0, 0, 1),))
+    plots = [all_straight] * len(groups)
+    for block, nbytes in shed.items():
+        copies = len(groups[block])
+        size = int(on.nbytes[block])
+        straight_bytes = copies * size - nbytes
+        plots[block] = _plot(size, copies, straight_bytes)
+    return plots
+
+
+def _plot(size: int, nodes: int, straight: int) -> _Plot:
+    """Parts in which `straight` bytes of all copies of a content go straight.
+
+    All nodes get and relay the same. Classes are the fewest, of as many nodes each, of which one or
+    more can be served straight: in a class with a node less than others one node would relay twice
+    as much. Chunk c of the content goes straight to d classes of nodes, or d + 1, from class c on.
+    """
+    copies = nodes * size
+    options = (c for c in range(2, nodes + 1) if nodes % c == 0)
+    classes = next(c for c in options if c * straight >= copies)
+    # To serve a class straight takes `copies` / classes bytes, so `straight` bytes are enough for
+    # d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
+    d = classes * straight // copies
+    d = min(d, classes - 1)
+    missing = (d + 1) * copies - straight * classes
+    fewer = missing // (classes * nodes)
+    parts = []
+    for c in range(classes):
+        at = c * size // classes
+        end = (c + 1) * size // classes
+        middle = min(at + fewer, end)
+        if at < middle:
+            parts.append(_Part(at, c, d))
+        if middle < end:
+            parts.append(_Part(middle, c, d + 1))
+    return _Plot(classes, tuple(parts))
+
+
+# Bands
+
+
+class _Kind(NamedTuple):
+    """What the bands of a block depend on; `replicas` are the sizes of its nodes."""
+
+    size: int
+    replicas: frozenset[int]
+    plot: _Plot
+
+
+_Stripe: TypeAlias = tuple[int, int, int, int, int]
+
+
+def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
+    """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
+    first, stripes = _list_bands(legs, groups, plots)
+    wanted, begin, count, place, span = stripes.T
+    classes = [plot.classes for plot in plots]
+    where = make_grid(legs.lines, p.batches)
+    none = np.zeros(0, np.int64)
+    return Bands(
+        first=first,
+        classes=np.array(classes, np.int64),
+        at=where.snapped(Offsets(first).owners(), wanted),
+        begin=begin,
+        count=count,
+        place=place,
+        span=span,
+        start=none,
+        cut_first=none,
+        cuts=none,
+    )
+
+
+def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> tuple[Ints, Ints]:
+    """Where the bands of each block begin, and a row for each band, not yet snapped.
+
+    A row is (byte, first class, classes, place, span).
+    """
+    kinds, of_block = _number_kinds(legs, groups, plots)
+    stripes: list[_Stripe] = []
+    first = [0]
+    for kind in kinds:
+        stripes += _list_stripes(kind.size, kind.replicas, kind.plot.parts)
+        first.append(len(stripes))
+    table = np.array(stripes, np.int64)
+    bands = table.reshape(-1, 5)
+    begin = np.array(first, np.int64)
+    row, block = ranges(begin[of_block], begin[of_block + 1])
+    places = np.arange(len(of_block) + 1)
+    return np.searchsorted(block, places), bands[row]
+
+
+def _number_kinds(
+    legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
+) -> tuple[list[_Kind], Ints]:
+    """The kinds, of which most blocks share few, and the number of each block's."""
+    number: dict[_Kind, int] = {}
+    numbers = []
+    sizes = legs.lines.nbytes.tolist()
+    for size, nodes, plot in zip(sizes, groups, plots, strict=True):
+        replicas = frozenset(nodes or [1])
+        kind = _Kind(size, replicas, plot)
+        own = number.setdefault(kind, len(number))
+        numbers.append(own)
+    of_block = np.array(numbers, np.int64)
+    return list(number), of_block
+
+
+def _list_stripes(size: int, replicas: Set[int], parts: tuple[_Part, ...]) -> list[_Stripe]:
+    """The bands of a content, each part in stripes for nodes of so many replicas each.
+
+    A band is: byte, first class, classes, place, span.
+    """
+    ends = [part.at for part in parts[1:]]
+    ends.append(size)
+    stripes = []
+    for (at, begin, classes), end in zip(parts, ends, strict=True):
+        span = end - at
+        for place in _list_borders(span, replicas):
+            stripes.append((at + place, begin, classes, place, span))
+    return stripes
+
+
+def _list_borders(span: int, replicas: Set[int]) -> list[int]:
+    """Where stripes of so many bytes begin, in nodes of any of these sizes, ascending."""
+    # Bands begin at the stripes of nodes of every size, so that every stripe is whole bands.
+    places = set()
+    for count in replicas:
+        for j in range(count):
+            rounded_up = -(-j * span // count)
+            places.add(rounded_up)
+    return sorted(place for place in places if place < span)
+
+
+# The first leg among holders
+
+
+def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
+    """The same with the first leg's lines cut among their holders."""
+    lines = legs.lines
+    by_block = Offsets(legs.bands.first)
+    owners = by_block.owners()
+    copies = count_straight(legs.bands, owners, groups)
+    # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
+    sizes = measure_bands(lines, legs.bands)
+    straight = sizes * copies
+    sent = by_block.sums(straight)
+    length = lines.blocks.sums(sent)
+    start = lines.blocks.begin(sent)
+    cut_first, cuts = share_lines(lines, length.tolist())
+    bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
+    cut = replace(legs, bands=bands)
+    snapped = _snap_cuts(p, cut)
+    bands = replace(bands, cuts=snapped)
+    return replace(legs, bands=bands)
+
+
+def _snap_cuts(p: Plan, legs: Legs) -> Ints:
+    """The cuts at the last places not after them where contents may be cut."""
+    bands = legs.bands
+    cuts = bands.cuts.copy()
+    first = bands.cut_first[:-1]
+    last = bands.cut_first[1:] - 1
+    is_cut = (last - first > 1) & (cuts[last] > 0)
+    for lines in bundle_lines(legs, np.flatnonzero(is_cut)):
+        inner, line = ranges(first[lines] + 1, last[lines])
+        length = cuts[last[lines]]
+        # Lines laid end to end, so that one search serves all.
+        base = np.cumsum(length) - length
+        at = cuts[inner]
+        begin = base[line]
+        snapped = _snap_places(p, legs, lines, base, begin + at)
+        # A cut at the very end of a line is after the last byte of its items, and stays there.
+        is_end = at == length[line]
+        cuts[inner] = np.where(is_end, at, snapped - begin)
+    return cuts
+
+
+def _snap_places(p: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
+    """Places inside lines, of which `lines[i]` begins at place `base[i]`, snapped."""
+    to = list_straight(legs, lines)
+    numbers = find_lines(legs.lines, to.block)
+    line = np.searchsorted(lines, numbers)
+    begin_of_item = base[line] + to.place
+    item = np.searchsorted(begin_of_item, at, "right") - 1
+    block = to.block[item]
+    place = begin_of_item[item]
+    begin = to.begin[item]
+    size = to.size[item]
+    inside = np.minimum(at - place, size - 1)
+    content = begin + inside
+    where = make_grid(legs.lines, p.batches)
+    snapped = where.snapped(block, content)
+    # A row may begin before the item does.
+    into_item: Ints = np.maximum(snapped - begin, 0)
+    return place + into_item

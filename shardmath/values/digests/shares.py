@@ -1,0 +1,193 @@
+"""Shares: what each rank adds to the digest of a tensor, and that replicas are alike.
+
+1. A rank's shares are one number for each patch that it holds, computed from what it holds alone.
+2. Every holder of a patch has the same number, or its replica differs. So a patch counts once, and a
+   digest is the sum of its patches' numbers, whatever the patches are.
+3. The dtype and the shape are sealed in at the end, so that zeros of two shapes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardmath.base.errors import DigestError
+from shardmath.base.memo import memo
+from shardmath.base.text import show_ranks
+from shardmath.layouts.algebra.box import Box
+from shardmath.layouts.holdings import Windows
+from shardmath.plans.uncovered import first_unheld, holds_all
+from shardmath.values.digests.field import PRIME
+from shardmath.values.digests.patches import (
+    Holder,
+    Portion,
+    list_held,
+    list_patches,
+    list_portions,
+    narrow,
+)
+from shardmath.values.digests.weighing import NUMPY, Array, Library, weigh
+
+__all__ = [
+    "MAKE_ALIKE",
+    "Shares",
+    "Unlike",
+    "add_patches",
+    "check_digestible",
+    "counted_portions",
+    "find_unlike",
+    "label",
+    "list_shares",
+    "seal",
+    "show_box",
+    "weigh_boxes",
+    "word_unlike",
+]
+
+Shares = Mapping[int, Sequence[int]]
+"""The shares of each rank in the order of `list_portions`."""
+
+
+def label(name: str) -> str:
+    """How errors call a tensor."""
+    return f"tensor {name!r}" if name else "the tensor"
+
+
+def check_digestible(name: str, windows: Windows) -> None:
+    """Raise DigestError for a tensor of addends, and for one of which nobody holds some element."""
+    for layout in windows:
+        if layout.partial:
+            raise DigestError(
+                f"{label(name)} is Partial, and its addends have no content in common: {layout}; "
+                f"reduce it first, by a plan to a layout without Partial"
+            )
+    if not holds_all(windows):
+        raise DigestError(
+            f"{label(name)}: no rank holds element {first_unheld(windows)} under {windows[0]}; "
+            f"a digest is of a whole tensor, so cover it"
+        )
+
+
+def list_shares(
+    windows: Windows,
+    rank: int,
+    arrays: Mapping[int, Array],
+    seed: int,
+    library: Library = NUMPY,
+) -> list[int]:
+    """The rank's share of each patch that it holds, given its arrays by window."""
+    shares = []
+    for portion in list_portions(windows, rank):
+        array = arrays[portion.window]
+        shares.append(weigh(array, portion.runs, seed, library))
+    return shares
+
+
+class Unlike(NamedTuple):
+    """A patch of which two holders have different elements: those like the first, and those unlike it."""
+
+    patch: int
+    alike: tuple[Holder, ...]
+    others: tuple[Holder, ...]
+
+
+def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
+    """The first patch whose holders do not all have the same; None where replicas are alike."""
+    by_holder = _by_holder(windows, shares)
+    for number, patch in enumerate(list_patches(windows)):
+        first = by_holder[number, patch.holders[0]]
+        is_alike = [by_holder[number, holder] == first for holder in patch.holders]
+        if not all(is_alike):
+            pairs = list(zip(patch.holders, is_alike, strict=True))
+            alike = tuple(holder for holder, is_like in pairs if is_like)
+            others = tuple(holder for holder, is_like in pairs if not is_like)
+            return Unlike(number, alike, others)
+    return None
+
+
+def _by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int]:
+    """The shares by patch and holder."""
+    found = {}
+    for rank, of_rank in shares.items():
+        held = list_held(windows).get(rank, ())
+        for (patch, window), share in zip(held, of_rank, strict=True):
+            found[patch, Holder(window, rank)] = share
+    return found
+
+
+def add_patches(windows: Windows, shares: Shares) -> int:
+    """The sum of all patches, each by its first holder."""
+    by_holder = _by_holder(windows, shares)
+    total = 0
+    for number, patch in enumerate(list_patches(windows)):
+        total += by_holder[number, patch.holders[0]]
+    return total % PRIME
+
+
+def seal(windows: Windows, total: int) -> int:
+    """The digest of a tensor whose patches add up to `total`: 0 to 2^61 - 2."""
+    return (total + _draw_seal(windows[0].dtype, windows[0].shape)) % PRIME
+
+
+@memo()
+def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
+    """What stands for a dtype and a shape."""
+    from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
+
+    text = f"shardmath digest of {dtype}{list(shape)}"
+    drawn = sha256(text.encode()).digest()
+    return int.from_bytes(drawn, "little") % PRIME
+
+
+# Where something differs
+
+
+def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
+    """What the rank holds of the patches of which it is the first holder."""
+    patches = list_patches(windows)
+    own = []
+    for portion in list_portions(windows, rank):
+        if patches[portion.patch].holders[0] == Holder(portion.window, rank):
+            own.append(portion)
+    return tuple(own)
+
+
+def weigh_boxes(
+    portions: Sequence[Portion],
+    arrays: Mapping[int, Array],
+    boxes: Sequence[Box],
+    seed: int,
+    library: Library = NUMPY,
+) -> list[int]:
+    """What the portions have in each box."""
+    sums = []
+    for box in boxes:
+        total = 0
+        for portion in portions:
+            inside = narrow(portion, box)
+            total += weigh(arrays[portion.window], inside.runs, seed, library)
+        sums.append(total % PRIME)
+    return sums
+
+
+MAKE_ALIKE = "make replicas alike, or lay them out as addends by Partial"
+
+
+def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
+    """What to say of replicas that are not alike."""
+    here, there = ({holder.rank for holder in some} for some in (unlike.others, unlike.alike))
+    holds = "holds" if len(here) == 1 else "hold"
+    return (
+        f"{label(name)}: {show_ranks(here)} {holds} other bits in {show_box(box)} "
+        f"than {show_ranks(there)}; {fix}"
+    )
+
+
+def show_box(box: Box) -> str:
+    """The box as slices.
+
+    >>> show_box(((0, 4), (2, 3)))
+    '[0:4, 2:3]'
+    """
+    spans = [f"{lo}:{hi}" for lo, hi in box]
+    return f"[{', '.join(spans)}]"

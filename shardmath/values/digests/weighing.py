@@ -1,0 +1,279 @@
+"""The weighted sum of what is in an array, in one pass, exact.
+
+The sum over all elements of the product of their positions' weights (`field`) times their bits, modulo
+PRIME.
+
+1. An element is its **words**: 16 bits each, read as signed integers; 8 bits where it has no more. So
+   bits are what counts: -0.0 is not 0.0, and NaNs differ by their payloads.
+2. ROW words at a time are multiplied by weights and added up in float64, which is what matrix products
+   are fast in. A weight is cut in two, of 30 and 31 bits with their signs. Then no sum of 2^8 products
+   of 15 and 30 bits is beyond 2^53, up to which float64 is exact, in whichever order it is added.
+3. Sums of rows are few, and go on in integers.
+4. Blocks of the array are worked on that fit a core's caches, so that no memory of the array's size is
+   needed.
+
+>>> from shardmath.layouts.algebra.runs import identity
+>>> ones = np.ones(3, np.int8)
+>>> weigh(ones, (identity(3),)) == sum(weigh(ones[:1], (Runs(((0, i, 1),)),)) for i in range(3)) % PRIME
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.arrays import Ints
+from shardmath.base.memo import memo
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.values.digests.field import HALF, PRIME, Numbers, add_up, double, multiply, table
+from shardmath.values.digests.pieces import ROW, Part, Piece, list_pieces, weigh_part
+
+__all__ = ["NUMPY", "Array", "Library", "weigh"]
+
+WORDS = -1
+"""The number of the dimension whose positions are the words of an element."""
+
+WORD_BYTES = 2
+
+BLOCK = 1 << 18
+"""Words that are float64 at a time: 2 MB."""
+
+ROWS = 1 << 22
+"""Words whose rows' sums are kept before they are weighed: so many that a call of numpy is nothing."""
+
+FEW = 8
+"""Rows up to which they are multiplied element by element."""
+
+TOGETHER = 32
+"""Rows that numpy multiplies at a time: OpenBLAS starts its threads for more than 9,216 numbers, and on a
+machine that has other work they wait for each other longer than they work."""
+
+Array: TypeAlias = Any
+"""An array of numpy, or of a library that has its operators."""
+
+
+class Library(Protocol):
+    """What this needs of a library beyond operators, `shape`, `reshape`, `sum` and slices."""
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """How far apart elements lie along each axis, in any unit."""
+
+    def transpose(self, array: Array, order: Sequence[int]) -> Array:
+        """The axes in another order, without a copy."""
+
+    def words(self, array: Array) -> Array:
+        """The words of all elements in row-major order, in float64."""
+
+    def products(self, rows: Array, weights: Array) -> Array:
+        """The products of rows and weights, which float64 is exact for, in int64."""
+
+    def integers(self, array: Array) -> Array:
+        """The numbers in int64."""
+
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """Arrays of one axis end to end."""
+
+    def constant(self, array: NDArray[Any], like: Array) -> Array:
+        """An array of numpy as one of the library's, where `like` is."""
+
+
+class _Numpy:
+    """numpy itself."""
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        strides: tuple[int, ...] = array.strides
+        return strides
+
+    def transpose(self, array: Array, order: Sequence[int]) -> Array:
+        return array.transpose(order)
+
+    def words(self, array: Array) -> Array:
+        word = np.int8 if array.itemsize == 1 else np.int16
+        # A view as words needs elements that lie end to end.
+        whole = np.ascontiguousarray(array).reshape(-1)
+        return whole.view(word).astype(np.float64)
+
+    def products(self, rows: Array, weights: Array) -> Array:
+        even = len(rows) // TOGETHER * TOGETHER
+        groups = rows[:even].reshape(-1, TOGETHER, *rows.shape[1:])
+        sums = [(groups @ weights).reshape(-1), rows[even:] @ weights]
+        return self.integers(np.concatenate(sums))
+
+    def integers(self, array: Array) -> Array:
+        return array.astype(np.int64)
+
+    def join(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate(arrays)
+
+    def constant(self, array: NDArray[Any], like: Array) -> Array:
+        return array
+
+
+NUMPY: Library = _Numpy()
+
+
+def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
+    """The weighted sum of the elements that `runs` places, one Runs for each dimension of the array."""
+    if 0 in array.shape:
+        return 0
+    words = max(1, array.itemsize // WORD_BYTES)
+    order = _order_by_distance(array, library)
+    total = 0
+    for piece in list_pieces(runs, order, words):
+        total += _weigh_piece(array, piece, order, words, seed, library)
+    return total % PRIME
+
+
+def _order_by_distance(array: Array, library: Library) -> list[int]:
+    """The dimensions, those whose elements lie closest together first."""
+    strides = library.strides(array)
+    # A dimension of one element lies nowhere: it is taken last.
+    keys = [(array.shape[d] == 1, abs(stride), -d) for d, stride in enumerate(strides)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _weigh_piece(
+    array: Array, piece: Piece, order: list[int], words: int, seed: int, library: Library
+) -> int:
+    """The weighted sum of one piece of the array."""
+    outward = order[::-1]
+    axes = _list_axes(piece, outward)
+    lengths = [axis.length for axis in axes]
+    index = tuple(slice(part.start, part.stop) for part in piece)
+    # Axes are only cut in two here, of which no library makes a copy.
+    held = library.transpose(array[index], outward).reshape(lengths)
+    outer = _count_outer(lengths, words)
+    weights = [library.constant(_weigh_axis(seed, axis), held) for axis in axes[:outer]]
+    halves = [library.constant(half, held) for half in _weigh_row(seed, axes[outer:], words)]
+    return int(_sum_rows(held, weights, halves, library))
+
+
+class _Axis(NamedTuple):
+    """An axis of a piece: the part of a dimension, or the outer or inner axis of one that is cut in two."""
+
+    dimension: int
+    part: Part
+    number: int
+    length: int
+
+
+def _list_axes(piece: Piece, outward: Sequence[int]) -> tuple[_Axis, ...]:
+    """The axes of the piece, the dimensions in this order."""
+    axes = []
+    for d in outward:
+        part = piece[d]
+        block = 1 << part.inner
+        axes.append(_Axis(d, part, 0, part.size // block))
+        if part.inner:
+            axes.append(_Axis(d, part, 1, block))
+    return tuple(axes)
+
+
+def _count_outer(lengths: Sequence[int], words: int) -> int:
+    """How many axes are outside of rows: rows have ROW words or more, where there are as many."""
+    row = words
+    outer = len(lengths)
+    while outer and row < ROW:
+        outer -= 1
+        row *= lengths[outer]
+    return outer
+
+
+def _weigh_axis(seed: int, axis: _Axis) -> Ints:
+    return weigh_part(seed, axis.dimension, axis.part)[axis.number]
+
+
+@memo(256)
+def _weigh_row(
+    seed: int, axes: tuple[_Axis, ...], words: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The weights of a row's words, cut in two: the lower part, and the higher one, which counts 2^31."""
+    row = np.ones(1, np.int64)
+    factors = [_weigh_axis(seed, axis) for axis in axes]
+    factors.append(table(seed, WORDS, 0, (words - 1).bit_length()))
+    for factor in factors:
+        row = multiply(row[:, None], factor).ravel()
+    # Near 0 on both sides, which saves a bit of each part.
+    centered = row - PRIME * (row > PRIME // 2)
+    high = (centered + (1 << (HALF - 1))) >> HALF
+    low = centered - (high << HALF)
+    return low.astype(np.float64), high.astype(np.float64)
+
+
+def _sum_rows(
+    held: Array, weights: Sequence[Array], halves: Sequence[Array], library: Library
+) -> Numbers:
+    """The sum over the outer axes of their weights times the sums of rows."""
+    words = _count_words(held, len(weights), halves)
+    if not weights or words <= ROWS:
+        sums = _sum_words(held, len(weights), halves, library)
+        for factor in reversed(weights):
+            sums = add_up(multiply(sums, factor))
+        return sums
+    first, *rest = weights
+    if len(first) == 1:
+        inside = _sum_rows(held[0], rest, halves, library)
+        return int(first[0]) * int(inside) % PRIME
+    step = max(1, ROWS * len(first) // words)
+    total: Numbers = 0
+    for start in range(0, len(first), step):
+        some = slice(start, start + step)
+        total += int(_sum_rows(held[some], [first[some], *rest], halves, library))
+    return total % PRIME
+
+
+def _count_words(held: Array, outer: int, halves: Sequence[Array]) -> int:
+    """The words of an array of so many outer axes."""
+    rows: int = math.prod(held.shape[:outer])
+    return rows * len(halves[0])
+
+
+def _sum_words(held: Array, outer: int, halves: Sequence[Array], library: Library) -> Numbers:
+    """The sums of all rows, as the outer axes have them."""
+    length = len(halves[0])
+    lows = []
+    highs = []
+    for block in _list_blocks(held, outer, length):
+        rows = library.words(block).reshape(-1, length)
+        lows.append(_multiply_rows(rows, halves[0], library))
+        highs.append(_multiply_rows(rows, halves[1], library))
+    low = library.join(lows) % PRIME
+    high = library.join(highs) % PRIME
+    sums = (double(high, HALF) + low) % PRIME
+    return sums.reshape(held.shape[:outer])
+
+
+def _list_blocks(held: Array, outer: int, row: int) -> Iterator[Array]:
+    """The array in blocks of BLOCK words or less, or of a row, along its outer axes."""
+    size = math.prod(held.shape[:outer]) * row
+    if not outer or size <= BLOCK:
+        yield held
+        return
+    length = held.shape[0]
+    step = BLOCK * length // size
+    for start in range(0, length, max(1, step)):
+        if step > 1:
+            yield held[start : start + step]
+        else:
+            yield from _list_blocks(held[start], outer - 1, row)
+
+
+def _multiply_rows(rows: Array, weights: Array, library: Library) -> Numbers:
+    """The sums of rows of words times weights, in int64: at most 2^53 for each ROW words."""
+    total: Numbers = 0
+    begin = 0
+    if len(rows) < FEW:
+        # A product of matrices for each ROW words would take longer to call than to compute.
+        begin = len(weights) // ROW * ROW
+        products = rows[:, :begin] * weights[:begin]
+        sums = products.reshape(len(rows), -1, ROW).sum(-1)
+        total = library.integers(sums).sum(-1)
+    for start in range(begin, len(weights), ROW):
+        some = slice(start, start + ROW)
+        total = total + library.products(rows[:, some], weights[some])
+    return total

@@ -1,0 +1,44 @@
+"""Formats: weights as numbers of few bits, and scales that blocks of them share.
+
+In reading order:
+
+- `elements`: element types as numpy has them;
+- `casting`: numbers of one type as those of another;
+- `exponential`: exp, bit for bit the same in numpy and torch;
+- `floats`: numbers of 8 and 4 bits, to the bit;
+- `blocks`: what shares a scale, legal cuts, and slices of scales;
+- `windows`: parts of a tensor that cut blocks, and the largest magnitudes of blocks;
+- `scales`: how scales lie, which follows from how the tensor does;
+- `format`: what every format knows of itself;
+- `mxfp8`: blocks of 32 that share a power of two;
+- `fp8`: float32 scales per tile, per channel or per tensor;
+- `nvfp4`: blocks of 16 numbers of 4 bits;
+- `swizzle`: scales in tiles, as tensor cores read them;
+- `listing`: the table of formats.
+"""
+
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.format import Format, Part
+from shardmath.values.formats.fp8 import FP8, FP8Blocks
+from shardmath.values.formats.listing import Row, listing, show_listing
+from shardmath.values.formats.mxfp8 import MXFP8
+from shardmath.values.formats.nvfp4 import NVFP4
+from shardmath.values.formats.swizzle import flattened, swizzle, swizzle_runs, swizzled, unswizzle
+
+__all__ = [
+    "Blocks",
+    "FP8",
+    "FP8Blocks",
+    "Format",
+    "MXFP8",
+    "NVFP4",
+    "Part",
+    "Row",
+    "flattened",
+    "listing",
+    "show_listing",
+    "swizzle",
+    "swizzle_runs",
+    "swizzled",
+    "unswizzle",
+]

@@ -1,0 +1,109 @@
+"""Casting: numbers of one type as those of another, in numpy; the oracle of what backends do.
+
+1. Fractions are rounded to nearest, ties to even; what is too large becomes an infinity.
+2. float64 and integers go to types of 16 bits by way of float32, and are rounded twice, as torch does.
+3. Every NaN becomes the one quiet NaN without a sign. torch's own have other bits in the middle of a tensor than at its
+   end: 0xFFFF and 0x7FC0 of bfloat16, on AVX.
+4. Integers that do not fit keep their low bits. Fractions never become integers: what NaN and large ones would be
+   differs from machine to machine.
+5. float8 and smaller types need scales, and complex numbers have two parts: neither is cast.
+
+>>> cast_array(np.array([1.00390625, 1.01171875, np.inf], np.float32), "float32", "bfloat16")
+array([16256, 16258, 32640], dtype=uint16)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
+from shardmath.values.formats.elements import Array, numpy_type
+
+__all__ = ["NAN", "SHORT", "cast_array", "is_float", "refuse_cast"]
+
+EXACT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+"""Integers of so many bits are all numbers of the type."""
+
+NAN = {
+    "bfloat16": 0x7FC0,
+    "float16": 0x7E00,
+    "float32": 0x7FC0_0000,
+    "float64": 0x7FF8_0000_0000_0000,
+}
+"""The bits of NaN."""
+
+SHORT = ("bfloat16", "float16")
+
+
+def is_float(dtype: str) -> bool:
+    """Whether these are fractions that can be cast."""
+    return dtype in EXACT_BITS
+
+
+def refuse_cast(src: str, dst: str, lossy: bool) -> str:
+    """Why numbers of one type are not cast to the other, in words that follow the two; "" where they are."""
+    if src == dst:
+        return ""
+    for dtype in (src, dst):
+        if not _is_number(dtype):
+            return f"{dtype} has no cast; write a Custom, with scales if it needs them"
+    if is_float(src) and is_integer(dst):
+        return "what NaN and large numbers become differs between machines; write a Custom"
+    if lossy or _fits(src, dst):
+        return ""
+    return "values could be lost; pass lossy=True if that is meant"
+
+
+def _is_number(dtype: str) -> bool:
+    """Whether elements are one number each, which needs no scale."""
+    return is_float(dtype) or is_integer(dtype) or is_bool(dtype)
+
+
+def _fits(src: str, dst: str) -> bool:
+    """Whether one type has the numbers of the other; fractions are there to be rounded."""
+    if is_bool(src) or (is_float(src) and is_float(dst)):
+        return True
+    if is_bool(dst) or is_float(src):
+        return False
+    if is_float(dst):
+        return _value_bits(src) <= EXACT_BITS[dst]
+    negative = not src.startswith("u")
+    if negative and dst.startswith("u"):
+        return False
+    return _value_bits(src) <= _value_bits(dst)
+
+
+def _value_bits(dtype: str) -> int:
+    """Bits of an integer beside its sign."""
+    return 8 * ITEMSIZE[dtype] - (not dtype.startswith("u"))
+
+
+def cast_array(array: Array, src: str, dst: str) -> Array:
+    """Elements of the type `src` as those of `dst`; the array itself where the types are one."""
+    if src == dst:
+        return array
+    values = _widen(array) if src == "bfloat16" else array
+    with np.errstate(all="ignore"):
+        if dst in SHORT:
+            # numpy would round float64 to float16 once, torch rounds it twice.
+            values = values.astype(np.float32)
+        out = _round(values) if dst == "bfloat16" else values.astype(numpy_type(dst))
+    if not is_float(src) or not is_float(dst):
+        return out
+    words = out.view(f"uint{8 * ITEMSIZE[dst]}")
+    quiet = np.array(NAN[dst], words.dtype)
+    return np.where(np.isnan(values), quiet, words).view(numpy_type(dst))
+
+
+def _widen(words: Array) -> Array:
+    """bfloat16 as float32, of which it is the upper half."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _round(values: Array) -> Array:
+    """float32 as bfloat16: the upper half, one more where the lower half is beyond the middle, or odd at it."""
+    bits = values.view(np.uint32)
+    # A carry out of the fraction goes into the exponent, which is right, and infinite at the end.
+    odd = (bits >> 16) & 1
+    rounded = (bits + odd + 0x7FFF) >> 16
+    return rounded.astype(np.uint16)

@@ -1,0 +1,64 @@
+"""Exponential: exp in float64 by sums and products alone, which numpy and torch round alike on every machine.
+
+Both have an exp of their own, and several, by processor: their last bits differ. This one is right to 2^-51 where the
+result is a float32, so what is rounded to float32 is the nearest number but for one in millions.
+
+>>> float(np.float32(exp(np.array(1.0), power_of_two)))
+2.7182817459106445
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from shardmath.values.formats.elements import Array
+
+__all__ = ["exp", "power_of_two"]
+
+LIMIT = 200.0
+"""Beyond this the result is 0 or infinite in float32."""
+
+LOG2_E = 1 / math.log(2)
+LN2_HIGH = 6.93147180369123816490e-01
+LN2_LOW = 1.90821492927058770002e-10
+"""ln 2 as the sum of a number with many zeros, so that its multiples are exact, and the rest (fdlibm)."""
+
+TERMS = 13
+"""Of the series; what is left out is below 2^-57 of the sum."""
+
+
+class _Numbers(Protocol):
+    """What arrays of numpy and tensors of torch both are."""
+
+    def clip(self: _N, least: float, most: float, /) -> _N: ...
+    def round(self: _N) -> _N: ...
+    def __mul__(self: _N, other: float | _N, /) -> _N: ...
+    def __add__(self: _N, other: float, /) -> _N: ...
+    def __sub__(self: _N, other: _N, /) -> _N: ...
+
+
+_N = TypeVar("_N", bound=_Numbers)
+
+
+def exp(x: _N, power: Callable[[_N], _N]) -> _N:
+    """e^x of float64; `power` gives 2^k of integers k in float64."""
+    near = x.clip(-LIMIT, LIMIT)
+    # e^x = 2^k e^rest, where rest is so small that the series ends soon.
+    k = (near * LOG2_E).round()
+    rest = near - k * LN2_HIGH - k * LN2_LOW
+    # A constant of the same shape and device, whatever these arrays are; NaN stays NaN.
+    total = rest * 0.0 + 1 / math.factorial(TERMS)
+    for n in reversed(range(TERMS)):
+        total = total * rest + 1 / math.factorial(n)
+    return total * power(k)
+
+
+def power_of_two(k: Array) -> Array:
+    """2^k of integers in float64, by their bits."""
+    with np.errstate(invalid="ignore"):  # NaN, whose result is NaN whatever this is
+        exponents = k.astype(np.int64) + 1023
+    return np.asarray(exponents << 52).view(np.float64)

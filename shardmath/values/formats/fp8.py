@@ -1,0 +1,185 @@
+"""FP8: numbers of 8 bits with float32 scales, per tile, per channel or per tensor.
+
+1. A scale is what data are multiplied with (`weight_scale_inv` of DeepSeek's checkpoints, `weight_scale` of vLLM's):
+   amax / 448 in float32. Data are x / scale in float32, rounded to nearest, ties to even, saturated.
+2. `power_of_two` (TransformerEngine's default for tiles): 448 / amax is rounded down to a power of two, and the scale
+   is 1 over that. Free scales or not, what was dequantised is unchanged when it is quantised once more.
+3. **Zero blocks**, and those with an **Inf**, have scale 1, as TransformerEngine's. Other scales are 2^-126 or more, so
+   **tiny blocks** (amax below 448 times that) keep multiples of 2^-135, and nothing is divided by a subnormal number.
+4. **NaN** does not count for the amax and becomes NaN; Inf becomes the largest number.
+5. The block of a channel or a tensor is as large as that. Its scale is on every rank, however it is cut, and belongs to
+   every slice; but quantising a part needs the amax of all of it.
+
+>>> import numpy as np
+>>> data, scales = FP8Blocks((1, 128)).quantise(np.full((1, 256), 896, np.float32))
+>>> data[0, 0], scales
+(np.uint8(126), array([[2., 2.]], dtype=float32))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.base.errors import FormatError
+from shardmath.base.text import shown
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.floats import Float, Floats
+from shardmath.values.formats.format import Array, Format, Part, read_choice, read_flag
+from shardmath.values.formats.mxfp8 import ELEMENTS
+from shardmath.values.formats.windows import Window
+
+__all__ = ["FP8", "FP8Blocks", "divide_amax", "read_amax"]
+
+LEAST = np.float32(2**-126)
+"""The smallest scale: the smallest float32 with all its bits."""
+GREATEST = np.float32(2**126)
+"""1 over that."""
+
+GRANULARITIES = {"tensor": Blocks((), others=None), "channel": Blocks((None,))}
+
+
+class _Scaled(Format):
+    """Formats whose scales are float32."""
+
+    __slots__ = ()
+
+    data: str
+    power_of_two: bool
+
+    @property
+    def element(self) -> Float:
+        """E4M3 or E5M2."""
+        return ELEMENTS[self.data]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Data as uint8, and float32 scales."""
+        return (
+            Part("data", self.element.dtype, "uint8", Blocks(())),
+            Part("scales", "float32", "float32", self.blocks),
+        )
+
+    def _make_scales(self, amax: Floats) -> Floats:
+        divide = _divide_roundly if self.power_of_two else divide_amax
+        most = np.float32(self.element.most)
+        scales: Floats = divide(amax, most)
+        scales[amax == 0] = 1
+        scales[np.isinf(amax)] = 1
+        return scales
+
+    def _scale_down(self, values: Floats, scales: Array) -> Floats:
+        quotients = np.empty_like(values)
+        np.divide(values, scales, out=quotients)
+        return quotients
+
+    def _read_scales(self, scales: Array) -> Floats:
+        return scales
+
+    def _check(self) -> None:
+        """Make the fields plain. Raises FormatError."""
+        read_choice(self, "data", tuple(ELEMENTS))
+        read_flag(self, "power_of_two")
+
+
+def divide_amax(amax: Floats, most: np.float32) -> Floats:
+    """The scales by which the largest magnitudes become the largest number."""
+    scales: Floats = np.maximum(amax / most, LEAST)
+    return scales
+
+
+def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
+    """The same, where 1 over the scale is rounded down to a power of two."""
+    inverse: Floats = np.minimum(most / amax, GREATEST)
+    # The fraction is cut off; 1 over 2^k has the exponent's field 254 - field.
+    power = inverse.view(np.uint32) & 0x7F80_0000
+    bits = np.uint32(254 << 23) - power
+    scales: Floats = bits.view(np.float32)
+    return scales
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Blocks(_Scaled):
+    """A float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
+
+    The last tile of a dimension may be shorter. Raises FormatError for no tile, for sizes below 1, and other arguments.
+    """
+
+    block: tuple[int, ...] = (128, 128)
+    power_of_two: bool = False
+    data: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        self._check()
+        sizes = Blocks(self.block).sizes
+        if not sizes or None in sizes:
+            raise FormatError(
+                f"FP8Blocks({shown(self.block)}): give a size per dimension of a tile"
+            )
+        object.__setattr__(self, "block", sizes)
+
+    @property
+    def name(self) -> str:
+        """The format, its elements and its scales."""
+        kind = " powers of two" if self.power_of_two else ""
+        return f"FP8 {self.data} per {self.blocks}{kind}"
+
+    @property
+    def blocks(self) -> Blocks:
+        """The tile."""
+        return Blocks(self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8(_Scaled):
+    """A float32 scale per "tensor", or per "channel": one for all of the last dimension.
+
+    `tensor_amax` is the largest magnitude of the whole tensor where everybody knows it, as of calibrated activations;
+    then every part can be quantised alone. Raises FormatError for other arguments, and for an amax per channel.
+    """
+
+    per: str = "tensor"
+    power_of_two: bool = False
+    data: str = "e4m3"
+    tensor_amax: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check()
+        read_choice(self, "per", tuple(GRANULARITIES))
+        object.__setattr__(self, "tensor_amax", read_amax(self.tensor_amax))
+        if self.per == "channel" and self.tensor_amax is not None:
+            what = f"FP8(per='channel', tensor_amax={self.tensor_amax})"
+            raise FormatError(f"{what}: channels have amaxes of their own; leave it out")
+
+    @property
+    def name(self) -> str:
+        """The format, its elements and its scales."""
+        kind = " powers of two" if self.power_of_two else ""
+        known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
+        return f"FP8 {self.data} per {self.per}{kind}{known}"
+
+    @property
+    def blocks(self) -> Blocks:
+        """All positions, or all of the last dimension."""
+        return GRANULARITIES[self.per]
+
+    def _find_amax(self, values: Floats, window: Window) -> Floats:
+        if self.tensor_amax is not None:
+            return np.full(window.count, self.tensor_amax, np.float32)
+        # Named, because super() finds no class where slots made it anew.
+        return Format._find_amax(self, values, window)
+
+
+def read_amax(given: object) -> float | None:
+    """A largest magnitude as float32 has it. Raises FormatError for what is none."""
+    if given is None:
+        return None
+    try:
+        with np.errstate(over="ignore"):
+            number = float(np.float32(given))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < np.inf or isinstance(given, str | bool):
+        raise FormatError(f"tensor_amax={shown(given)}: give a finite number >= 0 of float32")
+    return number

@@ -1,0 +1,132 @@
+"""MXFP8: blocks of 32 numbers of 8 bits that share a power of two.
+
+1. `rceil` is TransformerEngine's rule: the scale is amax / 448, computed in float32 and rounded up to a power of two,
+   so that nothing saturates. `floor` is OCP's (MX 1.0, 6.3): 2^(floor(log2 amax) - 8), where numbers of the last eighth
+   of a binade saturate. Of E5M2 these are 57344 and 15.
+2. **Zero and tiny blocks** (amax up to 2^-127 times 448) have byte 0, which is 2^-127 and no zero; their data are exact
+   multiples of it. Zeros keep their signs.
+3. By `rceil` **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes
+   the largest number, and the block's byte is 254, where all finite numbers become 0; the product is infinite again.
+   By `floor` a block with either has byte 255, which is NaN, and so are all of its data (torchao main 050515e8).
+4. Data are x times 2^(127 - b), which is exact, rounded to nearest, ties to even, saturated.
+5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).
+
+>>> import numpy as np
+>>> data, scales = MXFP8().quantise(np.full((1, 32), 450, np.float32))
+>>> data[0, :2], scales
+(array([118, 118], dtype=uint8), array([[128]], dtype=uint8))
+>>> MXFP8(rounding="floor").quantise(np.full((1, 32), 450, np.float32))[1]
+array([[127]], dtype=uint8)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.base.arguments import as_integer
+from shardmath.base.errors import FormatError
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.floats import E4M3, E5M2, Codes, Float, Floats, decode_e8m0
+from shardmath.values.formats.format import Array, Format, Part, read_choice
+
+__all__ = ["MXFP8", "round_down", "round_up"]
+
+BLOCK = 32
+ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
+MOST = 254
+"""The largest byte that is a number."""
+NAN = 255
+"""The byte that is none, and the exponent of infinities."""
+SUBNORMAL = 0x40_0000
+"""The fraction of 2^-127, as float32 has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8(Format):
+    """Data "e4m3" or "e5m2", scales E8M0 by "rceil" or "floor", blocks of 32 along `axis` -1 or -2.
+
+    Raises FormatError for anything else.
+    """
+
+    data: str = "e4m3"
+    rounding: str = "rceil"
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        read_choice(self, "data", tuple(ELEMENTS))
+        read_choice(self, "rounding", ("rceil", "floor"))
+        axis = as_integer(self.axis, "the axis of MXFP8", FormatError)
+        if axis not in (-1, -2):
+            fix = "blocks lie along the last dimension (-1) or the last but one (-2)"
+            raise FormatError(f"MXFP8 has axis {axis}; {fix}")
+        object.__setattr__(self, "axis", axis)
+
+    @property
+    def name(self) -> str:
+        """The format, its elements, its rule and its direction."""
+        along = "rowwise" if self.axis == -1 else "columnwise"
+        return f"MXFP8 {self.data} {self.rounding} {along}"
+
+    @property
+    def element(self) -> Float:
+        """E4M3 or E5M2."""
+        return ELEMENTS[self.data]
+
+    @property
+    def blocks(self) -> Blocks:
+        """32 in a row, or 32 rows of one column."""
+        if self.axis == -1:
+            return Blocks((BLOCK,))
+        return Blocks((BLOCK, 1))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Data and scales, both uint8."""
+        return (
+            Part("data", self.element.dtype, "uint8", Blocks(())),
+            Part("scales", "float8_e8m0fnu", "uint8", self.blocks),
+        )
+
+    @property
+    def nan_magnitude(self) -> float:
+        """Infinite by "floor", where a block with NaN is one with an infinity."""
+        return 0 if self.rounding == "rceil" else np.inf
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """As TransformerEngine allocates scales, so that they fill tiles."""
+        return (128, 4) if self.axis == -1 else (4, 128)
+
+    def _make_scales(self, amax: Floats) -> Codes:
+        rule = round_up if self.rounding == "rceil" else round_down
+        return rule(self.element, amax)
+
+    def _scale_down(self, values: Floats, scales: Array) -> Floats:
+        # 2^(127 - b) is the number of byte 254 - b. Byte 255 is NaN, and 254 - 255 is 255 again.
+        return values * decode_e8m0(MOST - scales)
+
+    def _read_scales(self, scales: Array) -> Floats:
+        return decode_e8m0(scales)
+
+
+def round_up(element: Float, amax: Floats) -> Codes:
+    """TransformerEngine's bytes (`float_to_e8m0`): amax / most in float32, rounded up to a power of two."""
+    inverse = np.float32(1) / np.float32(element.most)
+    bits = (amax * inverse).view(np.uint32)
+    field = bits >> 23
+    fraction = bits & 0x7F_FFFF
+    # Among subnormals 2^-127 is the one power of two that a byte has, and all below it are rounded up to it.
+    is_above = np.where(field == 0, fraction > SUBNORMAL, fraction > 0)
+    codes: Codes = np.minimum(field + is_above, MOST).astype(np.uint8)
+    return codes
+
+
+def round_down(element: Float, amax: Floats) -> Codes:
+    """OCP's bytes: the exponent of amax less that of the largest number; 255 of infinities."""
+    bits = amax.view(np.uint32)
+    field = (bits >> 23).astype(np.int32)
+    codes = np.maximum(field - element.exponent, 0)
+    codes[field == NAN] = NAN
+    return codes.astype(np.uint8)

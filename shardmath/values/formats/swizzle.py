@@ -1,0 +1,168 @@
+"""Swizzle: scales as tensor cores read them, which is a permutation with padding, and so a layout.
+
+1. Scales of rows and columns are padded with zeros to multiples of 128 and 4. Each tile of 128 x 4 is 512 consecutive
+   bytes, in which row r is before row r + 32: the scale of (r, c) is at
+   `((r // 128) T + c // 4) 512 + (r % 32) 16 + (r % 128) // 32 * 4 + c % 4`, of T tiles side by side.
+2. That mixes rows with columns, and a layout is a product over dimensions. So it is a layout of the scales **in a
+   row**: of one dimension, whose positions are those of the compact array, row by row.
+3. `flattened` and `swizzled` give, for a layout of scales, what each rank has under it: in a row as it is, and
+   swizzled by the rank on its own, as kernels want it. A plan from one to the other is like any plan. Arrays take part
+   as `array.reshape(-1)`, which copies nothing.
+4. A shard of swizzled storage, as of a flat buffer, is a layout whose stored positions are `swizzle_runs`.
+
+>>> scales = np.arange(256, dtype=np.uint8).reshape(64, 4)
+>>> storage = swizzle(scales)
+>>> len(storage), storage[:12].tolist()
+(512, [0, 1, 2, 3, 128, 129, 130, 131, 0, 0, 0, 0])
+>>> np.array_equal(unswizzle(storage, (64, 4)), scales)
+True
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> rows = Layout((64, 4), Mesh(tp=32), "(tp n) k", dtype="uint8")
+>>> print(flattened(rows).runs(1)[0], flattened(rows))
+[8:16] uint8[256] (tp n) on tp=32
+>>> print(swizzled(rows).local_shape(0), str(swizzled(rows).runs(1)[0])[:20])
+(512,) [8:12 -12 12:16 -492
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import FormatError
+from shardmath.base.text import plural
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.algebra.stages import list_coordinates
+from shardmath.layouts.fitting import fit
+from shardmath.layouts.layout import Layout, intern
+
+__all__ = ["flattened", "swizzle", "swizzle_runs", "swizzled", "unswizzle"]
+
+Array: TypeAlias = NDArray[Any]
+
+ROWS = 128
+COLUMNS = 4
+LANES = 32
+"""Rows of a tile that lie under each other in storage, 16 bytes apart."""
+GROUPS = ROWS // LANES
+"""Rows of a tile that lie next to each other."""
+
+
+def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Tiles one below the other and side by side. Raises FormatError unless scales have rows and columns."""
+    if len(shape) != 2:
+        what = f"scales of shape {tuple(shape)} have {plural(shape, 'dimension')}"
+        raise FormatError(f"{what}; tiles are of rows and columns: reshape them to two")
+    rows, columns = shape
+    return -(-rows // ROWS), -(-columns // COLUMNS)
+
+
+def swizzle(scales: Array) -> Array:
+    """Rows and columns of scales as tiles in a row, zeros where there are none: 512 elements per tile.
+
+    Raises FormatError for another number of dimensions.
+    """
+    down, across = _count_tiles(scales.shape)
+    rows, columns = scales.shape
+    padded = np.zeros((down * ROWS, across * COLUMNS), scales.dtype)
+    padded[:rows, :columns] = scales
+    # A row has three digits and a column two; in storage they are in another order.
+    digits = padded.reshape(down, GROUPS, LANES, across, COLUMNS)
+    tiles = digits.transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(-1)
+
+
+def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
+    """The scales of that shape, without padding. Raises FormatError for storage of another size."""
+    down, across = _count_tiles(shape)
+    size = down * across * ROWS * COLUMNS
+    if storage.shape != (size,):
+        what = f"storage has shape {storage.shape}, scales {tuple(shape)} fill ({size},)"
+        raise FormatError(f"{what}; pass all of it in a row")
+    tiles = storage.reshape(down, across, LANES, GROUPS, COLUMNS)
+    digits = tiles.transpose(0, 3, 2, 1, 4)
+    padded = digits.reshape(down * ROWS, across * COLUMNS)
+    rows, columns = shape
+    return padded[:rows, :columns].copy()
+
+
+# As layouts
+
+
+def swizzle_runs(shape: tuple[int, int]) -> Runs:
+    """Where each element of swizzled storage is in the scales, row by row: `stored={0: ...}` of a layout."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return _join(_swizzle_numbers(numbers))
+
+
+def flattened(layout: Layout) -> Layout:
+    """What each rank has under the layout, its array in a row; of any tensor, as one dimension.
+
+    Raises FormatError for a Partial layout.
+    """
+    return _rearrange(layout, np.ravel)
+
+
+def swizzled(layout: Layout) -> Layout:
+    """The same, where each rank swizzles the array of scales that it has.
+
+    Raises FormatError for a Partial layout, and for a tensor without rows and columns.
+    """
+    _count_tiles(layout.shape)
+    return _rearrange(layout, _swizzle_numbers)
+
+
+def _swizzle_numbers(numbers: Ints) -> Ints:
+    """The numbers swizzled, -1 in padding."""
+    # Padding is 0, which is a number of its own here.
+    return swizzle(numbers + 1) - 1
+
+
+def _rearrange(layout: Layout, arrange: Callable[[Ints], Ints]) -> Layout:
+    """The layout of one dimension under which a rank has what it has, arranged so."""
+    if layout.partial:
+        raise FormatError(f"{layout} is Partial; reduce it before it is put in a row")
+    axes: dict[str, int] = {}
+    for dim in layout.dims:
+        axes.update(dim.axes)
+    held = []
+    for coords in list_coordinates(axes):
+        numbers = _number(layout, coords)
+        held.append(_join(arrange(numbers)))
+    size = math.prod(layout.shape)
+    dimension: Dimension = fit(size, axes, held)
+    return intern((size,), layout.dtype, layout.mesh, (dimension,), ())
+
+
+def _number(layout: Layout, coords: dict[str, int]) -> Ints:
+    """The number in the whole tensor, row by row, of each element at these coordinates; -1 in holes."""
+    numbers = np.zeros((), np.int64)
+    for dim in layout.dims:
+        positions = dim.runs(coords).indices()
+        outer = numbers[..., None]
+        is_held = (outer >= 0) & (positions >= 0)
+        numbers = np.where(is_held, outer * dim.size + positions, -1)
+    return numbers
+
+
+def _join(numbers: Ints) -> Runs:
+    """The numbers as runs, where -1 is a hole."""
+    count = len(numbers)
+    is_first = np.ones(count, np.bool_)
+    is_first[1:] = np.diff(numbers) != 1
+    # From -1 to 0 is a step of 1, too.
+    is_first[1:] |= numbers[:-1] < 0
+    starts = np.flatnonzero(is_first)
+    table = np.empty((len(starts), 3), np.int64)
+    table[:, 0] = starts
+    table[:, 1] = numbers[starts]
+    table[:, 2] = np.diff(starts, append=count)
+    held = table[table[:, 1] >= 0]
+    segments = map(tuple, held.tolist())
+    return Runs.canonical(tuple(segments), count)

@@ -1,0 +1,149 @@
+"""Choosing: which transform a tensor has, by its name.
+
+1. A pattern is a kind of layer or a glob, as in `shardmath.rules`, or the whole name. The first that matches counts.
+2. A tensor that has a transform takes its companions with it: they have none of their own.
+3. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
+
+>>> from shardmath.values.transforms.pointwise import Cast
+>>> sorted(choose({"*.bias": Cast("float32"), "row": Cast("bfloat16")}, ["fc2.weight", "fc1.weight", "fc1.bias"]))
+['fc1.bias', 'fc2.weight']
+>>> choose({"fc3.weight": Cast("bfloat16")}, ["fc2.weight", "fc1.weight"])
+Traceback (most recent call last):
+shardmath.PlanError: rule 'fc3.weight' matches none of the 2 tensors (fc2.weight, fc1.weight); \
+did you mean 'fc2.weight'? \
+a pattern is a kind (column, row, vocab, replicate) or a glob on the whole name (*.q_proj.weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shardmath.base.arguments import mapping, text
+from shardmath.base.errors import PlanError
+from shardmath.base.text import plural, shown
+from shardmath.layouts.holdings import LayoutOrWindows
+from shardmath.layouts.styles import KINDS, fits
+from shardmath.plans.groups import Side, check_names, key_by_name
+from shardmath.values.transforms.components import End, Transform, list_companions
+from shardmath.values.transforms.wires import Held
+
+__all__ = ["Paired", "choose", "pair"]
+
+
+class Paired(NamedTuple):
+    """Each tensor with its companions at both ends, and the transforms of those that have one."""
+
+    src: Mapping[str, Held]
+    dst: Mapping[str, Held]
+    chosen: Mapping[str, Transform]
+
+
+def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
+    """The tensors of two sides, by the rules that take them.
+
+    Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that one side alone has.
+    """
+    here, there = key_by_name(src, dst)
+    chosen = choose(rules, list(here))
+    beside: set[str] = set()
+    for name, transform in chosen.items():
+        companions = list_companions(transform, "source")
+        beside.update(name + companion.suffix for companion in companions)
+    own = {name: transform for name, transform in chosen.items() if name not in beside}
+    sent = _gather(here, own, "source")
+    received = _gather(there, own, "destination")
+    check_names(sent, received)
+    return Paired(sent, received, own)
+
+
+def _gather(
+    side: Mapping[str, LayoutOrWindows], chosen: Mapping[str, Transform], end: End
+) -> dict[str, Held]:
+    """The tensors of a side, each with its companions."""
+    beside = {}
+    taken: set[str] = set()
+    for name, transform in chosen.items():
+        beside[name] = _find_beside(side, name, transform, end)
+        twice = taken.intersection(beside[name])
+        if twice:
+            what = f"{min(twice)!r} lies beside {name!r} and another tensor at the {end}"
+            raise PlanError(f"{what}; give scales other suffixes")
+        taken.update(beside[name])
+    gathered = {}
+    for name, held in side.items():
+        if name not in taken:
+            gathered[name] = (held, *beside.get(name, {}).values())
+    return gathered
+
+
+def _find_beside(
+    side: Mapping[str, LayoutOrWindows], name: str, transform: Transform, end: End
+) -> dict[str, LayoutOrWindows]:
+    """The companions of a tensor. Raises PlanError for one that is missing."""
+    found = {}
+    for companion in list_companions(transform, end):
+        own = name + companion.suffix
+        if own not in side:
+            what = f"the {end} holds no {own!r} beside {name!r}"
+            raise PlanError(f"{what}, and {transform} says that it does; give its layout")
+        if own in found:
+            raise PlanError(f"{transform} has {own!r} twice beside {name!r}; give other suffixes")
+        found[own] = side[own]
+    return found
+
+
+def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
+    """The transforms of the tensors that a rule takes. Raises PlanError for a rule that is none, or idle."""
+    read = _read_rules(rules)
+    chosen = {}
+    used = set()
+    for name in names:
+        pattern = _find_first(read, name)
+        if pattern is not None:
+            used.add(pattern)
+            chosen[name] = read[pattern]
+    for pattern in read:
+        if pattern not in used and pattern != "*":
+            raise PlanError(_word_idle(pattern, names))
+    return chosen
+
+
+def _read_rules(rules: object) -> dict[str, Transform]:
+    """The rules under plain names. Raises PlanError for what is no transform."""
+    read = {}
+    given = mapping(rules, "rules are ", "name pattern to transform", PlanError)
+    for key, transform in given.items():
+        pattern = text(key, "the pattern of a rule", PlanError)
+        if not isinstance(transform, Transform) or isinstance(transform, type):
+            fix = "give a value such as transforms.Cast('bfloat16')"
+            raise PlanError(f"rule {pattern!r} has {shown(transform)}, no transform; {fix}")
+        read[pattern] = transform
+    return read
+
+
+def _find_first(patterns: Iterable[str], name: str) -> str | None:
+    for pattern in patterns:
+        if pattern == name or fits(pattern, name):
+            return pattern
+    return None
+
+
+def _word_idle(pattern: str, names: Sequence[str]) -> str:
+    """Why no tensor falls to the rule."""
+    from difflib import get_close_matches  # 3 ms that only a mistake should cost
+
+    for name in names:
+        if pattern == name or fits(pattern, name):
+            what = (
+                f"rule {pattern!r} is idle: an earlier rule takes {name!r} and all else it matches"
+            )
+            return f"{what}; move it before that rule, or remove it"
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    near = get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({some})"
+    kinds = ", ".join(KINDS)
+    return (
+        f"{what}; {hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
+    )

@@ -1,0 +1,61 @@
+"""Packing: what a rank holds of a tensor, without holes and in ascending order of the tensor's positions.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> layout = Layout((4,), Mesh(tp=2), "(tp n)=<2:4 -1 0:2 -1>")
+>>> local = np.array([2, 3, -1])
+>>> pack(layout, 0, local), pack(layout, 1, np.array([0, 1, -1]))
+(array([2, 3]), array([0, 1]))
+>>> unpack(layout, 0, np.array([7, 8]), local)
+>>> local
+array([ 7,  8, -1])
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.layout import Layout
+from shardmath.values.formats.elements import Array
+
+__all__ = ["Cells", "find_cells", "pack", "unpack"]
+
+Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
+"""Local positions of each dimension: a slice where it has one stretch, else each of them."""
+
+
+def find_cells(layout: Layout, rank: int) -> Cells:
+    """Where the rank has the tensor's positions, in their ascending order."""
+    return tuple(map(_find_positions, layout.runs(rank)))
+
+
+def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
+    segments = sorted(runs.segments, key=lambda segment: segment[1])
+    if not segments:
+        return slice(0, 0)
+    if len(segments) == 1:
+        lo, _, n = segments[0]
+        return slice(lo, lo + n)
+    return np.concatenate([np.arange(lo, lo + n) for lo, _, n in segments])
+
+
+def pack(layout: Layout, rank: int, local: Array) -> Array:
+    """The positions that the rank holds: a view where they lie so already."""
+    packed: Array = local[_index(find_cells(layout, rank), local.shape)]
+    return packed
+
+
+def unpack(layout: Layout, rank: int, packed: Array, out: Array) -> None:
+    """The same back into a local array, whose other cells stay as they are."""
+    out[_index(find_cells(layout, rank), out.shape)] = packed
+
+
+def _index(cells: Cells, shape: tuple[int, ...]) -> Any:
+    """The index of all combinations of these positions."""
+    if all(isinstance(own, slice) for own in cells):
+        return (*cells, ...)  # the dots keep an array where there is no dimension
+    each = [np.arange(n)[own] for own, n in zip(cells, shape, strict=True)]
+    return np.ix_(*each)

@@ -1,0 +1,120 @@
+"""Pointwise: functions of each number, done at the source or at the destination.
+
+1. `Cast` means: each number is rounded to `dtype` first, and then becomes one of the destination's dtype. So source and
+   destination may both be float32, and what is between them bfloat16.
+2. At the source, numbers of `dtype` travel. At the destination, the source's do, and are rounded there. Both give the
+   same values, bit for bit.
+3. A tensor that is Partial at its source is reduced before anything is made of it, so only at the destination.
+
+>>> wide, narrow = Form((4,), "float32"), Form((4,), "bfloat16")
+>>> [str(*Cast("bfloat16", at=at).components(wide, narrow)) for at in ("source", "destination")]
+['data bfloat16', 'data float32']
+>>> NegativeExp().finalize((np.array([0.0, 1.0], np.float32),), wide, wide)
+array([-1.       , -2.7182817], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardmath.base import dtypes
+from shardmath.base.errors import PlanError
+from shardmath.values.formats.casting import cast_array, is_float, refuse_cast
+from shardmath.values.formats.elements import Array, numpy_type
+from shardmath.values.formats.exponential import exp, power_of_two
+from shardmath.values.transforms.components import AsHeld, Component, End, Form, read_end
+
+__all__ = ["Cast", "NegativeExp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Rounds to `dtype`, to nearest even, at the source or at the destination.
+
+    Fractions may always be rounded. `lossy=True` allows integers that do not fit: they keep their low bits, or are
+    rounded to fractions; and truth values of numbers. Raises PlanError where sides are made whose tensors have no cast.
+    """
+
+    dtype: str
+    at: End = "source"
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
+        read_end(self.at, f"Cast({self.dtype!r})")
+        if not isinstance(self.lossy, bool):
+            raise PlanError(f"Cast({self.dtype!r}) has lossy={self.lossy!r}; give True or False")
+
+    def path(self, src: Form, dst: Form) -> tuple[str, str, str]:
+        """The dtypes that each number has, one after the other."""
+        return src.dtype, self.dtype, dst.dtype
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """One, with a position for each of the tensor's."""
+        first, middle, last = self.path(src, dst)
+        for a, b in ((first, middle), (middle, last)):
+            why = refuse_cast(a, b, self.lossy)
+            if why:
+                raise PlanError(f"{self} of {src} to {dst}: {a} to {b}: {why}")
+        return (Component("data", middle if self.at == "source" else first),)
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """Where the type that travels is that which is held."""
+        first, middle, last = self.path(src, dst)
+        if self.at == "source":
+            return AsHeld(first == middle, middle == last)
+        return AsHeld(True, first == middle == last)
+
+    def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
+        """Rounded, where that is done at the source."""
+        return (cast_array(array, src.dtype, self.dtype),)
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
+        """Rounded, where that is not done yet, and of the destination's dtype."""
+        (array,) = arrays
+        if self.at == "destination":
+            array = cast_array(array, src.dtype, self.dtype)
+        return cast_array(array, self.dtype, dst.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NegativeExp:
+    """The destination holds -exp of what the source does, rounded to float32 and then to its own dtype.
+
+    Engines store A of a state-space model so, trainers its A_log. Raises PlanError for tensors that are no fractions.
+    """
+
+    at: End = "destination"
+
+    def __post_init__(self) -> None:
+        read_end(self.at, "NegativeExp")
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """One: the numbers that the source holds, or those that the destination does."""
+        for form in (src, dst):
+            if not is_float(form.dtype):
+                raise PlanError(f"{self} of {src} to {dst}: {form.dtype} has no exp; give floats")
+        return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """Where the function is not computed."""
+        return AsHeld(self.at == "destination", self.at == "source")
+
+    def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
+        """The function of it."""
+        return (_compute(array, src.dtype, dst.dtype),)
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
+        """The function of it."""
+        (array,) = arrays
+        return _compute(array, src.dtype, dst.dtype)
+
+
+def _compute(array: Array, src: str, dst: str) -> Array:
+    """-exp of the elements."""
+    wide = cast_array(array, src, "float64").astype(numpy_type("float64"))
+    positive = exp(wide, power_of_two)
+    rounded = cast_array(np.negative(positive), "float64", "float32")
+    return cast_array(rounded, "float32", dst)

@@ -1,0 +1,325 @@
+"""Quantising: what an engine holds is data and scales, made of numbers on their way or where they arrive.
+
+1. **Meaning.** `Quantise` rounds numbers to `wire` first, and then quantises them, wherever that is done: so both ends
+   give the same bytes, and an engine has what it would have had of `wire` weights. `Dequantise` multiplies in float32
+   and rounds once to what the destination holds; `Requantise` quantises these float32 numbers.
+2. Where a tensor is quantised it is held as several: data under its own name, and scales beside them.
+3. Done at the source, data and scales travel; at the destination, what the source holds.
+4. Who quantises has whole blocks; and all of what shares a scale, unless the format says its amax beforehand.
+5. Equal formats at both ends need no rule: their tensors are moved like any others.
+
+>>> from shardmath.values.formats.mxfp8 import MXFP8
+>>> wide, data = Form((4, 64), "float32"), Form((4, 64), "uint8")
+>>> [str(part) for part in Quantise(MXFP8()).components(wide, data)]
+['data uint8', 'scales uint8 per 32']
+>>> [str(part) for part in Quantise(MXFP8(), at="destination").components(wide, data)]
+['data bfloat16']
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from shardmath.base import dtypes
+from shardmath.base.arguments import listed, text
+from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
+from shardmath.base.text import shown
+from shardmath.layouts.layout import Layout
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.casting import cast_array, is_float
+from shardmath.values.formats.elements import Array
+from shardmath.values.formats.format import Format
+from shardmath.values.formats.fp8 import FP8Blocks
+from shardmath.values.formats.nvfp4 import NVFP4
+from shardmath.values.transforms.components import AsHeld, Companion, Component, End, Form, read_end
+
+__all__ = ["Dequantise", "Quantise", "Requantise"]
+
+Suffixes: TypeAlias = tuple[str, ...]
+"""What the names of scales have behind the tensor's."""
+
+
+def _read_suffixes(format: Format, given: object, what: str) -> Suffixes:
+    """The suffixes, those that checkpoints have if none are given. Raises PlanError for others than scales."""
+    usual: dict[type, Suffixes] = {FP8Blocks: ("_scale_inv",), NVFP4: ("_scale", "_scale_2")}
+    suffixes = listed(given, what, PlanError)
+    if not suffixes:
+        return usual.get(type(format), ("_scale",))
+    scales = format.parts[1:]
+    if len(suffixes) != len(scales):
+        names = ", ".join(part.name for part in scales)
+        raise PlanError(f"{what} are {suffixes}; {format.name} has {names}: give one for each")
+    return tuple(text(one, "a suffix of scales", PlanError) for one in suffixes)
+
+
+def _check_format(given: object) -> None:
+    if not isinstance(given, Format):
+        raise PlanError(f"{shown(given)} is no format; give one such as formats.MXFP8()")
+
+
+def _divide(blocks: Blocks, count: int) -> Blocks:
+    """Blocks of numbers as blocks of data, each of which holds so many."""
+    *before, last = blocks.sizes or (None,)
+    if last is None:
+        return blocks
+    return Blocks((*before, last // count), blocks.others)
+
+
+@memo()
+def _list_beside(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
+    """The scales as they are held beside data."""
+    count = format.per_element
+    beside = []
+    for part, suffix in zip(format.parts[1:], suffixes, strict=True):
+        blocks = _divide(part.blocks, count)
+        beside.append(Companion(suffix, part.dtype, blocks))
+    return tuple(beside)
+
+
+def _list_parts(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
+    """Data and scales as they travel; `ends` are those where data are held, and not numbers."""
+    count = format.per_element
+    components = []
+    for number, part in enumerate(format.parts):
+        is_data = number == 0
+        of_data = Blocks(()) if is_data else _divide(part.blocks, count)
+        here, there = (of_data if holds_data else part.blocks for holds_data in ends)
+        kind = dtype if is_data else part.dtype
+        other = None if there == here else there
+        components.append(Component(part.name, kind, here, other))
+    return tuple(components)
+
+
+def _make_numbers(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
+    """The numbers as they travel."""
+    count = format.per_element
+    here, there = (count if holds_data else 1 for holds_data in ends)
+    return (Component("data", dtype, spread=(here, there)),)
+
+
+def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what: str) -> None:
+    """Raise PlanError unless the form is that of the data of a tensor of that shape."""
+    data = format.parts[0]
+    if form.dtype not in (data.dtype, data.kind):
+        kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
+        raise PlanError(f"{what}: {form} cannot be the data of {format.name}; hold {kinds}")
+    if not form.shape:
+        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantised")
+    if shape is None:
+        return
+    count = format.per_element
+    if shape[-1:] and shape[-1] % count:
+        fix = f"its last dimension has to be a multiple of {count}"
+        raise PlanError(f"{what}: a tensor of {list(shape)} parts the numbers of one byte; {fix}")
+    expected = data.blocks.count(shape)
+    if form.shape != expected:
+        raise PlanError(f"{what}: the data of {list(shape)} are {list(expected)}, not {form}")
+
+
+def _check_numbers(form: Form, what: str) -> None:
+    if not is_float(form.dtype):
+        raise PlanError(f"{what}: {form.dtype} has no fractions to quantise; give floats")
+
+
+def _check_whole(format: Format, layout: Layout, name: str) -> None:
+    """Raise PlanError where a rank has a part of what shares a scale, and the format does not say its amax."""
+    if getattr(format, "tensor_amax", None) is not None:
+        return
+    for part in format.parts:
+        sizes = part.blocks.per_dimension(layout.ndim, name)
+        for d, size in enumerate(sizes):
+            if size is None and _is_cut(layout, d):
+                what = f"tensor {name!r}: {layout} divides dimension {d}"
+                why = f"{part.name} of {format.name} are of all of it"
+                fix = "give the format its tensor_amax=, or do it where the dimension is whole"
+                raise PlanError(f"{what}, and {why}; {fix}")
+
+
+def _is_cut(layout: Layout, d: int) -> bool:
+    """Whether some rank has a part of the dimension alone."""
+    # Of nothing too: a rank has a scale however little it holds, and could not tell which.
+    sizes = {layout.runs(rank)[d].size for rank in layout.mesh.ranks}
+    return sizes != {layout.shape[d]}
+
+
+def _to_float32(array: Array, dtype: str, wire: str) -> Array:
+    """The numbers, rounded to `wire`."""
+    rounded = cast_array(array, dtype, wire)
+    return cast_array(rounded, wire, "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantise:
+    """Numbers are rounded to `wire`, and quantised, at the source or at the destination.
+
+    The destination has data, and beside them scales: `suffixes` are what their names have behind the tensor's, as
+    checkpoints have it if none are given. Data are uint8, or of the float8 type that they are. Raises PlanError where
+    sides are made that do not fit.
+    """
+
+    format: Format
+    at: End = "source"
+    suffixes: Suffixes = ()
+    wire: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _check_format(self.format)
+        read_end(self.at, "Quantise")
+        object.__setattr__(self, "wire", dtypes.canonical(self.wire))
+        _check_numbers(Form((), self.wire), "Quantise")
+        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Quantise")
+        object.__setattr__(self, "suffixes", suffixes)
+
+    def companions(self, end: End) -> tuple[Companion, ...]:
+        """The scales, at the destination."""
+        return _list_beside(self.format, self.suffixes) if end == "destination" else ()
+
+    def check_layout(self, layout: Layout, end: End, name: str) -> None:
+        """Raise PlanError where a rank cannot quantise its part."""
+        if end == self.at:
+            _check_whole(self.format, layout, name)
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """Data and scales, or the numbers."""
+        what = f"{self.format.name} of {src}"
+        _check_numbers(src, what)
+        _check_data(self.format, dst, src.shape, what)
+        if self.at == "source":
+            return _list_parts(self.format, dst.dtype, (False, True))
+        return _make_numbers(self.format, self.wire, (False, True))
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """Data and scales at the destination, or `wire` numbers at the source."""
+        if self.at == "source":
+            return AsHeld(False, True)
+        return AsHeld(src.dtype == self.wire, False)
+
+    def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
+        """Quantised, or rounded."""
+        if self.at == "destination":
+            return (cast_array(array, src.dtype, self.wire),)
+        numbers = _to_float32(array, src.dtype, self.wire)
+        return self.format.quantise(numbers)
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
+        """Quantised: data and scales."""
+        (array,) = arrays
+        numbers = cast_array(array, self.wire, "float32")
+        return self.format.quantise(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantise:
+    """Data and scales at the source become numbers, at the source or at the destination.
+
+    Arguments are as of Quantise. Raises PlanError where sides are made that do not fit.
+    """
+
+    format: Format
+    at: End = "destination"
+    suffixes: Suffixes = ()
+
+    def __post_init__(self) -> None:
+        _check_format(self.format)
+        read_end(self.at, "Dequantise")
+        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Dequantise")
+        object.__setattr__(self, "suffixes", suffixes)
+
+    def companions(self, end: End) -> tuple[Companion, ...]:
+        """The scales, at the source."""
+        return _list_beside(self.format, self.suffixes) if end == "source" else ()
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """Data and scales, or the numbers."""
+        what = f"{self.format.name} to {dst}"
+        _check_numbers(dst, what)
+        _check_data(self.format, src, dst.shape, what)
+        if self.at == "destination":
+            return _list_parts(self.format, src.dtype, (True, False))
+        return _make_numbers(self.format, dst.dtype, (True, False))
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """At the end where nothing is done."""
+        return AsHeld(self.at == "destination", self.at == "source")
+
+    def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
+        """The numbers."""
+        return (self._read(array, dst),)
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
+        """The numbers."""
+        return self._read(arrays, dst)
+
+    def _read(self, parts: tuple[Array, ...], dst: Form) -> Array:
+        numbers = self.format.dequantise(*parts)
+        # Every NaN has the same bits, whatever the processor makes.
+        numbers[np.isnan(numbers)] = np.nan
+        return cast_array(numbers, "float32", dst.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Requantise:
+    """Data and scales of one format become those of another, by float32 numbers, at either end.
+
+    `suffixes` are those of scales at the source, and at the destination. Raises PlanError for equal formats, which
+    need no rule, and where sides are made that do not fit.
+    """
+
+    old: Format
+    new: Format
+    at: End = "destination"
+    suffixes: tuple[Suffixes, Suffixes] = field(default=((), ()))
+
+    def __post_init__(self) -> None:
+        for one in (self.old, self.new):
+            _check_format(one)
+        read_end(self.at, "Requantise")
+        if self.old == self.new:
+            what = f"Requantise of {self.old.name} to itself"
+            raise PlanError(f"{what}; leave the rule out: bytes are moved")
+        here, there = self.suffixes
+        first = _read_suffixes(self.old, here, "the suffixes of the source")
+        last = _read_suffixes(self.new, there, "the suffixes of the destination")
+        object.__setattr__(self, "suffixes", (first, last))
+
+    def companions(self, end: End) -> tuple[Companion, ...]:
+        """The scales of each end."""
+        here, there = self.suffixes
+        if end == "source":
+            return _list_beside(self.old, here)
+        return _list_beside(self.new, there)
+
+    def check_layout(self, layout: Layout, end: End, name: str) -> None:
+        """Raise PlanError where a rank cannot quantise its part."""
+        if end == self.at:
+            _check_whole(self.new, layout, name)
+
+    def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
+        """Data and scales of one of the formats."""
+        what = f"{self.old.name} to {self.new.name}"
+        _check_data(self.old, src, None, what)
+        _check_data(self.new, dst, None, what)
+        if self.old.per_element != self.new.per_element:
+            fix = "send numbers, by Dequantise at the source or Quantise at the destination"
+            raise PlanError(f"{what}: bytes of the two have another count of numbers; {fix}")
+        if self.at == "source":
+            return _list_parts(self.new, dst.dtype, (True, True))
+        return _list_parts(self.old, src.dtype, (True, True))
+
+    def as_held(self, src: Form, dst: Form) -> AsHeld:
+        """At the end where nothing is done."""
+        return AsHeld(self.at == "destination", self.at == "source")
+
+    def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
+        """Data and scales of the new format."""
+        numbers = self.old.dequantise(*array)
+        return self.new.quantise(numbers)
+
+    def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
+        """Data and scales of the new format."""
+        numbers = self.old.dequantise(*arrays)
+        return self.new.quantise(numbers)

@@ -1,0 +1,183 @@
+"""What real trainers and engines stored is what rows say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import systems
+from bench.__main__ import main
+from bench.recorded import Recorded, compare
+from shardmath import StoreError
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+MEGATRON = VECTORS / "megatron_storage.json.gz"
+VLLM = VECTORS / "vllm_storage.json.gz"
+SGLANG = VECTORS / "sglang_storage.json.gz"
+TORCHTITAN = VECTORS / "torchtitan_storage.json.gz"
+
+
+@pytest.mark.parametrize("model", Recorded(MEGATRON).models)
+def test_megatron_stores_what_its_rows_say(model: str) -> None:
+    found = compare(MEGATRON, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_gpt_oss_loads_one_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks have unequally many experts its loader reads too few, and copies: a fault that rows do not have."""
+    monkeypatch.setattr(systems.Vllm, "load", lambda self, layout, rank, arrays: arrays)
+    found = compare(VLLM, ["gpt_oss"])
+    assert len(found.differences) == 160
+    assert all(".routed_experts." in one.name for one in found.differences)
+    assert {one.layout.partition("_ep")[0] for one in found.differences} == {
+        "tp4_dp1_pp1",
+        "tp2_dp2_pp1",
+        "tp1_dp4_pp1",
+    }
+
+
+def test_processed_tensors_are_compared_too() -> None:
+    """Six tensors that FlashInfer's CUTLASS backend reorders."""
+    file = Recorded(VLLM)
+    loaded = sum(
+        sum(kind < 2 for chunk in rank["chunks"] for _, kind, *_ in chunk)
+        for model in file.models.values()
+        for layout in model["layouts"].values()
+        for rank in layout["ranks"]
+    )
+    assert loaded == 10257
+    moved = [
+        list(file.entries(rank, [0] * 1000, processed=True))
+        for model in file.models.values()
+        for layout in model["layouts"].values()
+        for rank in layout["ranks"]
+    ]
+    assert sum(map(len, moved)) == 6
+
+
+def test_all_entries_of_megatron_are_compared() -> None:
+    file = Recorded(MEGATRON)
+    layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
+    ranks = [rank for layout in layouts for rank in layout["ranks"]]
+    assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 20807
+
+
+def test_a_difference_is_found_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words of one rank have no source."""
+    data = json.loads(gzip.decompress(MEGATRON.read_bytes()))
+    model = data["models"]["dense_g4_tied"]
+    model["layouts"] = dict(list(model["layouts"].items())[:2])
+    data["models"] = {"dense_g4_tied": model}
+    segments = data["models"]["dense_g4_tied"]["layouts"]["tp2_pp1_ep1_etp2_dp1_cp1"]
+    (first, *_) = segments["ranks"][1]["chunks"][0]
+    first[5] = [[-1, first[5][0][1]]]
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    assert main(["storage-check", str(path)]) == 1
+    counted, *shown = capsys.readouterr().out.splitlines()
+    equal, total = counted.removesuffix(" entries equal").split(" of ")
+    assert int(equal) == int(total) - 1
+    assert shown == [
+        "dense_g4_tied tp2_pp1_ep1_etp2_dp1_cp1 rank 1: "
+        "embedding.word_embeddings.weight (other elements)"
+    ]
+
+
+def test_the_command_says_when_all_is_equal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["storage-check", str(MEGATRON), "dense_g4_tied"]) == 0
+    captured = capsys.readouterr()
+    assert " entries equal" in captured.out
+    assert captured.err.startswith("\r1 of 1: dense_g4_tied ")
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"models": {}}')
+    with pytest.raises(StoreError, match="no recorded storage; give a file with meta and models"):
+        Recorded(path)
+    path.write_text("{")
+    with pytest.raises(StoreError, match="cannot be read"):
+        Recorded(path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        Recorded(tmp_path / "absent.json")
+
+
+def test_what_is_unpacked_has_a_bound(tmp_path: Path) -> None:
+    """0.2 MB took 437 MiB."""
+    path = tmp_path / "long.json.gz"
+    path.write_bytes(gzip.compress(b"[" * (1 << 20)))
+    with pytest.raises(StoreError, match="cannot be read: unpacked it is longer than 64 times its"):
+        Recorded(path)
+
+
+@pytest.mark.parametrize("model", Recorded(VLLM).models)
+def test_vllm_stores_what_its_rows_say(model: str) -> None:
+    found = compare(VLLM, [model])
+    assert found.total and not found.differences, str(found)
+
+
+@pytest.mark.parametrize("model", Recorded(SGLANG).models)
+def test_sglang_stores_what_its_rows_say(model: str) -> None:
+    found = compare(SGLANG, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_all_entries_of_sglang_are_compared() -> None:
+    file = Recorded(SGLANG)
+    layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
+    ranks = [rank for layout in layouts for rank in layout["ranks"]]
+    assert len(layouts) == 72
+    assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 4152
+
+
+def test_a_model_that_cannot_be_read_is_all_different(tmp_path: Path) -> None:
+    """A configuration with other heads than its tensors have."""
+    data = json.loads(gzip.decompress(VLLM.read_bytes()))
+    data["models"]["phi3"]["config"]["num_attention_heads"] = 5
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    found = compare(path, ["phi3", "gpt2"])
+    assert {one.model for one in found.differences} == {"phi3"}
+    assert found.total - found.equal == len(found.differences)
+    assert "positions are not q=30" in found.differences[0].why
+
+
+@pytest.mark.parametrize("model", Recorded(TORCHTITAN).models)
+def test_torchtitan_stores_what_its_rows_say(model: str) -> None:
+    found = compare(TORCHTITAN, [model])
+    assert found.total and not found.differences, str(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"meta": None, "models": {}}, "has no recorded storage"),
+        ({"meta": {"vllm": "0.33.0"}, "models": {}}, "has no entries to compare"),
+        (b"\x1f\x8b" + bytes(100), "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_compared(tmp_path: Path, content: object, said: str) -> None:
+    file = tmp_path / "file.json"
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match=said):
+        compare(file)
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    file = tmp_path / "file.json.gz"
+    raw = bytearray(gzip.compress(bytes(range(256)) * 40))
+    raw[20:60] = bytes(40)
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match="cannot be read"):
+        compare(file)
