@@ -1,4 +1,4 @@
-"""`shardmath.transforms`: what is sent where it is not what is held: casts, computed parameters, functions of one's own."""
+"""`shardmath.transforms`: what is sent where it is not what is held: casts, computed parameters, your functions."""
 
 from shardmath.values.transforms import *  # noqa: F403
 from shardmath.values.transforms import __all__ as __all__
