@@ -78,7 +78,7 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     captured = capsys.readouterr()
     assert "commands:" in captured.out and captured.err == ""
-    for name in ("plan", "show", "storage-check", "buffers", "refit"):
+    for name in ("plan", "show", "trace", "buffers", "refit"):
         assert any(
             line.split()[:1] == [name] and len(line.split()) > 4
             for line in captured.out.splitlines()

@@ -70,7 +70,7 @@ PUBLIC = {
     "shardmath.models.systems.megatron_core",
     "shardmath.models.systems.megatron_shapes",
     "shardmath.models.systems.vllm",
-    "shardmath.display.pictures",
+    "shardmath.pictures",
     "shardmath.testing",
 }
 """The modules below a package that a page may import from by their path."""
@@ -210,10 +210,12 @@ def test_make_targets_exist() -> None:
 
 
 def test_subcommands_exist() -> None:
-    """Every command of `python -m shardmath` that a page names is one."""
-    named = set(re.findall(r"python -m shardmath ([a-z-]+)", "\n".join(map(read, PAGES))))
-    known = {"show", "plan", "formats", "buffers", "refit", "refit-table", "storage-check", "trace"}
-    assert known == named
+    """Every command of `python -m shardmath` and `python -m bench` that a page names is one."""
+    text = "\n".join(map(read, PAGES))
+    known = {"show", "plan", "formats", "buffers", "refit", "trace"}
+    assert known == set(re.findall(r"python -m shardmath ([a-z-]+)", text))
+    instruments = {"refit-table", "storage-check"}
+    assert instruments == set(re.findall(r"python -m bench ([a-z-]+)", text))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -225,7 +227,7 @@ def test_links_lead_somewhere(page: str) -> None:
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
-    folders = r"(?:tests|docs|examples|notebooks|tools|backends|shardmath)"
+    folders = r"(?:tests|docs|examples|notebooks|tools|backends|bench|shardmath)"
     for path in re.findall(rf"`({folders}/[\w./-]+)", prose(page)):
         assert (ROOT / path).exists(), path
 
@@ -250,15 +252,3 @@ def test_every_page_is_in_the_reading_order() -> None:
     """mkdocs.yml names every page of docs/, and no other."""
     named = re.findall(r"\b([\w-]+\.md)$", read("mkdocs.yml"), re.M)
     assert sorted(f"docs/{name}" for name in named) == list(DOCS)
-
-
-@pytest.mark.parametrize("folder", ["shardmath", "backends/shardmath_torch"])
-def test_folders_are_listed(folder: str) -> None:
-    """The table of the code has every folder and every file that is in none."""
-    listed = re.findall(rf"^\| `{folder}/(\w+)(?:\.py)?` \|", read("docs/code.md"), re.M)
-    there = {
-        path.stem
-        for path in (ROOT / folder).iterdir()
-        if path.name[0] not in "_." and path.name != "py.typed"
-    }
-    assert set(listed) == there
