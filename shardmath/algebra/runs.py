@@ -161,11 +161,18 @@ def _local_end(segments: tuple[Segment, ...]) -> int:
     return lo + n
 
 
+MOST_POSITIONS = (1 << 63) - 1
+"""Positions are counted in numpy's int64."""
+
+
 def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
     """Raise RunsError for a negative number, or a segment that leaves the length."""
     if length < 0:
         what = f"length {length} of segments {segments} is negative"
         raise RunsError(f"{what}; count positions from 0")
+    end = max([length, *(g + n for _, g, n in segments)])
+    if end > MOST_POSITIONS:
+        raise RunsError(f"position {end - 1} has more than 63 bits; give {MOST_POSITIONS} at most")
     for lo, g, n in segments:
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
             what = f"segment {(lo, g, n)} does not fit length {length}"

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from shardmath.algebra.dimension import Dimension
 from shardmath.algebra.runs import Runs, restrict
-from shardmath.base.errors import StoreError
+from shardmath.base.errors import LayoutError, StoreError
 from shardmath.base.memo import memo
 from shardmath.storage.cutting import Frame, axes_of, lay_out
 from shardmath.storage.fitting import Trim, fit, trim
@@ -266,6 +266,7 @@ def _fit_each(
     for name, n in spans.items():
         stop = start + n
         own = [_extract(runs, start, stop) for runs in held.values()]
+        _check_stored(name, n, own)
         trimmed = list(map(trim, own))
         views = [view for view, _ in trimmed]
         inside = [runs for _, runs in trimmed]
@@ -273,6 +274,19 @@ def _fit_each(
         fitted[name] = fit(n, sizes, inside)
         start = stop
     return trims, fitted
+
+
+def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
+    """Raise LayoutError for a component that is stored in part, as by an axis that cuts it twice."""
+    spans = sorted((start, start + size) for runs in held for _, start, size in runs.segments)
+    if not spans:
+        return  # of a component that another dimension names
+    end = 0
+    for start, stop in [*spans, (n, n)]:
+        if start > end:
+            of = f" of {name!r}" if name else ""
+            raise LayoutError(f"no rank stores number {end} of {n}{of}; cut by each axis once")
+        end = max(end, stop)
 
 
 def _only(lengths: Mapping[str, int]) -> dict[str, int]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardmath.algebra.mesh import Mesh
-from shardmath.base.errors import StoreError
+from shardmath.base.errors import LayoutError, StoreError
+from shardmath.base.text import count_ranks
 from shardmath.layouts.layout import Layout, intern
 from shardmath.storage import rows
 from shardmath.storage.cutting import Frame, axes_of, lay_out
@@ -175,6 +176,9 @@ class Owners:
     def _go_to(self, place: rows.Place, found: _Found) -> None:
         """Note the coordinate of the place. The last one's own is the last chunk there."""
         size = self.mesh.axis_size(place.axis)
+        if not -size <= place.at < size:
+            what = f"'{place}' is not on axis {place.axis!r} of size {size}"
+            raise StoreError(f"{what}; use 0 to {size - 1}, or -1 for the last")
         found.where[place.axis] = place.at % size
         if place.at < 0:
             # What stands behind all layers is with the last of them, in its virtual stage.
@@ -203,7 +207,11 @@ class Owners:
         held = {}
         for at in itertools.product(*coordinates):
             coords = dict(zip(axes, at, strict=True))
-            held[at] = lay_out(group, frame, coords)
+            try:
+                held[at] = lay_out(group, frame, coords)
+            except LayoutError as error:
+                ranks = self.mesh.select(**coords).ranks
+                raise LayoutError(f"{count_ranks(ranks)}: {error}") from error
         return Stack(index, count, axes, held)
 
     def _find_group(self, index: str) -> Group:

@@ -115,4 +115,4 @@ def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(PlanError, match="schedule its plan for that"):
         model(schedule(p), topology=Topology(ranks_per_node=1))
     with pytest.raises(PlanError, match="a rank is 'x'"):
-        model(schedule(p), ranks=["x"])  # type: ignore[list-item]
+        model(schedule(p, topology=Topology()), ranks=["x"])  # type: ignore[list-item]
