@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -138,6 +138,8 @@ class Owners:
         """
         found = self._locate(numbers)
         stack = self._find_stack(count) if self.stacked else None
+        if stack is not None:
+            _check_free(self.row, found.where.keys() & stack.axes)
         key = (*found.where.items(), count)
         meshes = self.meshes.get(key)
         if meshes is None:
@@ -258,6 +260,13 @@ class Owners:
         return parts[0] if len(parts) == 1 else pile(parts)
 
 
+def _check_free(row: Row, fixed: Set[str]) -> None:
+    """Raise StoreError for axes that divide the row's tensor, and of which it has one coordinate."""
+    if fixed:
+        what = f"'{row}' divides by {min(fixed)!r}, and is at one coordinate of it"
+        raise StoreError(f"{what}; leave the axis out of one of the two")
+
+
 def _read_word(written: str) -> Word:
     """A word of an index in a name."""
     name = written.rstrip("~")
@@ -342,6 +351,8 @@ class Maker:
         meshes = set(owner.meshes)
         for word, (shape, dtype) in zip(self.components, entries, strict=True):
             dims = laid.dims[word]
+            divided = {axis for dim in dims for axis in dim.axes}
+            _check_free(self.row, divided.difference(*(mesh.shape for mesh in meshes)))
             by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
             by_number = map(by_mesh.__getitem__, owner.meshes)
             layouts.append(tuple(by_number))

@@ -89,6 +89,12 @@ def test_structures_that_no_ranks_store(text: str, what: str) -> None:
         bind_row()
 
 
+def test_dots_stand_once_in_a_structure() -> None:
+    """A second `...` took the place of no dimension, and ended in a KeyError."""
+    with pytest.raises(NotationError, match=r"'...' twice(.|\n)*for all dimensions that are left"):
+        rows.parse("w = a : ... n ...")
+
+
 def test_any_rest_of_a_name() -> None:
     """Names that no row before takes, in the layers that a rank has; numbers in them stay."""
     table = """
