@@ -158,7 +158,9 @@ def _prepare(
     entries = {name: given.entry_of(name) for name in given.layouts}
     if not entries:
         # No reader takes an index without files, and an earlier export would be gone.
-        raise CheckpointError("there is no tensor to export; give a module with some, or tensors by name")
+        raise CheckpointError(
+            "there is no tensor to export; give a module with some, or tensors by name"
+        )
     check_entries(entries)
     _check_tied(given.tied, entries)
     files = split(entries, size_of(limit))

@@ -144,8 +144,8 @@ def trace(
     """Times the moves inside, message by message, and writes a file that Perfetto (ui.perfetto.dev) opens.
 
     Of "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges those of all ranks. Beside each
-    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.Topology()`), does in
-    the model that `certify` has, whose rounds say how many ranks a node has; `model=False` leaves that out.
+    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.Topology()`), does
+    in the model that `certify` has, whose rounds say how many ranks a node has; `model=False` leaves that out.
     Raises ExchangeError where the file cannot be written, and inside another one.
     """
     if topology is not None:
