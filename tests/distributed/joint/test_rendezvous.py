@@ -159,12 +159,12 @@ def test_meetings_are_whole(seed: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     """After whichever step it comes: the other rank is there, or not, and the store is empty in the end."""
-    act = steps._act
+    ask = steps._ask
     store = dist.HashStore()
     done: list[Step] = []
 
-    def interrupted(step: Step, store: Store) -> str | None:
-        answer = act(step, store)
+    def interrupted(step: Step, store: Store, until: float) -> str | None:
+        answer = ask(step, store, until)
         if threading.current_thread() is not threading.main_thread():
             return answer
         done.append(step)
@@ -177,7 +177,7 @@ def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     if rank:
         comers.come(seat(0, "a"), 0.0, 0.5)
         time.sleep(0.1)
-    with mock.patch.object(steps, "_act", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(steps, "_ask", interrupted), pytest.raises(KeyboardInterrupt):
         carry_out(meet(seat(rank, "b")), store, time.monotonic() + LONG_S)
     comers.wait()
     assert store.num_keys() == 0
