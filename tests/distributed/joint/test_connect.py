@@ -356,6 +356,24 @@ def test_a_host_of_no_address() -> None:
     assert said.startswith("rank 0 cannot serve a store at nowhere.invalid:29600: ")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_nobody_answers_for(rank: int) -> None:
+    """To look it up, or to try its addresses one after the other, may take the system longer than the time."""
+    asked = Event()
+
+    def look_up(*given: Any) -> Any:
+        asked.wait()
+        raise OSError
+
+    with (
+        mock.patch.object(socket, "getaddrinfo", look_up),
+        mock.patch.object(socket, "create_connection", look_up),
+    ):
+        said = within(15.0, lambda: smt.connect("trainer:29600", rank, 2, timeout=0.2))
+        asked.set()
+    assert said.startswith("rank 0 ") and "trainer:29600" in said, said
+
+
 def test_a_large_size_takes_no_longer() -> None:
     """Ranks that are absent are not asked for one by one."""
     store = dist.HashStore()
