@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from shardmath.protocol import Event, Protocol, State
 from shardmath_torch.agreement import threads
 from shardmath_torch.agreement.failure import UNTOLD
 from shardmath_torch.agreement.goodbyes import WHOLE_GROUP, Goodbyes
-from shardmath_torch.compat import Group, in_backward
+from shardmath_torch.compat import Group, Store, in_backward
 
 __all__ = ["Refused", "Turns", "Unasked", "as_main", "check_thread", "in_thread", "turns_of"]
 
@@ -139,7 +139,8 @@ class Turns:
     `broken` says why there are no more, "" while there are. `host` is the rank that serves the
     group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
     drawn by the first rank and told in the first vote, so that what an earlier group has left in
-    the store is not taken for this one's. `goodbyes` are heard from the first mover on;
+    the store is not taken for this one's. `goodbyes` are heard once this rank listens: in a joint group from its
+    beginning, in another from the first mover on;
     `give_up` ends the turn that goes on if a rank has left before it; whoever calls it holds `giving_up`.
     """
 
@@ -277,6 +278,17 @@ class Turns:
                 self.goodbyes.end()
             yield
 
+    def listen(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
+    ) -> None:
+        """Hear from now on which of the ranks leave; as `Goodbyes` has it. Of a group that listens nothing changes."""
+        if self.goodbyes is not None or len(ranks) == 1:
+            return
+        self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
+        # The thread that listens keeps nothing of the group.
+        known = weakref.ref(self)
+        self.goodbyes.listen(lambda: _give_up_if_left(known()))
+
     def part(self, key: str, why: str) -> None:
         """Say goodbye to the mover of this key; of a broken group the others know. Only in a turn, `alone`."""
         is_broken = self.under_way or self.broken
@@ -322,6 +334,16 @@ class Turns:
             let_go()
         if self.broken:
             raise ExchangeError(f"this {what} is broken: {self.broken}")
+
+
+def _give_up_if_left(turns: Turns | None) -> bool:
+    """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
+    if turns is None or turns.broken:
+        return False
+    with turns.giving_up:
+        if turns.give_up is not None:
+            turns.give_up()
+    return True
 
 
 def _is_alive(thread: threading.Thread | None) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardmath.base.arguments import as_integer, known
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks, shown
-from shardmath_torch import compat
+from shardmath_torch import compat, stores
 from shardmath_torch.agreement import notes, threads
 from shardmath_torch.agreement.failure import stop_asking
 from shardmath_torch.agreement.party import is_time, word_bad_time
@@ -112,7 +112,10 @@ def connect(
         raise
     channel.set_timeout(timedelta(seconds=float(timeout)))
     serves_store = serves if isinstance(place, Address) else None
-    return JointGroup(channel, own, backend, name, met.run, leave, serves_store)
+    group = JointGroup(channel, own, backend, name, met.run, leave, serves_store)
+    # The store below the meeting is the group's alone, so the goodbyes need no name.
+    turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
+    return group
 
 
 def _below(store: Store, name: str) -> Store:

@@ -164,7 +164,7 @@ def test_two_processes_of_one_rank() -> None:
 
 def test_ranks_that_give_other_sizes() -> None:
     """Of the others, who comes after all is over waits in vain."""
-    first, *others = (said for said, _ in ask([(0, 2, 20.0), (1, 3, 10.0), (2, 3, 10.0)]))
+    first, *others = (said for said, _ in ask([(0, 2, 20.0), (1, 3, 5.0), (2, 3, 5.0)]))
     assert "size=" in first and "give the same on all ranks" in first
     told = [said for said in others if said == first]
     late = [said for said in others if said.startswith("rank 0 of 3 ranks did not come in time")]
