@@ -245,6 +245,20 @@ def test_a_process_of_another_run_does_not_join() -> None:
     )
 
 
+def test_a_process_of_an_earlier_run_joins_where_no_run_is_given() -> None:
+    """As who waits for a rank 0 that is started again, which it cannot be told from."""
+    comers = Comers()
+    comers.come(seat(0, "earlier"), 0.0, 0.2)
+    comers.come(seat(1, "stale"), 0.0, LONG_S)
+    comers.come(seat(0, "a"), 0.5, LONG_S)
+    comers.come(seat(2, "c"), 0.5, LONG_S)
+    comers.come(seat(1, "b"), 2.0, 0.2)
+    comers.wait()
+    assert [_name_all(seats) for seats in comers.met.values()] == [["a", "c", "stale"]]
+    said = {one.token: text for one, text in comers.said}
+    assert said["b"].startswith("rank 0 of 3 ranks did not come in time")
+
+
 def test_who_waits_is_called_off() -> None:
     """Also with a text that UTF-8 has not; and who comes later."""
     comers = Comers()
