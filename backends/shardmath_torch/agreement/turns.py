@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -75,12 +76,16 @@ def _nobody() -> None:
 
 
 class _Seat:
-    """What one thread at a time has, and the others wait for; `had` says in words what it had."""
+    """What one thread at a time has, and the others wait for, in the order in which they came.
+
+    `had` says in words what it had.
+    """
 
     def __init__(self, had: str) -> None:
         self._had = had
         self._lock = threading.Lock()
         self._held: Callable[[], _Turn | None] = _nobody
+        self._came: list[weakref.ref[_Turn]] = []
 
     def is_mine(self) -> bool:
         """Whether the calling thread has it."""
@@ -100,20 +105,35 @@ class _Seat:
             time.sleep(min(left, LOOK_AGAIN_S))
 
     def _claim(self, turn: _Turn) -> _Turn | None:
-        """Who has it, if another has; else it is now this one."""
+        """Who has it, or waits for it and came before; if nobody does, it is now this one."""
         # Python runs no signal handler between taking a lock by `with` and its body; it may between
         # any other two steps, so holding it is one assignment, of what dies with the call.
         with self._lock:
-            holder = self._held()
-            if holder is None:
+            earlier = self._find_earlier(turn)
+            first = self._held() or earlier
+            if first is None:
                 self._held = weakref.ref(turn)
-            return holder
+            return first
+
+    def _find_earlier(self, turn: _Turn) -> _Turn | None:
+        """Of other threads who came before; None if nobody did.
+
+        Otherwise a thread that takes turn after turn would leave none to the others, which look only now and then.
+        """
+        came = [one for it in self._came if (one := it()) is not None]
+        if turn not in came:
+            came.append(turn)
+            self._came = list(map(weakref.ref, came))
+        earlier = itertools.takewhile(lambda one: one is not turn, came)
+        # A signal handler does not wait for the call that it interrupts.
+        return next((one for one in earlier if one.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free it, if this one has it."""
+        """Free it, if this one has it; it waits no more."""
         with self._lock:
             if self._held() is turn:
                 self._held = _nobody
+            self._came = [it for it in self._came if it() is not turn]
 
 
 class _Heard(threading.local):
