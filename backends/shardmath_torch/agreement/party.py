@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeGuard, TypeVar
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import word_error
+from shardmath.base.text import shown, word_error
 from shardmath.protocol import Event, State
 from shardmath_torch import compat
 from shardmath_torch.agreement.agree import Ballot, vote
@@ -59,7 +59,8 @@ def is_time(timeout: object) -> TypeGuard[float]:
 
 def word_bad_time(timeout: object) -> str:
     """What to say of a timeout that `is_time` refuses."""
-    return f"timeout={timeout!r} is not a time to wait; pass seconds > 0, at most {LONGEST_S:.0e}"
+    fix = f"pass seconds > 0, at most {LONGEST_S:.0e}"
+    return f"timeout={shown(timeout)} is not a time to wait; {fix}"
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
             # Raised below, where somebody can take it.
             failed.append(error)
 
-    beside = start(act)
     try:
+        beside = start(act)
         beside.join(limit)
     except BaseException:
         until = time.monotonic() + settle

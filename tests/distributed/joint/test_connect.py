@@ -204,6 +204,7 @@ def test_a_forked_child_is_refused() -> None:
         ({"backend": "mpi"}, "backend='mpi'; pass 'gloo' or 'nccl'"),
         ({"backend": ["gloo"]}, "backend=['gloo']; pass"),
         ({"timeout": 0}, "timeout=0 is not a time to wait"),
+        ({"timeout": 10**5000}, "timeout=<int that cannot be printed> is not a time to wait"),
         ({"name": 3}, "name=3 is not a text"),
         ({"name": "\ud800"}, "name='\\ud800' has half a surrogate pair at character 0; pass"),
         ({"run": 7}, "run=7 is not a text"),

@@ -6,16 +6,18 @@ import collections
 import random
 import threading
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.agreement import threads
 from shardmath_torch.compat import Store
 from shardmath_torch.joint import steps
 from shardmath_torch.joint.rendezvous import Met, Seat, call_off, leave, meet
-from shardmath_torch.joint.steps import Step, carry_out
+from shardmath_torch.joint.steps import Add, Step, carry_out
 from tests.distributed.joint.walks import DEAD, End, Walk, World, wander
 
 SIZE = 3
@@ -181,6 +183,25 @@ def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
         carry_out(meet(seat(rank, "b")), store, time.monotonic() + LONG_S)
     comers.wait()
     assert store.num_keys() == 0
+
+
+def test_ctrl_c_waits_for_the_step_that_it_interrupts() -> None:
+    """Also as the thread begins that asks: what undoes the step would otherwise come before it."""
+    start = threads.start
+    done: list[str] = []
+
+    def begin(act: Callable[[], None]) -> threading.Thread:
+        start(act)
+        raise KeyboardInterrupt
+
+    class Slow(dist.HashStore):
+        def append(self, key: str, value: str) -> None:
+            time.sleep(0.2)
+            done.append(key)
+
+    with mock.patch.object(threads, "start", begin), pytest.raises(KeyboardInterrupt):
+        steps._ask(Add("key", "line"), Slow(), time.monotonic() + LONG_S)
+    assert done == ["key"]
 
 
 def test_who_has_time_left_meets_in_the_next_meeting() -> None:
