@@ -105,6 +105,21 @@ def disconnect(rank: int, where: str, leaver: int, moves: bool) -> Any:
     return told
 
 
+def close_as_others_compile(rank: int, ends_too: bool) -> Told:
+    """Rank 0 closes a mover while the others wait in another compile; then its process ends, or it compiles, too."""
+    rows = Rows(rank, 3, 6)
+    move = smt.compile(rows.plan, timeout=60.0)
+    move(rows.src, out=rows.out, acknowledge=True)
+    if rank == 0:
+        time.sleep(LATE_S)
+        move.close()
+        if ends_too:
+            os._exit(0)
+        # So long that the others have heard.
+        time.sleep(LATE_S)
+    return timed(lambda: smt.compile(rows.plan, timeout=60.0))
+
+
 def leave_before_blocks(rank: int) -> list[Told]:
     """Rank 0 closes two movers, before a block and in one; how blocks of those end, and the group's next move."""
     group = own_group()
