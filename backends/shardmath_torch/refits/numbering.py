@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,6 +55,29 @@ class Numbering:
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
+    def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
+        """Of a target after a run, the first cell that has another element than these pieces say; "" if none has."""
+        seen = _flatten(after, after.dtype)
+        for kind in self.kinds:
+            starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
+            numbers = np.zeros(len(seen), np.int64)
+            right = np.zeros(len(seen), np.bool_)
+            for piece in pieces:
+                if piece.tensor in starts:
+                    numbers[piece.cells] = starts[piece.tensor] + piece.elements
+                    right[piece.cells] = True
+            guess = _Guess(kind, after.dtype, numbers, right)
+            guess.check(run, seen)
+            if guess.fault is not None:
+                return guess.fault[1]
+        return ""
+
+    def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
+        """The cells of a target that have other bytes after a run than before, and those of them that are not zero."""
+        seen = _flatten(after, after.dtype)
+        written: _Truths = (seen != repeat(run.byte, after.dtype)).any(axis=1)
+        return written, written & (seen != 0).any(axis=1)
+
 
 class Reading:
     """What one target of this type is seen to have after each run."""
@@ -66,6 +89,7 @@ class Reading:
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []
+        self.is_left: set[bool] = set()
         self._first: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
@@ -74,6 +98,7 @@ class Reading:
         is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
             return
+        self.is_left.add(bool(is_left.all()))
         self.unwritten = self.unwritten & is_left
         self.zero = self.zero & (seen == 0).all(axis=1)
         if len(self._first) < self.digits:
@@ -95,6 +120,16 @@ class Reading:
             self.guesses.append(guess)
         # They may be as large as the target.
         self._first = [(run, seen[:0]) for run, seen in self._first]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any cell was written in any run, if there are cells."""
+        return not self.unwritten.all() or not self.unwritten.size
+
+    @property
+    def is_left_at_times(self) -> bool:
+        """Whether all cells were left as they were in some runs, and not in others."""
+        return len(self.is_left) > 1
 
     def find_fault(self) -> str:
         """What is wrong with the first cell that has no element, or several; "" if there is none."""
