@@ -86,10 +86,11 @@ class Reading:
         self.dtype = dtype
         self.digits = numbering.digits
         self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
+        self.others = [kind.dtype for kind in numbering.kinds if kind not in self.kinds]
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []
-        self.is_left: set[bool] = set()
+        self._left: list[bool] = []
         self._first: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
@@ -98,7 +99,7 @@ class Reading:
         is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
             return
-        self.is_left.add(bool(is_left.all()))
+        self._left.append(bool(is_left.all()))
         self.unwritten = self.unwritten & is_left
         self.zero = self.zero & (seen == 0).all(axis=1)
         if len(self._first) < self.digits:
@@ -127,9 +128,9 @@ class Reading:
         return not self.unwritten.all() or not self.unwritten.size
 
     @property
-    def is_left_at_times(self) -> bool:
-        """Whether all cells were left as they were in some runs, and not in others."""
-        return len(self.is_left) > 1
+    def is_written_once(self) -> bool:
+        """Whether the first run wrote cells, and no other did."""
+        return not self._left[0] and all(self._left[1:])
 
     def find_fault(self) -> str:
         """What is wrong with the first cell that has no element, or several; "" if there is none."""
@@ -147,7 +148,9 @@ class Reading:
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]
-        return f"cell {cell} has no element of a logical tensor"
+        casts = [f"; {other} is not cast to {self.dtype} by numbers" for other in self.others]
+        none = f"cell {cell} has no element of a logical tensor"
+        return "".join([none, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
         """The pieces of each logical tensor."""

@@ -227,7 +227,7 @@ class _Recording:
     def _read(self, name: str, reading: Reading) -> None:
         """Take the pieces of a target, or raise StoreError."""
         fault = reading.find_fault()
-        if self._differs(name, reading) or (fault and reading.is_left_at_times):
+        if self._differs(name, reading) or (fault and reading.is_written_once):
             raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
         if fault:
             raise StoreError(self._word(name, f"is computed: {fault}"))
