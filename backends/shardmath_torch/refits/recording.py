@@ -11,7 +11,9 @@ side = sm.RecordedSide({rank: recorded, ...})                             # in p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +41,12 @@ Load: TypeAlias = Callable[[Any], object]
 Form: TypeAlias = Literal["mapping", "pairs"]
 Ways: TypeAlias = Literal["views", "numbers"]
 
+FORMS = "mapping", "pairs"
+WAYS = "views", "numbers"
+WORD = re.compile(r"\w+")
+SHOWN = 8
+"""Targets that an error lists."""
+
 
 def record(
     load: Load,
@@ -58,6 +66,8 @@ def record(
     where two tensors are written into one cell, or an element comes twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
+    _check_words("form", form, FORMS)
+    _check_words("ways", ways, WAYS)
     recording = _Recording(load, plain, into, form, dict(functions or {}))
     return recording.record(ways)
 
@@ -82,9 +92,23 @@ class _Recording:
         # What the run without data brought into each target, and which targets it filled with constants.
         self.seen: dict[str, list[Write]] = {}
         self.filled: set[str] = set()
-        absent = functions.keys() - self.kept.targets.keys()
-        if absent:
-            raise StoreError(f"functions= names {min(absent)!r}, which is not a target")
+        self._check_functions()
+
+    def _check_functions(self) -> None:
+        """Raise StoreError for a function of what is not a target, and for what is not the name of one."""
+        targets = list(self.kept.targets)
+        shown = ", ".join(targets[:SHOWN])
+        more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""
+        for name, function in self.functions.items():
+            if name not in self.kept.targets:
+                first = self.kept.aliases.get(name)
+                fix = f"name {first!r}, whose memory it is" if first else f"name {shown}{more}"
+                raise StoreError(f"functions= names {name!r}, which is not a target; {fix}")
+            if not isinstance(function, str) or not WORD.fullmatch(function):
+                raise StoreError(
+                    f"functions= says {function!r} for {name!r}; give a name: 'neg_exp', or one "
+                    f"that Refit.prepare(functions=) knows"
+                )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """By each of the ways, until all targets are explained."""
@@ -114,9 +138,14 @@ class _Recording:
         """Run the loader on tensors that are made as it asks for them, if it takes pairs."""
         with torch.no_grad():
             if self.form == "pairs":
-                self.load((name, make()) for name, make in tensors.items())
+                made = self.load((name, make()) for name, make in tensors.items())
             else:
-                self.load({name: make() for name, make in tensors.items()})
+                made = self.load({name: make() for name, make in tensors.items()})
+            if isinstance(made, Awaitable):
+                raise _Computed("the loader returns before it has loaded; record one that waits")
+            # One that yields the names that it loads has loaded once all are taken.
+            if isinstance(made, Iterator):
+                deque(made, maxlen=0)
 
     # By views
 
@@ -132,6 +161,8 @@ class _Recording:
         try:
             with watch:
                 self._call({name: partial(watch.give, tensor) for name, tensor in sources.items()})
+            if watch.failure is not None:
+                raise watch.failure
             now = kept.find()
             self._check(now)
             changed = kept.before.find_written()
@@ -143,12 +174,17 @@ class _Recording:
             self.seen = found
         finally:
             kept.before.put_back()
-            for name, memory in kept.memory.items():
-                if name not in self.seen:
-                    self.seen[name] = _shift_all(watch.writes[key_of(memory)], memory)
-                if key_of(memory) in watch.filled:
-                    self.filled.add(name)
+            self._keep_seen(watch)
         return {name for name, writes in found.items() if not self._take(name, writes)}
+
+    def _keep_seen(self, watch: Watch) -> None:
+        """What was seen of targets; of a run that failed, what it wrote until then."""
+        for name, memory in self.kept.memory.items():
+            key = key_of(memory)
+            if name not in self.seen:
+                self.seen[name] = _shift_all(watch.writes[key], memory)
+            if key in watch.filled:
+                self.filled.add(name)
 
     def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
         """What was written into a target, or put in its place, where these are now."""
@@ -333,6 +369,13 @@ class _Recording:
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _check_words(what: str, given: object, known: Sequence[str]) -> None:
+    """Raise StoreError for another word than these."""
+    words = list(given) if isinstance(given, list | tuple) else [given]
+    if not words or any(word not in known for word in words):
+        raise StoreError(f"{what}={words}; give {' or '.join(map(repr, known))}")
 
 
 def _version_of(target: Tensor) -> int:

@@ -74,9 +74,15 @@ class Kept:
     def occupy(self, byte: int) -> None:
         """This byte all over the targets, with memory for those that have none."""
         self.before.keep_bytes()
+        # What lies in one memory does so here, too.
+        storages: dict[int, torch.UntypedStorage] = {}
         for name, target in self.targets.items():
-            if target.is_meta:
-                self.place(name, _materialise(target))
+            if not target.is_meta:
+                continue
+            key = key_of(target)
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
+            self.place(name, _materialise(target, storages[key]))
         for target in self.find().values():
             as_words(target.data).fill_(repeat(byte, target.dtype))
 
@@ -118,9 +124,10 @@ def _check(name: str, tensor: object) -> None:
         raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")
 
 
-def _materialise(target: Tensor) -> Tensor:
-    """A tensor with memory, all zeros, that a loader takes for the target."""
-    made = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
+def _materialise(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """A tensor in this memory that a loader takes for the target."""
+    made = torch.empty(0, dtype=target.dtype, device="cpu")
+    made.set_(storage, target.storage_offset(), target.shape, target.stride())
     if isinstance(target, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         made.__class__ = type(target)

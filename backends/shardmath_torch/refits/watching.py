@@ -58,6 +58,8 @@ class Watch(TorchDispatchMode):
         self.noted: set[int] = set()
         # Memory of targets that was filled with constants.
         self.filled: set[int] = set()
+        # Why an operation failed; a loader may have gone on otherwise.
+        self.failure: Exception | None = None
         # Memory into which something of logical tensors was written, and that was not read since.
         self.unread: set[int] = set()
         self._class = _make_class(self)
@@ -98,8 +100,12 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note the operation, and carry it out unless it writes into a target."""
-        with self._lock:
-            return self._see(func, args, dict(kwargs or {}))
+        try:
+            with self._lock:
+                return self._see(func, args, dict(kwargs or {}))
+        except Exception as error:
+            self.failure = error
+            raise
 
     def _see(self, func: Any, args: tuple[Any, ...], own: dict[str, Any]) -> Any:
         # Views are in memory that is known already, and a loader makes several for each copy.
@@ -261,11 +267,28 @@ class Watch(TorchDispatchMode):
         self._dtype[key_of(tensor)] = dtype or tensor.dtype
 
 
+def _see(name: str) -> property:
+    """An attribute of tensors that is not one."""
+    find = getattr(torch._C.TensorBase, name).__get__
+
+    def see(tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return find(tensor)
+
+    return property(see)
+
+
 def _make_class(watch: Watch) -> type[Tensor]:
     """The class of logical tensors."""
 
     class Logical(Tensor):
         """A tensor that is watched in every thread, and so is what operations make of it."""
+
+        # What loaders do otherwise with tensors without data is not what they do with weights.
+        is_meta = False
+        # A loader asks for these ten times per copy, and torch would ask the function below each time.
+        shape = _see("shape")
+        ndim = _see("ndim")
 
         def __deepcopy__(self, memo: object) -> Tensor:
             return self.clone()
@@ -274,16 +297,20 @@ def _make_class(watch: Watch) -> type[Tensor]:
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if watch.thread in (None, threading.get_ident()):
-                return _carry_out(cls, func, args, kwargs)
-            with _Elsewhere(watch):
-                return _carry_out(cls, func, args, kwargs)
+            try:
+                if watch.thread in (None, threading.get_ident()):
+                    return _carry_out(cls, func, args, kwargs)
+                with _Elsewhere(watch):
+                    return _carry_out(cls, func, args, kwargs)
+            except Exception as error:
+                watch.failure = error
+                raise
 
     return Logical
 
 
 def _carry_out(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """What a function makes of tensors, as tensors of this class. A loader asks for a shape ten times per copy."""
+    """What a function makes of tensors, as tensors of this class."""
     with torch._C.DisableTorchFunctionSubclass():
         made = func(*args, **kwargs) if kwargs else func(*args)
     found = type(made)

@@ -135,6 +135,81 @@ def test_a_loader_that_fails_without_data_and_loads_nothing_later() -> None:
         record(load, into)
 
 
+def falls_back(a: Tensor, given: Given) -> None:
+    try:
+        assert given["q"].sum().item() is not None
+        a.copy_(given["q"])
+    except RuntimeError:
+        a.copy_(given["k"])
+
+
+def takes_arrays(a: Tensor, given: Given) -> None:
+    try:
+        a.copy_(torch.from_numpy(given["q"].numpy().copy()))
+    except TypeError:
+        a.copy_(given["k"])
+
+
+def asks(a: Tensor, given: Given) -> None:
+    a.copy_(given["k"] if given["q"].is_meta else given["q"])
+
+
+@pytest.mark.parametrize("load", [falls_back, takes_arrays, asks])
+def test_a_loader_that_does_otherwise_where_there_is_no_data(
+    load: Callable[[Tensor, Given], object],
+) -> None:
+    into = make("meta", "a")
+    found = record(lambda given: load(into["a"], given), into)
+    assert {piece.tensor for piece in found.natives[0].pieces} == {"q"}
+
+
+@pytest.mark.parametrize("form", ["mapping", "pairs"])
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_loader_that_yields_what_it_has_loaded(form: Any, ways: Any) -> None:
+    into = make("meta", "a", "b")
+
+    def load(given: Any) -> Iterator[str]:
+        named = given.items() if form == "mapping" else given
+        for name, tensor in named:
+            own = "a" if name == "q" else "b"
+            into[own].copy_(tensor)
+            yield own
+
+    found = smt.record(load, SHAPES, into, form=form, ways=ways)
+    assert not found.unwritten
+
+
+def test_a_loader_that_is_not_waited_for() -> None:
+    into = make("meta", "a")
+
+    async def load(given: Given) -> None:
+        into["a"].copy_(given["q"])
+
+    made = load({})
+    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+        record(lambda given: made, into)
+    made.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_targets_of_one_memory_without_data(device: str) -> None:
+    """Cells of both are written by both."""
+    flat = torch.ones(5, 3, device=device)
+    into = {"a": flat[:4], "b": flat[1:].T}
+
+    def load(given: Given) -> None:
+        into["a"].copy_(given["q"])
+        into["b"][:, 1:].copy_(given["k"][1:].T)
+
+    found = record(load, into)
+    arrays = {name: np.arange(12).reshape(4, 3) + 12 * (name == "k") for name in SHAPES}
+    filled = found.fill(arrays)
+    np.testing.assert_array_equal(filled["a"][:2], arrays["q"][:2])
+    np.testing.assert_array_equal(filled["a"][2:], arrays["k"][1:3])
+    np.testing.assert_array_equal(filled["b"][:, 1:], arrays["k"][1:].T)
+    np.testing.assert_array_equal(filled["b"][:, 0], arrays["q"][1])
+
+
 # Threads
 
 
@@ -381,3 +456,37 @@ def test_what_is_written_past_torch_is_read_from_numbers() -> None:
     assert record(load, into).unwritten == {"a": 6}
     with pytest.raises(sm.StoreError, match="not explained by views by a write past torch"):
         record(load, into, ways=("views",))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("function", ["", None, "a b", torch.exp, 3])
+def test_a_function_is_a_name(function: Any) -> None:
+    """No name would say that what is computed is a copy."""
+    into = make("meta", "a")
+    with pytest.raises(
+        sm.StoreError, match=r"for 'a'; give a name: 'neg_exp', or one that Refit\."
+    ):
+        record(lambda given: into["a"].copy_(given["q"].exp()), into, functions={"a": function})
+
+
+def test_a_function_of_what_is_not_a_target() -> None:
+    into = make("meta", *"abcdefghij")
+    into["tied"] = into["b"]
+    with pytest.raises(
+        sm.StoreError, match=r"'x', which is not a target; name a, .*, h and 2 more"
+    ):
+        record(lambda given: None, into, functions={"x": "neg_exp"})
+    with pytest.raises(sm.StoreError, match="'tied', which is not a target; name 'b', whose"):
+        record(lambda given: None, into, functions={"tied": "neg_exp"})
+
+
+@pytest.mark.parametrize(
+    "more", [{"form": "dict"}, {"ways": ("view",)}, {"ways": "number"}, {"ways": ()}]
+)
+def test_words_that_are_not_known(more: dict[str, Any]) -> None:
+    (what,) = more
+    into = make("meta", "a")
+    with pytest.raises(sm.StoreError, match=rf"{what}=\[.*; give '\w+' or '\w+'"):
+        record(lambda given: into["a"].copy_(given["q"]), into, **more)
