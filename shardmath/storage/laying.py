@@ -122,7 +122,7 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 def stack_names(row: Row) -> dict[int, str]:
     """The stored dimensions that are stacks, and the index of each."""
     stacked = {index.name for index in row.logical.indices}
-    found = {}
+    found: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
         words = {str(word.name) for word in list_words((dim,))}
         if isinstance(dim, str):
