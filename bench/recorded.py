@@ -81,6 +81,7 @@ class Recorded:
     def __init__(self, path: str | Path) -> None:
         self.json: _Json = _read(path)
         self.expanded: dict[int, _Ids] = {}
+        self.room = MOST_CELLS
 
     @property
     def models(self) -> _Json:
@@ -117,11 +118,17 @@ class Recorded:
     def _expand(self, runs: int) -> _Ids:
         """The flat indices of a list of blocks."""
         if runs not in self.expanded:
-            blocks = [_expand_block(block) for block in self.json["runs"][runs]]
+            given = self.json["runs"][runs]
+            self.room -= _count_cells(given)
+            if self.room < 0:
+                raise ValueError(f"its blocks have more than {MOST_CELLS} cells")
+            blocks = [_expand_block(block) for block in given]
             self.expanded[runs] = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
         return self.expanded[runs]
 
 
+MOST_CELLS = 1 << 26
+"""Of all blocks of a file, and of a reference, in 0.5 GiB: recorded storage has up to 4 million."""
 MOST_TIMES = 64
 """What is unpacked of a file at most, in its lengths: recorded storage has 7 to 14."""
 
@@ -149,6 +156,14 @@ def _read(path: str | Path) -> _Json:
     if not has_both or not all(isinstance(read[key], dict) for key in ("meta", "models")):
         raise StoreError(f"{path} has no recorded storage; give a file with meta and models")
     return read
+
+
+def _count_cells(blocks: Iterable[Sequence[int]]) -> int:
+    """How many cells the blocks have, before any is made."""
+    sizes = [[length, *repeats[::2]] for _, length, *repeats in blocks]
+    if any(size < 0 for each in sizes for size in each):
+        raise ValueError("a block has a negative length")
+    return sum(map(math.prod, sizes))
 
 
 def _expand_block(block: Sequence[int]) -> _Ids:
@@ -184,7 +199,11 @@ def compare(
     compared: list[Comparison] = []
     for number, name in enumerate(chosen, 1):
         started(number, len(chosen), name)
-        compared += _Model(recorded, name, make).compare()
+        try:
+            compared += _Model(recorded, name, make).compare()
+        except (*UNREADABLE, AttributeError) as error:
+            what = f"{path} has no recorded storage of model {name!r}: {_name_fault(error)}"
+            raise StoreError(f"{what}; record it again") from error
     found = _sum(compared)
     if not found.total:
         raise StoreError(
@@ -215,6 +234,8 @@ class _Model:
         ref = {tensor: tuple(shape) for tensor, shape in self.json["ref"]}
         sizes = [math.prod(shape) for shape in ref.values()]
         self.starts = [0, *itertools.accumulate(sizes)]
+        if not 0 <= self.starts[-1] <= MOST_CELLS:
+            raise ValueError(f"its reference has {self.starts[-1]} cells; at most {MOST_CELLS}")
         self.arrays: dict[str, _Ids] = {}
         self.fault = ""
         try:

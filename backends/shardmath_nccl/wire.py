@@ -28,7 +28,7 @@ from shardmath.plans.programs.messages import MOST_OPS
 from shardmath_nccl import batches
 from shardmath_nccl.batches import Message, start_batch, start_gather
 from shardmath_torch.groups import compat
-from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, check_is_torchs
 
 __all__ = ["NcclWire"]
@@ -41,6 +41,9 @@ HERE = "shardmath/here"
 
 MEET_AGAIN_S = 0.01
 """Seconds between two looks at whether all ranks are there, which ask the store."""
+
+ANSWER_S = 1.0
+"""For the store to answer after the patience is over: one whose server has stopped never does."""
 
 MOST_AHEAD = 8
 """Groups that may be on their way before the host waits for the first of them: torch's watchdog counts the time of each
@@ -78,7 +81,7 @@ def _blame() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        check_is_torchs(error, __file__, batches.__file__)
+        check_is_torchs(error, __file__, batches.__file__, notes.__file__, threads.__file__)
         raise PeerFailure(None, str(error)) from error
 
 
@@ -197,13 +200,18 @@ class NcclWire:
         store = compat.store_of(self._group)
         if store is None or self._group in _met:
             return
+        mine = str(compat.rank_in(self._group))
         until = time.monotonic() + patience
-        with _blame():
-            notes.add_line(store, HERE, str(compat.rank_in(self._group)))
+
+        def wait() -> None:
+            notes.add_line(store, HERE, mine)
             while absent := set(self._ranks) - set(map(int, notes.read_lines(store, HERE))):
                 if time.monotonic() > until:
                     raise PeerFailure(min(absent), LATE)
                 time.sleep(MEET_AGAIN_S)
+
+        with _blame():
+            threads.within(patience + ANSWER_S, wait)
         _met.add(self._group)
 
     def abandon(self) -> None:

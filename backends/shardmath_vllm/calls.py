@@ -1,8 +1,14 @@
 """Calls: engines are told to do their part while this rank does its own.
 
+Each call is on a thread of its own, so that no engine is waited for without an end: not one that hangs, and not another
+one, where one fails. An engine is asked one thing at a time.
+
 >>> said = []
->>> with calling([lambda: said.append("theirs")], give_up=print) as finish:
-...     finish()
+>>> calls = Calls()
+>>> calls.ask([lambda: said.append("theirs"), lambda: 1 / 0])
+>>> calls.answer(60.0)
+Traceback (most recent call last):
+shardmath.ExchangeError: engine 1: ZeroDivisionError: division by zero
 >>> said
 ['theirs']
 """
@@ -11,16 +17,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, word_error
 
-__all__ = ["calling"]
+__all__ = ["GRACE_S", "Calls"]
 
 GRACE_S = 5.0
-"""What a call may take to say why it failed, once this rank knows that something did."""
+"""What calls may take, all together, once this rank knows that something has failed."""
+
+LOOK_AGAIN_S = 0.05
+"""While calls are under way, whether one has failed."""
+
+
+def _ignore(why: str) -> None:
+    """Nobody waits for the engine's ranks."""
 
 
 class _Call:
@@ -29,10 +42,11 @@ class _Call:
     def __init__(
         self, name: str, act: Callable[[], object], give_up: Callable[[str], None]
     ) -> None:
-        self._name = name
+        self.name = name
+        self.fault = ""
+        self.error: BaseException | None = None
         self._act = act
         self._give_up = give_up
-        self.error: BaseException | None = None
         # A daemon: a call that never ends does not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -43,9 +57,10 @@ class _Call:
         except BaseException as error:
             # Raised where somebody can take it.
             self.error = error
+            self.fault = f"{self.name}: {word_error(error)}"
             # Its ranks may not have come, and are waited for in vain. Nobody is there to take another error.
             with suppress(Exception):
-                self._give_up(self.said)
+                self._give_up(self.fault)
 
     def join(self, seconds: float) -> None:
         """Wait for its end."""
@@ -56,47 +71,95 @@ class _Call:
         """Whether it has not ended."""
         return self._thread.is_alive()
 
+
+class Calls:
+    """The last call of each engine, by the engine's number."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, _Call] = {}
+
+    def ask(
+        self, acts: Sequence[Callable[[], object]], give_up: Callable[[str], None] = _ignore
+    ) -> None:
+        """Begin a call of each engine.
+
+        Where one fails while this rank waits for others, `give_up(why)` may end that: it is called on another thread.
+        Raises ExchangeError, and calls none, where an engine has not answered the call before.
+        """
+        self._check_answered("has not answered the call before; see what it does")
+        self._begin(dict(enumerate(acts)), give_up)
+
+    def answer(self, seconds: float) -> None:
+        """Wait for the end of all calls, of which few seconds are left once one has failed.
+
+        Raises ExchangeError with those that failed, or did not end in time.
+        """
+        until = time.monotonic() + seconds
+        while self._is_open and not self.fault and time.monotonic() < until:
+            self._join(LOOK_AGAIN_S)
+        fault = self._join(min(GRACE_S, max(0.0, until - time.monotonic())))
+        if fault:
+            errors = [call.error for call in self._calls.values() if call.error]
+            raise ExchangeError(fault) from errors[0]
+        self._check_answered(f"has not answered in {seconds:g} s; see what it does")
+
+    def tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
+        """Call each engine, and wait for the end, as `ask` and `answer`."""
+        self.ask(acts)
+        self.answer(seconds)
+
+    def try_to_tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
+        """Call each engine that has answered the call before, and wait for so long, whatever becomes of it."""
+        able = {}
+        for number, act in enumerate(acts):
+            if number not in self._calls or not self._calls[number].is_open:
+                able[number] = act
+        self._begin(able, _ignore)
+        _join([self._calls[number] for number in able], seconds)
+
     @property
-    def said(self) -> str:
-        """Why it failed; "" where it has not."""
-        if self.error is None:
-            return ""
-        return f"{self._name}: {word_error(self.error)}"
+    def _is_open(self) -> bool:
+        """Whether a call has not ended."""
+        return any(call.is_open for call in self._calls.values())
+
+    @property
+    def fault(self) -> str:
+        """What engines say whose calls have failed so far; "" where none has."""
+        return "\n".join(call.fault for call in self._calls.values() if call.fault)
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """What this rank fails by within says, too, why calls fail that are under way.
+
+        Raises ExchangeError in its place, where they do.
+        """
+        try:
+            yield
+        except Exception as error:
+            fault = self._join(GRACE_S)
+            # Where the rank was given up for a call, it says so already.
+            if not fault or fault in message_of(error):
+                raise
+            raise ExchangeError(f"{message_of(error)}\n{fault}") from error
+
+    def _begin(self, acts: dict[int, Callable[[], object]], give_up: Callable[[str], None]) -> None:
+        for number, act in acts.items():
+            self._calls[number] = _Call(f"engine {number}", act, give_up)
+
+    def _join(self, seconds: float) -> str:
+        """What calls that failed say, once all have ended or their time is over."""
+        _join(self._calls.values(), seconds)
+        return self.fault
+
+    def _check_answered(self, what: str) -> None:
+        """Raise ExchangeError where a call is open."""
+        silent = [f"{call.name} {what}" for call in self._calls.values() if call.is_open]
+        if silent:
+            raise ExchangeError("\n".join(silent))
 
 
-@contextmanager
-def calling(
-    acts: Sequence[Callable[[], object]], give_up: Callable[[str], None], timeout: float = 300.0
-) -> Iterator[Callable[[], None]]:
-    """Calls that are under way within, until what it gives is called, which waits for their end and raises what failed.
-
-    Where one fails while this rank waits for others, `give_up(why)` has to end that: it is called on another thread.
-    Raises ExchangeError where this rank fails, with what calls that fail, too, say of it, and where calls take longer
-    than `timeout` seconds once this rank is done.
-    """
-    calls = [_Call(f"engine {number}", act, give_up) for number, act in enumerate(acts)]
-
-    def finish() -> None:
-        said = _join(calls, timeout)
-        if said:
-            raise ExchangeError(said) from next(call.error for call in calls if call.error)
-        if any(call.is_open for call in calls):
-            raise ExchangeError(f"an engine has not answered in {timeout:g} s; see what it does")
-
-    try:
-        yield finish
-    except Exception as error:
-        said = _join(calls, GRACE_S)
-        # Where the rank was given up for a call, it says so already.
-        if not said or said in message_of(error):
-            raise
-        raise ExchangeError(f"{message_of(error)}\n{said}") from error
-    finish()
-
-
-def _join(calls: Sequence[_Call], seconds: float) -> str:
-    """What calls that failed say, once they have ended; all of them have so many seconds together."""
+def _join(calls: Iterable[_Call], seconds: float) -> None:
+    """Wait for calls, which have so many seconds together."""
     until = time.monotonic() + seconds
     for call in calls:
         call.join(max(0.0, until - time.monotonic()))
-    return "\n".join(call.said for call in calls if call.said)

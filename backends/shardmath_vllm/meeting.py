@@ -67,16 +67,33 @@ class Where(Protocol):
 def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
     """A group of the trainer's ranks, within which they draw the meeting's name; None for a trainer of one.
 
-    Collective. Raises ExchangeError where one does not come.
+    Collective. Raises ExchangeError where one does not come, and on all ranks where one was told otherwise.
     """
     if info.trainers == 1:
         yield None
         return
     group = smt.connect(info.address, info.rank, info.trainers, timeout=info.timeout, name=TRAINERS)
     try:
+        _check_alike(gather(info, group, "say what trainers are told"))
         yield group
     finally:
         smt.disconnect(group)
+
+
+ALIKE = ("workers", "dtype", "own", "timeout", "max_inflight_bytes", "transport")
+"""What all ranks of a trainer have to be told. Each may have an address of its own by which it reaches rank 0."""
+
+
+def _check_alike(told: list[TrainerInfo]) -> None:
+    """Raise ExchangeError where two ranks were told otherwise."""
+    for info in told[1:]:
+        for name in ALIKE:
+            first, other = getattr(told[0], name), getattr(info, name)
+            if first != other:
+                raise ExchangeError(
+                    f"rank 0 has {name}={first!r} in its TrainerInfo, and rank {info.rank} {name}={other!r}; "
+                    f"give all ranks the same"
+                )
 
 
 class Meeting:

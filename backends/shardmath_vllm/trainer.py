@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 import shardmath_torch as smt
-from shardmath.base.errors import ExchangeError
-from shardmath.base.text import word_error
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_torch.tensors.refits.views import to_local
-from shardmath_vllm.calls import calling
+from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
-from shardmath_vllm.link import Link, together
+from shardmath_vllm.link import Life, Link, together
 from shardmath_vllm.meeting import Given, Meeting, among_trainers
 from shardmath_vllm.source import (
     Chunks,
@@ -37,6 +34,7 @@ from shardmath_vllm.source import (
     read_source,
     watch_modules,
 )
+from shardmath_vllm.update import Update
 
 __all__ = ["Trainer"]
 
@@ -50,13 +48,19 @@ class Trainer:
     init_info_cls = TrainerInfo
 
     def __init__(
-        self, client: Client | Sequence[Client], source: Source, link: Link, name: str = ""
+        self,
+        client: Client | Sequence[Client],
+        source: Source,
+        link: Link,
+        name: str = "",
+        calls: Calls | None = None,
     ) -> None:
         self.client = client
         self._name = name
         self.source = source
         self.link = link
         self._clients = _list_clients(client) if self.is_sender else []
+        self._calls = calls or Calls()
         self._number = 0
         self._watched = watch_modules(source)
 
@@ -81,19 +85,22 @@ class Trainer:
             # Drawn, and not counted: a process that was started anew has met no other.
             name = gather(secrets.token_hex(8), ranks)[0] if ranks else secrets.token_hex(8)
             meeting = Meeting(init_info, name, init_info.rank)
-            calls = []
+            acts = []
             for engine, one in enumerate(clients):
                 told = init_info.tell(engine, name)
-                calls.append(partial(one.init_weight_transfer_engine, told))
-            with calling(calls, meeting.call_off, init_info.timeout) as finish:
+                acts.append(partial(one.init_weight_transfer_engine, told))
+            calls = Calls()
+            calls.ask(acts, meeting.call_off)
+            with calls.explain():
                 link = meeting.join(Given(own.tell()))
-                try:
-                    # All have met; an engine may yet say that it has not joined.
-                    link.relay("join its engines", finish)
-                except BaseException:
-                    link.leave()
-                    raise
-        return cls(client, own, link, name)
+            try:
+                # All have met; an engine may yet say that it has not joined.
+                wait = partial(calls.answer, init_info.timeout)
+                link.board.relay("join its engines", wait)
+            except BaseException:
+                link.leave()
+                raise
+        return cls(client, own, link, name, calls)
 
     @property
     def is_sender(self) -> bool:
@@ -108,24 +115,28 @@ class Trainer:
         engines go on with those that they had.
         """
         self._number += 1
-        self.link.relay(f"start update {self._number}", self._tell(_start))
-        updating = vars(Updating(self._number, self._name))
-        calls = [partial(client.update_weights, updating) for client in self._clients]
-        with calling(calls, partial(self.link.give_up, self._number), self.link.timeout) as finish:
-            self.link.move(self._number, self._check, self._move)
-            # All have moved; an engine may yet say that it has not taken it.
-            self._relay_end(finish)
-        self.link.finish(self._number, self._tell(_finish))
-
-    def _relay_end(self, finish: Callable[[], None]) -> None:
-        """Have all hear whether engines have taken an update. Where one says otherwise, others have new weights."""
+        life = Life(self.link, Update(self._number))
         try:
-            self.link.relay(f"end update {self._number}", finish)
-        except ExchangeError:
-            # Which end it all the same: what they have of adapters is for the old ones.
-            with suppress(ExchangeError):
-                self._tell(_finish)()
+            life.call(self._begin)
+            with self._calls.explain():
+                life.move(self._check, self._move, lambda: self._calls.fault)
+            life.take(partial(self._calls.answer, self.link.timeout))
+        except BaseException:
+            if life.update.is_new:
+                # Engines end it all the same: what they have of adapters is for the old weights.
+                self._calls.try_to_tell(self._list_ends(), GRACE_S)
             raise
+        life.end(lambda: self._calls.tell(self._list_ends(), self.link.timeout))
+
+    def _begin(self) -> None:
+        """Have engines begin an update, and then receive. Raises ExchangeError where one does not begin."""
+        self._calls.tell([partial(_start, client) for client in self._clients], self.link.timeout)
+        updating = vars(Updating(self._number, self._name))
+        self._calls.ask([partial(client.update_weights, updating) for client in self._clients])
+
+    def _list_ends(self) -> list[Callable[[], None]]:
+        """What tells each engine that an update is over."""
+        return [client.finish_weight_update for client in self._clients]
 
     def _move(self) -> None:
         """Send what this rank holds, a portion after the other."""
@@ -137,21 +148,6 @@ class Trainer:
     def shutdown(self) -> None:
         """Leave the engines, which go on with the weights that they have."""
         self.link.leave()
-
-    def _tell(self, say: Callable[[Client], None]) -> Callable[[], None]:
-        """Says something to all engines, one after the other, also after one that fails."""
-
-        def act() -> None:
-            faults = []
-            for engine, client in enumerate(self._clients):
-                try:
-                    say(client)
-                except Exception as error:
-                    faults.append(f"engine {engine}: {word_error(error)}")
-            if faults:
-                raise ExchangeError("\n".join(faults))
-
-        return act
 
     def _check(self) -> None:
         """Raise StoreError where this rank's tensors are not what was planned, or not what is trained."""
@@ -235,11 +231,6 @@ def _start(client: Client) -> None:
         except Exception:
             raise error from None
         client.start_weight_update()
-
-
-def _finish(client: Client) -> None:
-    """Have the engine end an update."""
-    client.finish_weight_update()
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:

@@ -60,7 +60,7 @@ def message_of(error: BaseException | str) -> str:
     """
     try:
         text = str(error)
-    except Exception:
+    except (Exception, SystemExit):
         return "what it says cannot be printed"
     return text[:LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
 

@@ -23,8 +23,8 @@ from typing import Literal, SupportsIndex, TypeAlias, cast
 from shardmath.base.arguments import as_integer, mapping, text
 from shardmath.base.errors import LayoutError, NotationError, PlacementError
 from shardmath.base.memo import memo
-from shardmath.base.text import plural, shown
-from shardmath.layouts.algebra.cuts import Chunks
+from shardmath.base.text import count_ranks, plural, shown
+from shardmath.layouts.algebra.cuts import Chunks, OverlapError
 from shardmath.layouts.algebra.dimension import Dimension, divided
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs
@@ -123,7 +123,11 @@ def from_placements(
     dims = []
     for d, own in enumerate(by_dim):
         stages = decode(own, mesh)
-        dim = _divide(d, shape, stages, kept[d])
+        try:
+            dim = _divide(d, shape, stages, kept[d])
+        except OverlapError as error:
+            what = error.word(_word_parts(error, own, mesh))
+            raise PlacementError(f"dimension {d} of shape {shape}: {what}") from None
         dims.append(dim)
     partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
     return tuple(dims), partial
@@ -149,8 +153,21 @@ def _divide(d: int, shape: tuple[int, ...], stages: list[Stage], stored: Runs | 
     size = shape[d] if stored is None else len(stored)
     try:
         return Dimension(shape[d], (divided(size, stages),), stored)
+    except OverlapError:
+        raise  # its ranks are to be named
     except PlacementError as error:
         raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
+
+
+def _word_parts(error: OverlapError, own: _Pairs, mesh: Mesh) -> str:
+    """The parts that overlap, each with the ranks that hold it."""
+    axes = next(axes for axes, placement in own if placement == error.by)
+    groups = mesh.groups(axes)
+    texts = []
+    for part in error.parts:
+        ranks = [group[part] for group in groups]
+        texts.append(f"part {part} of {count_ranks(ranks)}")
+    return " and ".join(texts)
 
 
 def _pair(spec: AxisSpec, mesh: Mesh) -> _Pairs:

@@ -163,7 +163,7 @@ CERTIFIED = {
 @pytest.mark.parametrize("fanout", ["none", "node", "auto"])
 def test_certificates(note: Record, name: str, fanout: Any) -> None:
     """How near the program is to the bound on nodes of 8 H100 with one 400 Gb/s NIC each."""
-    prog = sm.schedule(sm.plan(*CERTIFIED[name]()), fanout=fanout)
+    prog = sm.schedule(sm.plan(*CERTIFIED[name]()), topology=sm.Topology(), fanout=fanout)
     found = sm.certify(prog)
     assert found.ratio >= 1
     witness = found.witness
@@ -181,8 +181,8 @@ def test_schedule_and_verify_a_program(record: Record, name: str) -> None:
     """A program's making, its certificate, its proof and one rank's rounds."""
     p = sm.plan(*CERTIFIED[name]())
     short = name.split()[0]
-    record(f"{short}: schedule", rounds_of(lambda: sm.schedule(p), 1))
-    prog = sm.schedule(p)
+    record(f"{short}: schedule", rounds_of(lambda: sm.schedule(p, topology=sm.Topology()), 1))
+    prog = sm.schedule(p, topology=sm.Topology())
     record(f"{short}: certify", rounds_of(lambda: sm.certify(prog), 1))
     record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 1))
     rank = prog.ranks[-1]

@@ -49,3 +49,23 @@ def test_caches_go_with_the_weights(backend: str, images: bool) -> None:
         core.collective_rpc("update_weights")
     assert dropped.count("old") == 3
     assert dropped[dropped.index("old") + 3 :] == (wanted if backend == "shardmath" else [])
+
+
+def test_what_cannot_be_dropped_does_not_keep_the_rest() -> None:
+    drop_caches()
+    dropped: list[str] = []
+
+    def fail(**how: bool) -> None:
+        raise RuntimeError("requests are under way")
+
+    core: Any = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method: [method])
+    core.vllm_config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend="shardmath"),
+        model_config=SimpleNamespace(is_multimodal_model=True),
+    )
+    core.reset_prefix_cache = fail
+    core.reset_encoder_cache = lambda: dropped.append("encoder")
+    with pytest.raises(RuntimeError, match="requests are under way"):
+        core.collective_rpc("update_weights")
+    assert dropped == ["encoder"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -221,11 +221,9 @@ def load(
     with shared(group):
         job = on_all("load", prepare, group, claim=functools.partial(_describe_load, verify))
         touched = job.reader.touched
-        if touched is not None:
-            number, count = share_of(group)
-            said = gather_all("load", touched, count, group)
-            job.reader.divide_checks(said, number)
-        return on_all("load", lambda: _fill(job, device), group)
+        number, count = share_of(group)
+        said = [] if touched is None else gather_all("load", touched, count, group)
+        return on_all("load", lambda: _fill(job, device, said, number), group)
 
 
 class _LoadJob(NamedTuple):
@@ -286,8 +284,12 @@ def _find_wanted(
     return wanted, stored
 
 
-def _fill(job: _LoadJob, device: torch.device | str) -> dict[str, Tensor]:
-    """Reads the data."""
+def _fill(
+    job: _LoadJob, device: torch.device | str, said: Sequence[bytes], number: int
+) -> dict[str, Tensor]:
+    """Reads the data, and checks this rank's share of the checksums, if all ranks have said which they touch."""
+    if said:
+        job.reader.divide_checks(said, number)
     job.reader.read_data(job.plan, job.planner).wait()
     return {key: tensor.to(device) for key, tensor in job.tensors.items()}
 

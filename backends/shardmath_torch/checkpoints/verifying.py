@@ -76,14 +76,27 @@ def pack_marks(marks: Marks) -> bytes:
 
 
 def _unpack_marks(said: Iterable[bytes], total: int) -> Iterator[NDArray[np.uint8]]:
-    for packed in said:
-        raw = zlib.decompress(packed)
+    expected = -(-total // 8)  # rounded up
+    for number, packed in enumerate(said):
+        unpacker = zlib.decompressobj()
+        try:
+            # One byte more than there are, so that longer ones show.
+            raw = unpacker.decompress(packed, expected + 1)
+        except zlib.error as error:
+            raise CheckpointError(
+                f"what rank {number} reads cannot be unpacked: {error}"
+            ) from error
+        if len(raw) != expected:
+            what = f"rank {number} marks other chunks than the {total} of this checkpoint"
+            raise CheckpointError(f"{what}; give all ranks the same checkpoint")
         bits = np.frombuffer(raw, np.uint8)
         yield np.unpackbits(bits, count=total)
 
 
 def take_share(said: Sequence[bytes], rank: int, total: int) -> Marks:
     """The chunks that the rank checks, of those that all touch: of k that touch a chunk, one.
+
+    Raises CheckpointError for marks of another number of chunks.
 
     >>> everybody = [pack_marks(np.array(marks, bool)) for marks in ([1, 1, 1, 0], [0, 1, 1, 1])]
     >>> [take_share(everybody, rank, 4).astype(int).tolist() for rank in range(2)]

@@ -54,7 +54,9 @@ def _is_ours(config: Any) -> bool:
 
 def _drop(core: Any) -> None:
     """Drop the keys of all requests and prompts, and what was made of images."""
-    # Without requests under way, nothing would be dropped as long as there are any.
-    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    if core.vllm_config.model_config.is_multimodal_model:
-        core.reset_encoder_cache()
+    try:
+        # Without requests under way, nothing would be dropped as long as there are any.
+        core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    finally:
+        if core.vllm_config.model_config.is_multimodal_model:
+            core.reset_encoder_cache()

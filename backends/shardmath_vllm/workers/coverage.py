@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,11 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 import shardmath as sm
 from shardmath.base.errors import StoreError
+from shardmath.models.recordings.sides import BoundRecorded
 from shardmath.models.refits.coverage import matches
+from shardmath.models.storage.stored import Side
 
-__all__ = ["check_coverage", "check_stays", "check_types"]
+__all__ = ["check_coverage", "check_stays", "check_types", "find_engine", "list_written"]
 
 OF_VLLM = (
     "*attn.[kqv]_scale",
@@ -80,6 +82,30 @@ def check_types(recorded: sm.Recorded) -> None:
             f"{len(faults)} tensors are not of the engine's types\n{listed}\n"
             f"say which engines get: dtype= of TrainerInfo or of read_megatron, served= of a Source"
         )
+
+
+def find_engine(planned: sm.Refit, place: int) -> tuple[str, Side]:
+    """What the refit calls the engine of the worker at this place, and the engine."""
+    for name, engine in planned.engines.items():
+        if place in engine.ranks:
+            return name, engine
+    raise AssertionError("all engines are in all portions")
+
+
+def list_written(planned: sm.Refit, place: int) -> frozenset[Hashable]:
+    """The cells that the refit writes on all workers of this one's engine: as blocks, each with worker and tensor."""
+    _, engine = find_engine(planned, place)
+    assert isinstance(engine, BoundRecorded), "workers have recorded"
+    written: set[Hashable] = set()
+    for worker, rank in enumerate(sorted(engine.ranks)):
+        for native in engine.side.ranks[rank].natives:
+            where = worker, native.chunk, native.name
+            if native.function:
+                written.add((*where, native.function))
+            for piece in native.pieces:
+                steps = tuple((count, stride) for count, stride, _ in piece.blocks)
+                written.add((*where, piece.cell, steps))
+    return frozenset(written)
 
 
 def _count_padding(model: nn.Module, native: str) -> int:

@@ -4,11 +4,13 @@
 2. An update arrives a layer at a time, in tensors of the form in which weights are loaded; vLLM makes of them what it
    runs. Beside the model a worker needs one layer, and what is under way.
 3. Nothing is taken back before all ranks are there. Where anything fails later, on whatever rank, no worker's model
-   answers until an update is over: others of its engine may have other weights.
+   answers until updates, of one trainer or another, have written again all that the one that failed may have written on
+   any worker of the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,15 +24,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import shardmath as sm
-import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
-from shardmath_vllm.link import Link
+from shardmath_vllm.link import Life, Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
-from shardmath_vllm.workers.coverage import check_coverage, check_stays, check_types
+from shardmath_vllm.update import State, Update
+from shardmath_vllm.workers.coverage import (
+    check_coverage,
+    check_stays,
+    check_types,
+    find_engine,
+    list_written,
+)
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.reducing import join_groups, reducing
 from shardmath_vllm.workers.refusing import accept, refuse
@@ -68,6 +76,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         self._loading = Loading(model, vllm_config.model_config)
         self._link: Link | None = None
         self._meeting = ""
+        self._writes: frozenset[Hashable] = frozenset()
+        self._torn: frozenset[Hashable] = frozenset()
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
@@ -95,12 +105,13 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         link = meeting.join(given)
         try:
             if is_joint:
-                link.beside.update(join_groups(link.store, init_info))
+                link.beside.update(join_groups(link.board.store, init_info))
         except BaseException:
             link.leave()
             raise
         self._link = link
         self._meeting = init_info.meeting
+        self._writes = list_written(link.planned, link.place)
 
     def start_weight_update(self) -> None:
         """Nothing: weights are taken back once all ranks have come to send and to receive others."""
@@ -125,20 +136,24 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
             raise ExchangeError(
                 "this engine has joined another trainer since; meet it again, by trainer_init"
             )
-        begun: list[bool] = []
-
-        def act() -> None:
-            begun.append(True)
-            self._receive(link)
-
+        life = Life(link, Update(update_info.number, writes=self._writes, torn=self._torn))
+        why = "an update failed"
         try:
-            link.move(update_info.number, lambda: None, act)
+            life.receive(lambda: self._receive(link))
         except BaseException as error:
-            # Also where this rank has all of its weights: one of the others may not have.
-            if begun:
-                refuse(self.model, f"an update failed ({word_objection(error)})")
+            why = f"an update failed ({word_objection(error)})"
             raise
-        accept(self.model)
+        finally:
+            self._settle(life.update, why)
+
+    def _settle(self, update: Update, why: str) -> None:
+        """Have the model answer where its weights are of one version, on all ranks of the engine."""
+        self._torn = update.mixed
+        if not self._torn:
+            accept(self.model)
+        elif update.state is State.TORN:
+            # Also where this rank has all of its weights: one of the others may not have.
+            refuse(self.model, why)
 
     def _receive(self, link: Link) -> None:
         """The portions of an update, one after the other."""
@@ -156,7 +171,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         """One portion into memory that is given back once vLLM has made of it what it runs."""
         refit = link.refits[number]
         assert link.recorded is not None, "workers have recorded"
-        own, stored = self._find_stored(link, refit)
+        own, engine = find_engine(refit.planned, link.place)
+        stored = {native for _, native in engine.natives(link.place)}
         unwritten = link.recorded.unwritten
         left = {name: unwritten.get(name, 0) for name in stored}
         refit.prepare(dst={own: self._loading.materialise(left)}, modules=())
@@ -165,13 +181,6 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
         refit.release()
         self._loading.process(stored)
-
-    def _find_stored(self, link: Link, refit: smt.Refit) -> tuple[str, set[str]]:
-        """What the refit calls this worker's engine, and the worker's tensors that it fills."""
-        for name, engine in refit.planned.engines.items():
-            if link.place in engine.ranks:
-                return name, {native for _, native in engine.natives(link.place)}
-        raise AssertionError("all engines are in all portions")
 
     def finish_weight_update(self) -> None:
         """Nothing: an update is over when `update_weights` is, and where that raises it is over nowhere for sure."""

@@ -72,7 +72,7 @@ def plan_svg(
     `topology` marks nodes (default: the value's own), `tensor` is the one whose layouts are drawn. Raises PlanError for
     what is not a topology, and for a tensor that the plan does not have.
     """
-    where = value.topology if topology is None else checked(topology)
+    where = _find_nodes(value) if topology is None else checked(topology)
     name = _choose_tensor(value, tensor)
     moved = traffic(value, where)
     summary = [*_describe(moved, where), *_describe_groups(moved)]
@@ -138,6 +138,13 @@ def _draw_side(
     if more > 0:
         parts.append(lines([f"... and {plural(more, 'more window')}"]))
     return below(parts, 6)
+
+
+def _find_nodes(value: Plan | Transposed | Program) -> Topology | None:
+    """The value's own topology, if somebody said where its nodes are."""
+    if isinstance(value, Program) and value.assumes_nodes:
+        return None
+    return value.topology
 
 
 def _describe(moved: Traffic, where: Topology | None) -> list[str]:

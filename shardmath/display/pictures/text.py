@@ -206,8 +206,7 @@ def _(program: Program, most: int) -> str:
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
     rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"
     room = f"at most {show_bytes(program.max_inflight_bytes)} under way per rank"
-    nodes = f"nodes of {plural(program.topology.ranks_per_node, 'rank')}"
-    head = f"{tensors} between {between}, {nodes}: {rounds}, {room}"
+    head = f"{tensors} between {between}, {program.word_nodes()}: {rounds}, {room}"
     rows = [_program_row(program, rank) for rank in program.ranks[:most]]
     loads = make_table(["rank", "rounds", "messages", "sends", "receives"], rows)
     more = _more(len(program.ranks), most, "rank")

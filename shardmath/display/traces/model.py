@@ -62,7 +62,7 @@ def model(
     spans: list[Span] = []
     for rank in chosen:
         rounds = prog.for_rank(rank)
-        spans += _draw_rounds(rank, rounds, times)
+        spans += _draw_rounds(rank, rounds, times, prog.topology)
         spans += _sort_tracks(_draw_messages(rank, rounds, times, prog.topology))
     return Trace(tuple(spans))
 
@@ -76,14 +76,17 @@ def _list_ranks(given: Iterable[int]) -> list[int]:
     return sorted(chosen)
 
 
-def _draw_rounds(rank: int, rounds: Sequence[Round], times: _Times) -> Iterator[Span]:
-    """The rounds in which the rank sends or receives."""
+def _draw_rounds(
+    rank: int, rounds: Sequence[Round], times: _Times, where: Topology
+) -> Iterator[Span]:
+    """The rounds in which the rank sends or receives; each says the size of the nodes, which may be assumed."""
     place = Place(rank, is_model=True)
+    about = {"ranks per node": where.ranks_per_node}
     for one in rounds:
         if one.sends or one.receives:
             begin, end = times[one.step].tolist()
             name = name_step(one.step)
-            yield Span(place, "rounds", name, begin, end - begin)
+            yield Span(place, "rounds", name, begin, end - begin, about)
 
 
 def _draw_messages(

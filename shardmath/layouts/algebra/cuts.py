@@ -27,6 +27,7 @@ __all__ = [
     "Chunks",
     "Cut",
     "Interval",
+    "OverlapError",
     "UserCut",
     "Sizes",
     "Splits",
@@ -182,22 +183,41 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
             what = f"{call}: part {i} is {part}, beyond the length"
             raise PlacementError(f"{what}; stay below {length}")
     if not getattr(by, "overlaps", False):
-        _check_disjoint(out, call)
+        _check_disjoint(out, by, call)
     return out
 
 
-def _check_disjoint(parts: tuple[Runs, ...], call: str) -> None:
-    """Raise PlacementError where two parts hold one position: plans would take it for a replica."""
+class OverlapError(PlacementError):
+    """Parts of a user's split that hold one position; whoever knows the mesh names their ranks by `word`."""
+
+    def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
+        """`call` is what `by` was asked, in words."""
+        super().__init__(by, call, parts, position)
+        self.by = by
+        self.call = call
+        self.parts = parts
+        self.position = position
+
+    def __str__(self) -> str:
+        one, other = self.parts
+        return self.word(f"parts {one} and {other}")
+
+    def word(self, both: str) -> str:
+        """What is wrong, with these words for the parts."""
+        what = f"{self.call}: {both} both hold position {self.position}"
+        fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
+        return f"{what}; {fix}"
+
+
+def _check_disjoint(parts: tuple[Runs, ...], by: Splits, call: str) -> None:
+    """Raise OverlapError where two parts hold one position: plans would take it for a replica."""
     spans = []
     for i, part in enumerate(parts):
         spans += [(start, start + n, i) for _, start, n in part.segments]
     spans.sort()
     for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
         if start < stop:
-            both = f"parts {min(one, other)} and {max(one, other)} both hold position {start}"
-            what = f"{call}: {both}"
-            fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
-            raise PlacementError(f"{what}; {fix}")
+            raise OverlapError(by, call, (min(one, other), max(one, other)), start)
 
 
 MOST_SHOWN = 120

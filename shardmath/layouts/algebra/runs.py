@@ -161,15 +161,23 @@ def _local_end(segments: tuple[Segment, ...]) -> int:
     return lo + n
 
 
+MOST_POSITIONS = (1 << 63) - 1
+"""Positions are counted in numpy's int64."""
+
+
 def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
-    """Raise RunsError for a negative number, or a segment that leaves the length."""
+    """Raise RunsError for a negative number, for a large one, or a segment that leaves the length."""
     if length < 0:
         what = f"length {length} of segments {segments} is negative"
         raise RunsError(f"{what}; count positions from 0")
+    end = length
     for lo, g, n in segments:
+        end = max(end, g + n)
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
             what = f"segment {(lo, g, n)} does not fit length {length}"
             raise RunsError(f"{what}; local start, global start and length are >= 0")
+    if end > MOST_POSITIONS:
+        raise RunsError(f"position {end - 1} has more than 63 bits; give {MOST_POSITIONS} at most")
 
 
 def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None:

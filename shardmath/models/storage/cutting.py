@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardmath.base.errors import LayoutError
+from shardmath.base.errors import LayoutError, RunsError
 from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.models.storage.structure import Group, Number, Term, Word, list_words
 
@@ -108,7 +108,30 @@ class _Layer:
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []
-        return from_ranges(n if start < 0 else (start, n) for start, n in pieces)
+        try:
+            return from_ranges(n if start < 0 else (start, n) for start, n in pieces)
+        except RunsError as error:
+            said = self._word_twice(group, pieces) or f"'{group}': {error}"
+            raise LayoutError(said) from None
+
+    def _word_twice(self, group: Group, pieces: Iterable[_Piece]) -> str:
+        """What is wrong with pieces that have a position twice; "" for others."""
+        spans = sorted(piece for piece in pieces if piece[0] >= 0)
+        for (_, stop), (start, _) in itertools.pairwise(spans):
+            if start < stop:
+                return f"{self._word_position(group, start)}; store it once per rank"
+        return ""
+
+    def _word_position(self, group: Group, position: int) -> str:
+        """That a position is stored twice at this coordinate."""
+        axes = axes_of(group, self.frame)
+        here = ", ".join(f"{axis}={self.coords[axis]}" for axis in axes)
+        at = f" at {here}" if here else ""
+        for name, (start, stop) in self.spans.items():
+            if start <= position < stop:
+                what = f"number {position - start} of {name!r}" if name else f"number {position}"
+                return f"'{group}' stores {what} twice{at}"
+        raise AssertionError(position)
 
     def _lay_terms(self, terms: Iterable[Term], cuts: tuple[_Cut, ...]) -> list[_Piece]:
         pieces: list[_Piece] = []
@@ -263,6 +286,12 @@ class _Layer:
     def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:
         """The pieces again and again, up to so many positions."""
         slots = self.frame.number(cycle)
+        most = length * math.prod(self.frame.axes.values())
+        if slots > most:
+            what = (
+                f"'%{cycle}': {slots} slots are more than one copy of {length} positions for each"
+            )
+            raise LayoutError(f"{what} coordinate; give at most {most}")
         times = -(-slots // length) if length else 0
         return list(_slice(pieces * times, 0, slots))
 

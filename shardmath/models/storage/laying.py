@@ -21,14 +21,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardmath.base.errors import StoreError
+from shardmath.base.errors import LayoutError, StoreError
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.runs import Runs, restrict
 from shardmath.layouts.fitting import Trim, fit, trim
 from shardmath.models.storage.cutting import Frame, axes_of, lay_out
 from shardmath.models.storage.rows import Row
-from shardmath.models.storage.structure import Group, Structure, list_words
+from shardmath.models.storage.structure import Group, Number, Structure, list_words
 
 __all__ = ["Laid", "Stack", "give_words", "lay", "order_of", "stack_names"]
 
@@ -122,12 +122,15 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 def stack_names(row: Row) -> dict[int, str]:
     """The stored dimensions that are stacks, and the index of each."""
     stacked = {index.name for index in row.logical.indices}
-    found = {}
+    found: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
         words = {str(word.name) for word in list_words((dim,))}
         if isinstance(dim, str):
             words.add(dim)
         for name in stacked & words:
+            if name in found.values():
+                what = f"index {name!r} is in two dimensions of '{row}'"
+                raise StoreError(f"{what}; a stack has one, in which its tensors lie in order")
             found[i] = name
     return found
 
@@ -143,6 +146,7 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
     stored: list[Stack | _Shown] = []
     by_dim: dict[int, Mapping[str, Dimension]] = {}
     placed: set[str] = set()
+    lacking: set[str] = set()
     for word, index in give_words(row, ndim):
         if index is not None and stack is not None:
             stored.append(stack)
@@ -152,8 +156,10 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
         spans = tuple(lengths.items())
         part, by_dim[d], named = _show(word, spans, *_freeze(frame))
         placed |= named
+        if named:
+            lacking |= shapes.keys() - named
         stored.append(part)
-    _check_placed(row, shapes, placed)
+    _check_placed(row, shapes, placed, lacking)
     dims = {}
     for name in shapes:
         dims[name] = tuple(by_dim[d][name] for d in range(ndim))
@@ -168,11 +174,16 @@ def _count_dims(shapes: Mapping[str, Shape]) -> int:
     return ndims.pop()
 
 
-def _check_placed(row: Row, shapes: Mapping[str, Shape], placed: set[str]) -> None:
-    """Raise StoreError for one of several components that no dimension names."""
+def _check_placed(
+    row: Row, shapes: Mapping[str, Shape], placed: set[str], lacking: set[str]
+) -> None:
+    """Raise StoreError for one of several components that no dimension names, or not each that names others."""
     for name in shapes:
         if len(shapes) > 1 and name not in placed:
             raise StoreError(f"component {name!r} is in no dimension; write it in '{row}'")
+        if name in lacking:
+            what = f"component {name!r} is not in every dimension that names others"
+            raise StoreError(f"{what}; write it there, or none of them, in '{row}'")
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
@@ -243,7 +254,8 @@ def _show_group(group: Group, frame: Frame) -> tuple[_Shown, dict[str, Dimension
     held = _cut_everywhere(group, frame, sizes)
     # Of the stored tensor itself: padding and holes are cells too.
     total = {at: len(runs) for at, runs in held.items()}
-    trims, fitted = _fit_each(frame.lengths, held, sizes)
+    words = {word.name for word in list_words((group,))}
+    trims, fitted = _fit_each(frame.lengths, held, sizes, words)
     return _Shown(axes, total, trims), fitted
 
 
@@ -257,15 +269,22 @@ def _cut_everywhere(word: Group, frame: Frame, sizes: Mapping[str, int]) -> dict
 
 
 def _fit_each(
-    spans: Mapping[str, int], held: Mapping[_At, Runs], sizes: Mapping[str, int]
+    spans: Mapping[str, int],
+    held: Mapping[_At, Runs],
+    sizes: Mapping[str, int],
+    words: Iterable[Number],
 ) -> tuple[dict[str, dict[_At, Trim]], dict[str, Dimension]]:
-    """The view of each component at every coordinate, and its dimension in a layout."""
+    """The view of each component at every coordinate, and its dimension in a layout. Those among the words, and one
+    without a name, are to be stored whole.
+    """
     trims = {}
     fitted = {}
     start = 0
     for name, n in spans.items():
         stop = start + n
         own = [_extract(runs, start, stop) for runs in held.values()]
+        if not name or name in words:
+            _check_stored(name, n, own)
         trimmed = list(map(trim, own))
         views = [view for view, _ in trimmed]
         inside = [runs for _, runs in trimmed]
@@ -273,6 +292,17 @@ def _fit_each(
         fitted[name] = fit(n, sizes, inside)
         start = stop
     return trims, fitted
+
+
+def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
+    """Raise LayoutError for a component that is stored in part, as by an axis that cuts it twice."""
+    spans = sorted((start, start + size) for runs in held for _, start, size in runs.segments)
+    end = 0
+    for start, stop in [*spans, (n, n)]:
+        if start > end:
+            of = f" of {name!r}" if name else ""
+            raise LayoutError(f"no rank stores number {end} of {n}{of}; cut by each axis once")
+        end = max(end, stop)
 
 
 def _only(lengths: Mapping[str, int]) -> dict[str, int]:

@@ -16,11 +16,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardmath.base.errors import StoreError
+from shardmath.base.errors import LayoutError, StoreError
+from shardmath.base.text import count_ranks
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage import rows
@@ -137,6 +138,8 @@ class Owners:
         """
         found = self._locate(numbers)
         stack = self._find_stack(count) if self.stacked else None
+        if stack is not None:
+            _check_free(self.row, found.where.keys() & stack.axes)
         key = (*found.where.items(), count)
         meshes = self.meshes.get(key)
         if meshes is None:
@@ -175,6 +178,9 @@ class Owners:
     def _go_to(self, place: rows.Place, found: _Found) -> None:
         """Note the coordinate of the place. The last one's own is the last chunk there."""
         size = self.mesh.axis_size(place.axis)
+        if not -size <= place.at < size:
+            what = f"'{place}' is not on axis {place.axis!r} of size {size}"
+            raise StoreError(f"{what}; use 0 to {size - 1}, or -1 for the last")
         found.where[place.axis] = place.at % size
         if place.at < 0:
             # What stands behind all layers is with the last of them, in its virtual stage.
@@ -203,7 +209,11 @@ class Owners:
         held = {}
         for at in itertools.product(*coordinates):
             coords = dict(zip(axes, at, strict=True))
-            held[at] = lay_out(group, frame, coords)
+            try:
+                held[at] = lay_out(group, frame, coords)
+            except LayoutError as error:
+                ranks = self.mesh.select(**coords).ranks
+                raise LayoutError(f"{count_ranks(ranks)}: {error}") from error
         return Stack(index, count, axes, held)
 
     def _find_group(self, index: str) -> Group:
@@ -248,6 +258,13 @@ class Owners:
             parts.append(self.mesh.select(**where, **at))
         # Redundant experts: the copies of one number are as many sub-meshes of one shape.
         return parts[0] if len(parts) == 1 else pile(parts)
+
+
+def _check_free(row: Row, fixed: Set[str]) -> None:
+    """Raise StoreError for axes that divide the row's tensor, and of which it has one coordinate."""
+    if fixed:
+        what = f"'{row}' divides by {min(fixed)!r}, and is at one coordinate of it"
+        raise StoreError(f"{what}; leave the axis out of one of the two")
 
 
 def _read_word(written: str) -> Word:
@@ -334,6 +351,8 @@ class Maker:
         meshes = set(owner.meshes)
         for word, (shape, dtype) in zip(self.components, entries, strict=True):
             dims = laid.dims[word]
+            divided = {axis for dim in dims for axis in dim.axes}
+            _check_free(self.row, divided.difference(*(mesh.shape for mesh in meshes)))
             by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
             by_number = map(by_mesh.__getitem__, owner.meshes)
             layouts.append(tuple(by_number))

@@ -184,7 +184,7 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
 
 
 def _check_counts(numbers: Mapping[str, int], indices: Mapping[str, Iterable[Spot]]) -> None:
-    """Raise StoreError for a number, a chunk or an index's number that counts nothing."""
+    """Raise StoreError for a number, a chunk or an index's number that counts nothing here."""
     counts: dict[str, object] = {f"number {name!r}": n for name, n in numbers.items()}
     for name, spots in indices.items():
         for i, spot in enumerate(spots):
@@ -192,8 +192,8 @@ def _check_counts(numbers: Mapping[str, int], indices: Mapping[str, Iterable[Spo
             counts[f"the local number of {name}={i}"] = spot.number
     for what, given in counts.items():
         count = as_integer(given, what, StoreError)
-        if count < 0:
-            raise StoreError(f"{what} is {count}; give 0 or more")
+        if not 0 <= count <= MOST_SIZE:
+            raise StoreError(f"{what} is {count}; give a number from 0 to {MOST_SIZE}")
 
 
 def _list_plain(stored: Stored) -> dict[str, Any]:

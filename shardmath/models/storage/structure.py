@@ -111,7 +111,10 @@ def read_dims(text: str) -> tuple[Structure, ...]:
     while read.here.kind != "end":
         if read.accept("("):
             dims.append(_read_group(read))
-        elif read.accept("..."):
+        elif read.here.text == "...":
+            _, _, at = read.take()
+            if "..." in dims:
+                read.fail("'...' twice", at, "write it once, for all dimensions that are left")
             dims.append("...")
         else:
             dims.append(read.word("a dimension: a name, ... or a group").text)

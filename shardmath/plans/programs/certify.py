@@ -44,8 +44,8 @@ def certify(p: Plan | Program, topology: Topology | None = None) -> Certificate:
     forces the bound.
 
     A program runs on its own topology, a plan on the one given, or its own. Raises PlanError for
-    anything else than what `plan` and `schedule` return, for a plan without a topology, since
-    nothing says where its nodes are, and for a program with another topology.
+    anything else than what `plan` and `schedule` return, for a plan without a topology and for its
+    program, since nothing says where the nodes are, and for a program with another topology.
     """
     prog = find_running(p, topology)
     loads = sum_round_loads(prog)
@@ -76,18 +76,18 @@ def crossing_bytes(p: Plan | Transposed | Program, topology: Topology | None = N
 
 def find_running(p: object, topology: Topology | None) -> Program:
     """What runs when `p` is compiled. Raises PlanError as `certify` does."""
-    if isinstance(p, Plan):
-        if topology is None and p.topology is None:
-            what = f"nothing says which ranks of {p!r} share a node"
-            raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8)")
-        return run_straight(p, topology)
-    if not isinstance(p, Program):
+    if not isinstance(p, Plan | Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"
         raise PlanError(f"{p!r} is not a plan or a Program; {what}")
-    if topology is not None and checked(topology) != p.topology:
-        what = f"{p!r} was scheduled for {p.topology}, not for {topology}"
+    prog = run_straight(p, topology) if isinstance(p, Plan) else p
+    if topology is not None and checked(topology) != prog.topology:
+        what = f"{p!r} was scheduled for {prog.topology}, not for {topology}"
         raise PlanError(f"{what}; schedule its plan for that")
-    return p
+    if topology is None and prog.assumes_nodes:
+        what = f"nothing says which ranks of {p!r} share a node"
+        to = "" if isinstance(p, Plan) else " to schedule"
+        raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8){to}")
+    return prog
 
 
 def list_blocks(p: Plan) -> Iterator[Block]:

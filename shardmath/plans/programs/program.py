@@ -55,7 +55,8 @@ class Program:
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
     receives the next; the peers of a rank take `turns` turns. No rank has more than
     `max_inflight_bytes` bytes, or `max_ops_per_group` messages, under way in a round. Two programs
-    are equal if they send the same messages in the same rounds.
+    are equal if they send the same messages in the same rounds. `assumes_nodes` says whether nobody
+    said where the nodes are: then `certify` and `crossing_bytes` are an error, as of a plan.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Program:
     max_inflight_bytes: int
     max_ops_per_group: int
     digest: str
+    assumes_nodes: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.digest == other.digest
@@ -75,8 +77,12 @@ class Program:
 
     def __repr__(self) -> str:
         rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
+        return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
+
+    def word_nodes(self) -> str:
+        """The size of its nodes, and whether they are assumed, in words."""
         nodes = f"nodes of {plural(self.topology.ranks_per_node, 'rank')}"
-        return f"<program of {self.plan!r}, {nodes}, {rounds}, {self.digest[:12]}>"
+        return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
         """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver, relays included.

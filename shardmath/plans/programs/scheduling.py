@@ -94,8 +94,8 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """The program that carries out a plan on a topology (default: the plan's own, or 8 ranks per
-    node), which its repr and `show` say.
+    """The program that carries out a plan on a topology (default: the plan's own). Without either it
+    assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
 
     It is the program that runs when it is compiled; a plan that is compiled itself runs as
     `as_planned` says. `max_inflight_bytes` bounds what a rank has under way in a round, both ways
@@ -114,7 +114,8 @@ def schedule(
     on = gather_lines(p.batches, where)
     _check_pieces(p, on, room)
     every = _list_legs(p, on, where, way)
-    options = [Program(p, where, legs, 1, 1, room, most, "") for legs in every]
+    assumes = _assumes_nodes(p, topology)
+    options = [Program(p, where, legs, 1, 1, room, most, "", assumes) for legs in every]
     fastest = _find_fastest(options)
     return replace(fastest, digest=digest_program(fastest))
 
@@ -136,6 +137,11 @@ def _choose_topology(p: Plan, topology: Topology | None) -> Topology:
     if topology is not None:
         return checked(topology)
     return p.topology or Topology()
+
+
+def _assumes_nodes(p: Plan, topology: Topology | None) -> bool:
+    """Whether nobody said where the nodes are."""
+    return topology is None and p.topology is None
 
 
 def _list_legs(p: Plan, on: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
@@ -170,7 +176,7 @@ def run_straight(p: Plan, topology: Topology | None = None) -> Program:
     """The same before its limits are counted, which its time does not depend on."""
     _check_plan(p, "give what plan(src, dst) returns")
     where = _choose_topology(p, topology)
-    return Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "")
+    return Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "", _assumes_nodes(p, topology))
 
 
 def _check_pieces(p: Plan, on: Demands, room: int) -> None:

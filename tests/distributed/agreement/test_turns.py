@@ -13,6 +13,7 @@ import pytest
 
 import shardmath as sm
 from shardmath_torch.groups.agreement import party as parties
+from shardmath_torch.groups.agreement import turns as turning
 from shardmath_torch.groups.agreement.turns import Refused, Turns, in_thread
 from tests.distributed.pool import Lost, Pool, alone
 from tests.distributed.tasks import breaks
@@ -271,6 +272,34 @@ def test_a_thread_waits_no_longer_than_it_says() -> None:
     thread.join()
 
 
+def test_a_thread_that_takes_turn_after_turn_lets_others_have_theirs() -> None:
+    """In the order in which they came."""
+    turns, done = Turns(), threading.Event()
+    had: list[int] = []
+
+    def take(number: int) -> None:
+        with turns.taken(20.0):
+            had.append(number)
+
+    def take_all() -> None:
+        while not done.is_set():
+            with turns.taken(20.0):
+                time.sleep(0.002)
+
+    greedy = threading.Thread(target=take_all)
+    greedy.start()
+    others = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+    for other in others:
+        other.start()
+        # So long that it has asked.
+        time.sleep(0.2)
+    for other in others:
+        other.join(2.0)
+    done.set()
+    greedy.join()
+    assert had == [0, 1, 2]
+
+
 def test_only_a_vote_that_is_left_breaks_a_group() -> None:
     """Before the vote nobody counts on this rank, and a refusal is known to all."""
     turns = Turns()
@@ -337,7 +366,7 @@ def test_a_turn_outlasts_whoever_may_give_it_up() -> None:
 
     party.turns.goodbyes = SimpleNamespace(find=find)
     with party._hearing():
-        listener = threading.Thread(target=parties._give_up_if_left, args=(party.turns,))
+        listener = threading.Thread(target=turning._give_up_if_left, args=(party.turns,))
         listener.start()
         looks.wait(60.0)
     assert ends == [""]

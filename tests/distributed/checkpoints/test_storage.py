@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import random
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
@@ -36,6 +38,21 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of a few bytes have several checksums."""
     for module in (checksums, reading, verifying):
         monkeypatch.setattr(module, "CHUNK", 64)
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (zlib.compress(bytes(1 << 26)), "rank 1 marks other chunks than the 9 of this checkpoint"),
+        (zlib.compress(b"a"), "rank 1 marks other chunks than the 9 of this checkpoint"),
+        (b"marks", "what rank 1 reads cannot be unpacked"),
+    ],
+)
+def test_marks_of_another_checkpoint(said: bytes, what: str) -> None:
+    """64 MiB of them were unpacked, short ones filled up, and torn ones were zlib's own error."""
+    own = verifying.pack_marks(np.ones(9, bool))
+    with pytest.raises(CheckpointError, match=what):
+        verifying.take_share([own, said], 0, 9)
 
 
 # Bits that flip

@@ -65,6 +65,10 @@ def test_what_a_mover_says(pool: Pool) -> None:
         assert "rank 1: the source tensor is missing" in said[9]
 
 
+def test_threads_of_one_name_commit_together(pool: Pool) -> None:
+    assert pool.run(commits.in_one_name) == [NEW] * 8
+
+
 def test_blocks(pool: Pool) -> None:
     """All moves of a block are in place on all ranks, or none is on any; and the group goes on."""
     why = {

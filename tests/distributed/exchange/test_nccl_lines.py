@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardmath as sm
+import shardmath_torch as smt
 from shardmath_nccl import batches, wire
 from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement.wire import PeerFailure
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.cases import make_case, random_plan
 from tests.distributed.tasks.nccl_lines import (
@@ -21,6 +25,7 @@ from tests.distributed.tasks.nccl_lines import (
     fail_in_batch,
     meet,
     move_over_gloo,
+    over_gloo,
     start_and_fail,
 )
 
@@ -50,6 +55,39 @@ def test_a_rank_that_does_not_come(pool: Pool) -> None:
             assert (blamed, cause) == (3, "it did not answer in time")
             assert PATIENCE_S <= seconds < PATIENCE_S + 4.5
     assert all(answer == (None, "", 0.0) for answer in pool.run(meet, ()))
+
+
+class Stopped(dist.HashStore):
+    """One that answers only once it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def compare_set(self, key: str, old: str, new: str) -> bytes:
+        self.goes_on.wait()
+        return super().compare_set(key, old, new)
+
+
+def tell_meeting(store: dist.Store) -> str:
+    """What comes of a vote of a group that has this store."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    failed = pytest.raises(PeerFailure)
+    with over_gloo(), mock.patch.object(compat, "store_of", return_value=store), failed as told:
+        wire.NcclWire(group, 0.2).gather(b"here")
+    smt.disconnect(group)
+    return told.value.cause
+
+
+def test_a_store_that_is_lost_as_ranks_come() -> None:
+    """Whether its server has ended or stopped."""
+    stopped = Stopped()
+    assert tell_meeting(stopped).startswith("no answer in")
+    stopped.goes_on.set()
+    servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = dist.TCPStore("127.0.0.1", servers[0].port, None, False)
+    servers.clear()
+    assert tell_meeting(client)
 
 
 def test_what_fails(pool: Pool) -> None:

@@ -274,6 +274,16 @@ def test_a_save_beside_an_export(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.glob("*/*")} == before
 
 
+def test_nothing_to_export(tmp_path: Path) -> None:
+    """It took the place of an earlier export, and left an index that nobody reads."""
+    smt.export(tmp_path, {"w": torch.ones(2)})
+    nothing: list[Any] = [torch.nn.Module(), {}]
+    for source in nothing:
+        with pytest.raises(CheckpointError, match="there is no tensor to export; give a module"):
+            smt.export(tmp_path, source)
+    assert smt.open_checkpoint(tmp_path).shapes == {"w": ((2,), "float32")}
+
+
 def test_a_folder_at_the_name_of_the_index_draft(tmp_path: Path) -> None:
     """Found before anything is written."""
     draft = tmp_path / f"{INDEX}.unfinished"

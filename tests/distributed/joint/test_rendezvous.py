@@ -6,16 +6,18 @@ import collections
 import random
 import threading
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from shardmath.base.errors import ExchangeError
+from shardmath_torch.groups.agreement import threads
 from shardmath_torch.groups.compat import Store
 from shardmath_torch.groups.joint import steps
 from shardmath_torch.groups.joint.rendezvous import Met, Seat, call_off, leave, meet
-from shardmath_torch.groups.joint.steps import Step, carry_out
+from shardmath_torch.groups.joint.steps import Add, Step, carry_out
 from tests.distributed.joint.walks import DEAD, End, Walk, World, wander
 
 SIZE = 3
@@ -159,12 +161,12 @@ def test_meetings_are_whole(seed: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     """After whichever step it comes: the other rank is there, or not, and the store is empty in the end."""
-    act = steps._act
+    ask = steps._ask
     store = dist.HashStore()
     done: list[Step] = []
 
-    def interrupted(step: Step, store: Store) -> str | None:
-        answer = act(step, store)
+    def interrupted(step: Step, store: Store, until: float) -> str | None:
+        answer = ask(step, store, until)
         if threading.current_thread() is not threading.main_thread():
             return answer
         done.append(step)
@@ -177,10 +179,29 @@ def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     if rank:
         comers.come(seat(0, "a"), 0.0, 0.5)
         time.sleep(0.1)
-    with mock.patch.object(steps, "_act", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(steps, "_ask", interrupted), pytest.raises(KeyboardInterrupt):
         carry_out(meet(seat(rank, "b")), store, time.monotonic() + LONG_S)
     comers.wait()
     assert store.num_keys() == 0
+
+
+def test_ctrl_c_waits_for_the_step_that_it_interrupts() -> None:
+    """Also as the thread begins that asks: what undoes the step would otherwise come before it."""
+    start = threads.start
+    done: list[str] = []
+
+    def begin(act: Callable[[], None]) -> threading.Thread:
+        start(act)
+        raise KeyboardInterrupt
+
+    class Slow(dist.HashStore):
+        def append(self, key: str, value: str) -> None:
+            time.sleep(0.2)
+            done.append(key)
+
+    with mock.patch.object(threads, "start", begin), pytest.raises(KeyboardInterrupt):
+        steps._ask(Add("key", "line"), Slow(), time.monotonic() + LONG_S)
+    assert done == ["key"]
 
 
 def test_who_has_time_left_meets_in_the_next_meeting() -> None:
@@ -243,6 +264,20 @@ def test_a_process_of_another_run_does_not_join() -> None:
     assert said.startswith(
         "rank 0 is of run 'run 2', and rank 1 of run 'run 1'; end processes of an earlier run"
     )
+
+
+def test_a_process_of_an_earlier_run_joins_where_no_run_is_given() -> None:
+    """As who waits for a rank 0 that is started again, which it cannot be told from."""
+    comers = Comers()
+    comers.come(seat(0, "earlier"), 0.0, 0.2)
+    comers.come(seat(1, "stale"), 0.0, LONG_S)
+    comers.come(seat(0, "a"), 0.5, LONG_S)
+    comers.come(seat(2, "c"), 0.5, LONG_S)
+    comers.come(seat(1, "b"), 2.0, 0.2)
+    comers.wait()
+    assert [_name_all(seats) for seats in comers.met.values()] == [["a", "c", "stale"]]
+    said = {one.token: text for one, text in comers.said}
+    assert said["b"].startswith("rank 0 of 3 ranks did not come in time")
 
 
 def test_who_waits_is_called_off() -> None:

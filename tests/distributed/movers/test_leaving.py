@@ -47,12 +47,22 @@ def test_a_rank_whose_store_ends_with_it_is_named_later() -> None:
     assert "frame #" not in written
 
 
-def test_who_disconnects_has_left() -> None:
-    """Of a joint group whose store it serves."""
-    mine, *others = alone(3, leaving.disconnect, f"127.0.0.1:{free_port()}")
-    assert mine[0] == "" and mine[1] < SOON_S
-    for said, took in others:
-        assert said.startswith("rank 0 left: its process group was disconnected"), said
+@pytest.mark.parametrize("ends_too", [True, False])
+def test_who_closes_a_mover_may_come_to_another(ends_too: bool) -> None:
+    """Ranks that wait for it in a compile wait on, unless its process ends: then they are told at once that it left."""
+    gone = (0,) if ends_too else ()
+    for said, took in alone(3, leaving.close_as_others_compile, ends_too, gone=gone):
+        assert said.startswith("rank 0 left: it closed plan ") if ends_too else said == "", said
+        assert took < SOON_S
+
+
+@pytest.mark.parametrize(("leaver", "moves"), [(0, True), (0, False), (1, False)])
+def test_who_disconnects_has_left(leaver: int, moves: bool) -> None:
+    """Of a joint group, whether it serves its store or not, with or without a mover there."""
+    told = alone(3, leaving.disconnect, f"127.0.0.1:{free_port()}", leaver, moves)
+    for rank, (said, took) in enumerate(told):
+        why = f"rank {leaver} left: its process group was disconnected"
+        assert said.startswith(why) if rank != leaver else said == "", said
         assert took < SOON_S
 
 

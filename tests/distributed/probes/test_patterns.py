@@ -76,3 +76,10 @@ def test_numbers_ascend(name: str) -> None:
     values = as_tensor(list_finite(dtype), dtype).double()
     assert values.isfinite().all()
     assert (values.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["int32", "uint32", "int64", "uint64"])
+def test_integers_are_listed_once_and_many_fit_types_of_few_bits(name: str) -> None:
+    words = list_finite(getattr(torch, name))
+    assert len(set(words.tolist())) == len(words)
+    assert (np.abs(words.astype(np.float64)) < 2048).sum() > 1000

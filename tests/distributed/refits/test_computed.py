@@ -290,11 +290,11 @@ def test_elements_with_equal_numbers_of_two_types_differ() -> None:
         )
 
 
-def test_a_cell_that_may_be_of_two_tensors() -> None:
-    """Almost all numbers are the same truth."""
+def test_a_cast_that_no_element_is_told_by_beside_one_that_is_the_same_almost_always() -> None:
+    """All numbers of the one, and almost all of the other, are the same truth."""
     into = {"x": torch.zeros(1, dtype=torch.bool)}
     shapes = {"a": ((1,), "float8_e8m0fnu"), "b": ((1,), "int64")}
-    with pytest.raises(sm.StoreError, match="may be element 0 of 'a' or element 0 of 'b'"):
+    with pytest.raises(sm.StoreError, match="float8_e8m0fnu is not cast to bool"):
         smt.record(lambda given: into["x"].copy_(torch.cat([given["a"]])), shapes, into)
 
 
@@ -315,3 +315,51 @@ def test_an_empty_target_by_numbers() -> None:
     shapes = {"w": ((0, 3), "float32")}
     found = smt.record(lambda given: into["x"].copy_(torch.cat([given["w"]])), shapes, into)
     assert not found.unwritten
+
+
+TYPES = [
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *FLOATS,
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "complex64",
+    "complex128",
+]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("wanted", TYPES)
+@pytest.mark.parametrize("given", TYPES)
+def test_a_cast_to_what_is_stored_is_recorded_alike_by_both_ways_or_named_by_both(
+    given: str, wanted: str
+) -> None:
+    """What is stored says what it was cast to; but a part of a complex number is another number."""
+    into = {"a": torch.zeros(9, dtype=getattr(torch, wanted), device="meta")}
+    shapes = {"q": ((9,), given)}
+
+    def record(way: Any) -> sm.Recorded:
+        return smt.record(lambda named: into["a"].copy_(named["q"]), shapes, into, ways=(way,))
+
+    is_part = given.startswith("complex") and not wanted.startswith("complex")
+    if is_part:
+        with pytest.raises(sm.StoreError, match=f"'a' is computed by a cast to {wanted}; declare"):
+            record("views")
+    else:
+        assert record("views").natives[0].pieces[0].blocks == ((9, 1, 1),)
+    # Powers of two are all true: no element is told from another.
+    if is_part or (given, wanted) == ("float8_e8m0fnu", "bool"):
+        with pytest.raises(sm.StoreError, match=f"{given} is not cast to {wanted} by numbers"):
+            record("numbers")
+    else:
+        assert record("numbers").natives[0].pieces[0].blocks == ((9, 1, 1),)
+
+
+def test_a_part_of_complex_numbers_that_is_declared() -> None:
+    into = {"a": torch.zeros(9, device="meta")}
+    shapes = {"q": ((9,), "complex64")}
+    found = smt.record(
+        lambda named: into["a"].copy_(named["q"]), shapes, into, functions={"a": "real"}
+    )
+    assert found.natives[0].function == "real"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -497,15 +496,3 @@ def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: A
         )
     with pytest.raises(sm.StoreError, match="'a' is gone once it is loaded"):
         record(lambda given: both.pop("a"), both, ways=ways)
-
-
-def test_a_loader_that_copies_in_threads() -> None:
-    into = {"a": torch.empty(4, 3, device="meta")}
-
-    def load(given: dict[str, Tensor]) -> None:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda row: into["a"][row].copy_(given["q"][row]), range(4)))
-
-    assert record(load, into).natives[0].way == "numbers"
-    with pytest.raises(sm.StoreError, match="'a' is not explained by views by another thread"):
-        record(load, into, ways=("views",))

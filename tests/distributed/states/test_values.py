@@ -181,6 +181,20 @@ def test_values_that_are_refused(tmp_path: Path, case: str, inside: bool) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", ["a parameter group", "an optimizer's defaults"])
+def test_options_that_contain_themselves_take_nothing(tmp_path: Path, place: str) -> None:
+    """That was a RecursionError: what is there is looked through for tensors that keep their memory."""
+    training.save_state(tmp_path, *with_option(1))
+    module, optimizer = with_option(1)
+    of = optimizer.defaults if "defaults" in place else optimizer.param_groups[0]
+    of["odd"] = endless()
+    before = module.weight.detach().clone()
+    what = f"'odd' of {place} is nested more than 64 deep, or contains itself"
+    with pytest.raises(CheckpointError, match=re.escape(what)):
+        training.load_state(tmp_path, module, optimizer)
+    assert torch.equal(module.weight, before)
+
+
 SHOWN: list[Any] = [Phase.WARM, Level.HIGH, Mode.LATE, Pair(1, 0.5), [Pair(Phase.WARM, [1])]]
 """What comes back only where the optimizer has one of that class."""
 

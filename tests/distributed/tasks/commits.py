@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -396,6 +397,25 @@ def blocks(rank: int) -> dict[str, tuple[Said, str, str, int, int]]:
         found[name] = (said, *held, *(move.version for move in moves))
         times += moves[0].version == times
     return found  # type: ignore[return-value]
+
+
+def in_one_name(rank: int) -> Said:
+    """A block of a mover for which threads of different names go by one: here the main one and others."""
+    two = Two(rank, dist.get_world_size())
+    move = two.compile(timeout=20.0, commit="all", group=own_group(), thread="refit")
+
+    def act() -> None:
+        with smt.commit(move):
+            move(two.src, out=two.out)
+
+    said: list[Said] = []
+    thread = threading.Thread(target=lambda: said.append(ends(act)))
+    if rank % 2:
+        thread.start()
+        thread.join()
+    else:
+        said.append(ends(act))
+    return said[0] or two.holds(1.0, 0.0)
 
 
 def alike(rank: int) -> list[Said]:

@@ -78,16 +78,46 @@ def end_with_the_store(rank: int, closes: bool) -> Any:
         return *told, written.read().decode()
 
 
-def disconnect(rank: int, where: str) -> Any:
-    """Rank 0 disconnects from a joint group, whose store it serves; rank 1 waits for it, rank 2 calls later."""
+def disconnect(rank: int, where: str, leaver: int, moves: bool) -> Any:
+    """A rank disconnects from a joint group whose store rank 0 serves; one waits for it, and one calls later.
+
+    They have moved before, or the others make their first mover.
+    """
     group = smt.connect(where, rank, 3, timeout=30.0)
     rows = Rows(rank, 3, 6)
-    move = smt.compile(rows.plan, timeout=60.0, group=group)
+
+    def compile() -> smt.Mover:
+        return smt.compile(rows.plan, timeout=60.0, group=group)
+
+    act: Callable[[], Any] = compile
+    if moves:
+        move = compile()
+
+        def act() -> None:
+            move(rows.src, out=rows.out, acknowledge=True)
+
+        act()
+    if rank == leaver:
+        return timed(lambda: smt.disconnect(group))
+    time.sleep(LATE_S * (rank % 2))
+    told = timed(act)
+    smt.disconnect(group)
+    return told
+
+
+def close_as_others_compile(rank: int, ends_too: bool) -> Told:
+    """Rank 0 closes a mover while the others wait in another compile; then its process ends, or it compiles, too."""
+    rows = Rows(rank, 3, 6)
+    move = smt.compile(rows.plan, timeout=60.0)
     move(rows.src, out=rows.out, acknowledge=True)
     if rank == 0:
-        return timed(lambda: smt.disconnect(group))
-    time.sleep(LATE_S * (rank - 1))
-    return timed(lambda: move(rows.src, out=rows.out))
+        time.sleep(LATE_S)
+        move.close()
+        if ends_too:
+            os._exit(0)
+        # So long that the others have heard.
+        time.sleep(LATE_S)
+    return timed(lambda: smt.compile(rows.plan, timeout=60.0))
 
 
 def leave_before_blocks(rank: int) -> list[Told]:

@@ -347,6 +347,10 @@ def copies_of_fused(rank: int, fsdp: bool) -> dict[str, Any]:
     if fsdp:
         sharded(other, mesh)
     said["loaded into others"] = caught(lambda: other.load_state_dict(module.state_dict()))
+    everywhere = [Replicate()] * qkv.device_mesh.ndim
+    alike = distribute_tensor(given, qkv.device_mesh, everywhere)
+    state = {"qkv.weight": alike}
+    said["a whole loaded"] = caught(lambda: module.load_state_dict(state, strict=False))
     return said
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 import shardmath as sm
@@ -19,9 +19,11 @@ from shardmath.base.errors import ExchangeError
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native
 from shardmath_vllm import infos
-from shardmath_vllm.link import Link
+from shardmath_vllm.board import Board
+from shardmath_vllm.link import Life, Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
+from shardmath_vllm.update import Update
 
 __all__ = [
     "TIMEOUT_S",
@@ -52,7 +54,7 @@ def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, A
     if rank >= TRAINERS + WORKERS:
         return "", 0.0, made
     try:
-        with _lagging(rank * lag), mock.patch("shardmath_vllm.link.HEARD_S", TIMEOUT_S):
+        with _lagging(rank * lag), mock.patch("shardmath_vllm.board.HEARD_S", TIMEOUT_S):
             (_train if rank < TRAINERS else _work)(rank, port, how, made)
     except (ExchangeError, ArithmeticError, ValueError) as error:
         return str(error), time.monotonic() - start, made
@@ -62,13 +64,17 @@ def act(rank: int, port: int, how: str, lag: float = 0.0) -> tuple[str, float, A
 @contextmanager
 def _lagging(seconds: float) -> Iterator[None]:
     """Whatever is asked of the store of ranks that have met, as where others have the processor."""
-    find = Link.store
 
-    def find_late(link: Link) -> Store:
-        time.sleep(seconds)
-        return find.__get__(link)
+    def delay(act: Any) -> Any:
+        def act_late(*given: Any) -> Any:
+            time.sleep(seconds)
+            return act(*given)
 
-    with mock.patch.object(Link, "store", property(find_late)):
+        return act_late
+
+    with ExitStack() as stack:
+        for name in ("_hear", "_confirm", "vote", "break_off"):
+            stack.enter_context(mock.patch.object(Board, name, delay(getattr(Board, name))))
         yield
 
 
@@ -147,7 +153,7 @@ def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
             if how == "process" and rank == TRAINERS and number == 0:
                 raise ArithmeticError("cannot be processed")
 
-    link.move(1, lambda: None, receive)
+    Life(link, Update(1)).receive(receive)
     made += [tensor.flatten().tolist() for tensor in own.values()]
     link.leave()
 
@@ -204,7 +210,8 @@ def update_slowly(rank: int, port: int) -> str:
 def _update_slowly(rank: int, port: int) -> None:
     link = _meet(rank, port, SHORT_S)
     for number in (1, 2):
-        link.move(number, lambda: None, lambda: _move_slowly(link, SLOW_S * (number - 1)))  # noqa: B023
+        act = partial(_move_slowly, link, SLOW_S * (number - 1))
+        Life(link, Update(number)).receive(act)
     link.leave()
 
 
@@ -251,7 +258,7 @@ def finish_alone(rank: int, port: int) -> str:
     link = _meet(rank, port, GONE_S)
     try:
         if rank == 0:
-            link.finish(1, lambda: None)
+            link.board.finish("finish update 1", lambda: None)
     except ExchangeError as error:
         return str(error)
     finally:

@@ -11,9 +11,10 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm.infos import Joining
-from shardmath_vllm.link import Link
+from shardmath_vllm.link import Life, Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
+from shardmath_vllm.update import Update
 
 __all__ = ["PlainEngine"]
 
@@ -37,7 +38,7 @@ class PlainEngine:
     @as_main()
     def update_weights(self, update_info: dict[str, Any]) -> None:
         assert self.link is not None
-        self.link.move(update_info["number"], lambda: None, self._receive)
+        Life(self.link, Update(update_info["number"])).receive(self._receive)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing."""

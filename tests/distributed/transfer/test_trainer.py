@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from torch import nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
+from shardmath_vllm.calls import GRACE_S
+from shardmath_vllm.meeting import _check_alike
 from shardmath_vllm.trainer import _check_ranks
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks import gathered_sources, transfers
@@ -85,21 +88,80 @@ def test_engines_that_have_new_weights_end_the_update_all_the_same(
         ended.append("lost")
         raise ConnectionError("no answer")
 
-    class Other(PlainEngine):
-        """Another engine, which is told in its turn."""
-
-        def update_weights(self, update_info: object) -> None:
-            """Nothing: it has no ranks."""
-
-        def finish_weight_update(self, weight_version: str | None = None) -> None:
-            ended.append("other")
-
     monkeypatch.setattr(pair.engine, lost, act_and_lose)
-    pair.sender._clients.append(Other(make_module()))
+    told: list[str] = []
+    pair.sender._clients.append(Other(told))
     with pytest.raises(ExchangeError, match="engine 0: ConnectionError: no answer"):
         pair.sender.send_weights()
     assert pair.is_equal()
-    assert ended == ["lost", "other"]
+    assert ended == ["lost"]
+    assert told == ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+class Other(PlainEngine):
+    """Another engine, of no ranks, that is told in its turn, and hangs where it is asked for one thing."""
+
+    def __init__(self, told: list[str], hangs_in: str = "") -> None:
+        super().__init__(make_module())
+        self._told = told
+        self._hangs_in = hangs_in
+        self.goes_on = threading.Event()
+
+    def _take(self, name: str) -> None:
+        self._told.append(name)
+        if name == self._hangs_in:
+            self.goes_on.wait(TIMEOUT_S)
+
+    def start_weight_update(self) -> None:
+        self._take("start_weight_update")
+
+    def update_weights(self, update_info: object) -> None:
+        self._take("update_weights")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._take("finish_weight_update")
+
+
+SHORT_S = 1.0
+
+
+@pytest.mark.parametrize(
+    "hangs_in", ["start_weight_update", "update_weights", "finish_weight_update"]
+)
+def test_an_engine_that_hangs_is_not_waited_for_without_an_end(hangs_in: str) -> None:
+    """Nor asked anything before it has answered; then all goes on."""
+    info = dataclasses.replace(tell(), timeout=SHORT_S)
+    engine = PlainEngine(make_module())
+    sender = sv.Trainer.trainer_init(info, client=engine, source=make_module())
+    told: list[str] = []
+    other = Other(told, hangs_in)
+    sender._clients.append(other)
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match="engine 1 has not answered in 1 s; see what it does"):
+        sender.send_weights()
+    assert time.monotonic() - start < SHORT_S + GRACE_S + 1
+    # The other one has ended its update all the same, and this one is asked nothing while it hangs.
+    assert told[-1] == hangs_in
+    with pytest.raises(ExchangeError, match="engine 1 has not answered the call before"):
+        sender.send_weights()
+    assert told[-1] == hangs_in
+    other.goes_on.set()
+    sender._calls.answer(TIMEOUT_S)
+    sender.send_weights()
+    assert told[-3:] == ["start_weight_update", "update_weights", "finish_weight_update"]
+    sender.shutdown()
+    assert engine.link is not None
+    engine.link.leave()
+
+
+def test_ranks_that_were_told_otherwise() -> None:
+    """Would wait for different times, or engines be asked for what the others do not know of."""
+    info = dataclasses.replace(tell(), trainers=2)
+    for name, other in {"timeout": 7.0, "own": ("*.scale",), "workers": 2}.items():
+        odd = dataclasses.replace(info, rank=1, **{name: other})
+        with pytest.raises(ExchangeError, match=f"rank 0 has {name}=.*, and rank 1 {name}="):
+            _check_alike([info, odd])
+    _check_alike([info, dataclasses.replace(info, rank=1, address="localhost:1")])
 
 
 class Unprintable(Exception):
@@ -107,7 +169,15 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize("error", [ValueError("\ud800"), Unprintable()])
+class Exiting(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+ODD = [ValueError("\ud800"), Unprintable(), Exiting(), SystemExit(3)]
+
+
+@pytest.mark.parametrize("error", ODD)
 @pytest.mark.parametrize("where", ["start_weight_update", "update_weights", "_receive"])
 def test_what_an_engine_says_does_not_stop_who_tells_the_others(
     pair: Pair, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -119,13 +189,13 @@ def test_what_an_engine_says_does_not_stop_who_tells_the_others(
 
     monkeypatch.setattr(pair.engine, where, fail)
     start = time.monotonic()
-    said = r"ValueError: \\ud800|Unprintable: what it says cannot be printed"
+    said = r"ValueError: \\ud800|what it says cannot be printed|SystemExit: 3"
     with pytest.raises(ExchangeError, match=said):
         pair.sender.send_weights()
     assert time.monotonic() - start < TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("error", [ValueError("\ud800"), Unprintable()])
+@pytest.mark.parametrize("error", ODD)
 def test_an_engine_that_cannot_join_may_say_anything(error: Exception) -> None:
     engine = PlainEngine(make_module())
 
@@ -134,7 +204,7 @@ def test_an_engine_that_cannot_join_may_say_anything(error: Exception) -> None:
 
     vars(engine)["init_weight_transfer_engine"] = fail
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match=r"ud800|cannot be printed"):
+    with pytest.raises(ExchangeError, match=r"ud800|cannot be printed|SystemExit: 3"):
         sv.Trainer.trainer_init(tell(), client=engine, source=make_module())
     assert time.monotonic() - start < TIMEOUT_S / 2
 

@@ -138,6 +138,14 @@ def test_from_ranges() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: Runs((), 1 << 63),
+            "position 9223372036854775807 has more than 63 bits; give 9223372036854775807 at most",
+        ),
+        (
+            lambda: Runs([(0, (1 << 63) - 1, 2)]),
+            "position 9223372036854775808 has more than 63 bits; give 9223372036854775807 at most",
+        ),
         (lambda: Runs([(-1, 0, 2)]), "segment (-1, 0, 2) does not fit length 1" + FIT),
         (lambda: Runs([(0, -1, 2)]), "segment (0, -1, 2) does not fit length 2" + FIT),
         (

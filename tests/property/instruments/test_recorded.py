@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +175,43 @@ def test_files_that_cannot_be_compared(tmp_path: Path, content: object, said: st
     file.write_bytes(raw)
     with pytest.raises(StoreError, match=said):
         compare(file)
+
+
+def _spoil_block(data: Any, block: list[int]) -> None:
+    data["runs"] = [[block] for _ in data["runs"]]
+
+
+DENSE = "dense_g4_tied"
+SPOILED: dict[str, Callable[[Any], object]] = {
+    "no strings": lambda data: data.pop("strings"),
+    "no runs": lambda data: data.pop("runs"),
+    "runs of text": lambda data: data.update(runs="text"),
+    "no layouts": lambda data: data["models"][DENSE].pop("layouts"),
+    "layouts in a list": lambda data: data["models"][DENSE].update(layouts=[1]),
+    "a model of text": lambda data: data["models"].update({DENSE: "text"}),
+    "a reference of None": lambda data: data["models"][DENSE].update(ref=None),
+    "a reference of 2**60 cells": lambda data: data["models"][DENSE].update(ref=[["a", [1 << 60]]]),
+    "a negative reference": lambda data: data["models"][DENSE].update(ref=[["a", [-5]]]),
+    "a long block": lambda data: _spoil_block(data, [0, 1 << 40]),
+    "a long block without a source": lambda data: _spoil_block(data, [-1, 1 << 40]),
+    "a block that is repeated": lambda data: _spoil_block(data, [0, 1, 1 << 40, 1]),
+    "a block of a length below 0": lambda data: _spoil_block(data, [-1, -4]),
+    "a block of half a repeat": lambda data: _spoil_block(data, [0, 1, 2]),
+    "a block of 2**70": lambda data: _spoil_block(data, [1 << 70, 1]),
+    "a block of text": lambda data: _spoil_block(data, ["0", "1"]),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_files_whose_models_are_no_recorded_storage(tmp_path: Path, what: str) -> None:
+    """They ended in tracebacks, or took the memory that a block of the file asked for."""
+    data = json.loads(gzip.decompress(MEGATRON.read_bytes()))
+    SPOILED[what](data)
+    path = tmp_path / "spoiled.json"
+    path.write_text(json.dumps(data))
+    says = f"{path} has no recorded storage of model '{DENSE}': "
+    with pytest.raises(StoreError, match=re.escape(says)):
+        compare(path, [DENSE])
 
 
 def test_a_damaged_archive(tmp_path: Path) -> None:

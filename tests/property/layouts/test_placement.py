@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import time
 from dataclasses import dataclass
 
@@ -193,15 +194,17 @@ class Copied(OffByOne):
 
 def test_an_overlap_that_is_not_meant_is_no_layout() -> None:
     """Its plans were proved: a row that two ranks hold looks like a replica."""
-    mesh = Mesh(cp=4)
+    mesh = Mesh(dp=2, cp=4, ranks=[7, 5, 3, 1, 6, 4, 2, 0])
     with pytest.raises(PlacementError) as caught:
         Layout((16,), mesh, {"cp": OffByOne(0)})
     assert str(caught.value) == (
-        "dimension 0 of shape (16,): OffByOne(dim=0, inside=False).split(16, 4): parts 0 and 1 both hold position 3; "
+        "dimension 0 of shape (16,): OffByOne(dim=0, inside=False).split(16, 4): "
+        "part 0 of 2 ranks (7, 6) and part 1 of 2 ranks (5, 4) both hold position 3; "
         "make them disjoint, or say that copies are meant: overlaps = True in its class"
     )
-    with pytest.raises(PlacementError, match="parts 0 and 1 both hold position 3"):
+    with pytest.raises(PlacementError, match="parts 0 and 1 both hold position 3") as caught:
         testing.check_placement(OffByOne(0), 16, 4)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pytest.raises(PlacementError) as caught:
         Layout((16,), mesh, {"cp": OffByOne(0, inside=True)})
     assert str(caught.value) == (

@@ -247,7 +247,7 @@ def test_nodes_share_what_they_get(nodes: int) -> None:
     p = layouts(
         BIG, (Mesh(a=8), "(a n) h"), (Mesh(x=8 * nodes, ranks=range(8, 8 + 8 * nodes)), "n h")
     )
-    found = certify(schedule(p, max_inflight_bytes=1 << 40))
+    found = certify(schedule(p, topology=Topology(), max_inflight_bytes=1 << 40))
     assert found.ratio < 1.2
     assert (
         found.witness is not None
@@ -259,7 +259,7 @@ def test_nodes_share_what_they_get(nodes: int) -> None:
 def test_a_reduction_may_be_slower_than_its_bound() -> None:
     """The bound takes one combined addend for all; a plan sends every addend to where it is added."""
     p = layouts(BIG, (Mesh(a=2), "n h {sum: a}"), (Mesh(x=2, ranks=range(8, 10)), "(x n) h"))
-    found = certify(schedule(p, max_inflight_bytes=1 << 40))
+    found = certify(schedule(p, topology=Topology(), max_inflight_bytes=1 << 40))
     assert found.witness is not None and found.witness.nbytes == 1 << 30 and found.ratio > 2 - 1e-6
 
 
@@ -329,7 +329,17 @@ def test_no_nodes_are_assumed() -> None:
             ask(p)
     assert crossing_bytes(p, Topology(ranks_per_node=4)) == 4 * 8 * 4 * 4
     assert crossing_bytes(p, Topology(ranks_per_node=8)) == 0
-    assert "nodes of 8 ranks" in repr(schedule(p)) and "nodes of 8 ranks" in show(schedule(p))
+    assumed = schedule(p)
+    for ask in (certify, crossing_bytes, model):
+        with pytest.raises(PlanError, match=r"nothing says which ranks of <program.*to schedule"):
+            ask(assumed)
+    what = "assumed nodes of 8 ranks"
+    assert what in repr(assumed) and what in show(assumed)
+    assert "from node to node" not in assumed.svg()
+    named = schedule(p, topology=Topology(ranks_per_node=8))
+    assert "assumed" not in repr(named) and "from node to node" in named.svg()
+    assert named == assumed  # the same messages in the same rounds
+    assert crossing_bytes(named) == crossing_bytes(assumed, Topology(ranks_per_node=8)) == 0
 
 
 def test_what_has_no_certificate_of_that_topology(fails) -> None:

@@ -558,7 +558,7 @@ def test_streams_of_many_lines_are_found_once() -> None:
         mock.patch("shardmath.plans.programs.legs.MOST_TOGETHER", 1),
         mock.patch.object(module, "_list_entries", wraps=module._list_entries) as found,
     ):
-        prog = schedule(p, fanout="none")
+        prog = schedule(p, topology=Topology(), fanout="none")
         assert found.call_count <= 2 * count  # cut among holders, and as streams
         before = found.call_count
         certify(prog)

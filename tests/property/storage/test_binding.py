@@ -189,6 +189,31 @@ def test_experts_that_several_ranks_have() -> None:
             "'0.b' is ((2,), 'int8') and '1.b' is ((3,), 'int8'); "
             "tensors of one index have one shape and dtype\nin the row a = {e}.b : e n",
         ),
+        (
+            "a@tp=0 = b : (tp n)",
+            {"b": (4,)},
+            "'a @tp=0 = b : (tp n)' divides by 'tp', and is at one coordinate of it; "
+            "leave the axis out of one of the two\nin the row a @tp=0 = b : (tp n)",
+        ),
+        (
+            "a@tp=0 = {e}.b : (tp e) n",
+            {"0.b": (2,), "1.b": (2,)},
+            "'a @tp=0 = {e}.b : (tp e) n' divides by 'tp', and is at one coordinate of it; "
+            "leave the axis out of one of the two\nin the row a @tp=0 = {e}.b : (tp e) n",
+        ),
+        (
+            "a = [b c] : (b + c) (tp b)",
+            {"b": (2, 2), "c": (2, 2)},
+            "component 'c' is not in every dimension that names others; "
+            "write it there, or none of them, in 'a = [b c] : (b + c) (tp b)'\n"
+            "in the row a = [b c] : (b + c) (tp b)",
+        ),
+        (
+            "a = {e}.b : e e n",
+            {"0.b": (2,), "1.b": (2,)},
+            "index 'e' is in two dimensions of 'a = {e}.b : e e n'; "
+            "a stack has one, in which its tensors lie in order\nin the row a = {e}.b : e e n",
+        ),
     ],
 )
 def test_what_does_not_fit(text: str, shapes: dict[str, tuple[int, ...]], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,13 +45,54 @@ def test_slots_begin_anew_behind_the_end(count: int, more: int, ranks: int) -> N
     )
     arrays = {f"{e}.w": np.full(2, e + 1) for e in range(count)}
     shapes = dict.fromkeys(arrays, ((2,), "int64"))
-    if any(len(set(own)) < len(own) for own in held):
+    twice = [rank for rank, own in enumerate(held) if len(set(own)) < len(own)]
+    if twice:
+        at = twice[0]
+        number = min(e for e in held[at] if list(held[at]).count(e) > 1)
+        what = f"rank {at}: '(ep~ e%slots)' stores number {number} of 'e' twice at ep={at}"
+        if slots > count * ranks:
+            what = f"rank 0: '%slots': {slots} slots are more than one copy of {count} positions"
+        with pytest.raises(StoreError, match=re.escape(what)) as caught:
+            bind(side, shapes)
+        assert str(caught.value).endswith("\nin the row w = {e}.w : (ep~ e%slots) n")
         return
     bound = bind(side, shapes)
     for rank, own in enumerate(held):
         stored = fill(bound, arrays, rank)
         expected = [[e + 1, e + 1] for e in own]
         assert stored.get((0, "w"), np.zeros((0, 2))).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("(dp n + n)", "'(dp n + n)' stores number 0 twice at dp=0"),
+        ("(dp dp n)", "no rank stores number 1 of 4; cut by each axis once"),
+        ("(n^big + n)", "is 1180591620717411303424; give a number from 0 to"),
+        (
+            "(n%many)",
+            "slots are more than one copy of 4 positions for each coordinate; give at most 8",
+        ),
+        ("n", "'@dp=2' is not on axis 'dp' of size 2; use 0 to 1, or -1 for the last"),
+    ],
+)
+def test_structures_that_no_ranks_store(text: str, what: str) -> None:
+    """Two of them were bound: half of a tensor was stored by nobody, and `@dp=2` was `@dp=0`."""
+    place = "@dp=2" if text == "n" else ""
+    numbers = {"big": 1 << 70} if "big" in text else {"many": 1 << 50}
+
+    def bind_row() -> None:
+        side = Stored(rows.parse(f"w{place} = a : {text}"), (Mesh(dp=2),), numbers=numbers)
+        bind(side, {"a": ((4,), "int64")})
+
+    with pytest.raises(StoreError, match=re.escape(what)):
+        bind_row()
+
+
+def test_dots_stand_once_in_a_structure() -> None:
+    """A second `...` took the place of no dimension, and ended in a KeyError."""
+    with pytest.raises(NotationError, match=r"'...' twice(.|\n)*for all dimensions that are left"):
+        rows.parse("w = a : ... n ...")
 
 
 def test_any_rest_of_a_name() -> None:

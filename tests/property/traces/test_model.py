@@ -63,6 +63,8 @@ def test_all_messages_are_there_and_the_end_is_that_of_the_certificate(prog: Pro
     assert told(trace) == listed(prog)
     assert is_near(max((s.end_s for s in trace.spans), default=0.0), certify(prog).plan_s)
     assert all(span.place.is_model for span in trace.spans)
+    nodes = {span.about.get("ranks per node") for span in trace.spans if span.track == "rounds"}
+    assert nodes <= {prog.topology.ranks_per_node}
 
 
 @given(programs())
@@ -115,4 +117,4 @@ def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(PlanError, match="schedule its plan for that"):
         model(schedule(p), topology=Topology(ranks_per_node=1))
     with pytest.raises(PlanError, match="a rank is 'x'"):
-        model(schedule(p), ranks=["x"])  # type: ignore[list-item]
+        model(schedule(p, topology=Topology()), ranks=["x"])  # type: ignore[list-item]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, ShardError, plan, schedule
+from shardmath import Layout, Mesh, ShardError, Topology, plan, schedule
 from shardmath.base.text import show_seconds
 from shardmath.display import cli
 from shardmath.display.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
@@ -314,7 +314,7 @@ def test_the_command_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["trace", str(out), "--svg", str(picture)]) == 1
     assert "has none of the tracks" in capsys.readouterr().err
     p = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2), "n"))
-    write(model(schedule(p)), out)
+    write(model(schedule(p, topology=Topology())), out)
     assert cli.main(["trace", str(out), "--svg", str(picture)]) == 0
     ElementTree.fromstring(picture.read_text())
     assert cli.main(["trace", str(tmp_path / "none.json")]) == 1

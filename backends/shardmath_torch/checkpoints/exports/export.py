@@ -111,7 +111,8 @@ def export(
     Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
     is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
     with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
-    name for, bytes of ranks' own, extra states of modules; ExchangeError where a rank is lost on the way.
+    name for, bytes of ranks' own, extra states of modules, no tensor at all; ExchangeError where a rank is lost on the
+    way.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(shared(group))
@@ -155,6 +156,11 @@ def _prepare(
     source, _ = wanted(to_disk(given.layouts), rank)
     fits(source, by_key(source, given.tensors))
     entries = {name: given.entry_of(name) for name in given.layouts}
+    if not entries:
+        # No reader takes an index without files, and an earlier export would be gone.
+        raise CheckpointError(
+            "there is no tensor to export; give a module with some, or tensors by name"
+        )
     check_entries(entries)
     _check_tied(given.tied, entries)
     files = split(entries, size_of(limit))

@@ -39,7 +39,13 @@ from shardmath_torch.checkpoints.states.memory import (
 )
 from shardmath_torch.checkpoints.states.modules import Model
 from shardmath_torch.checkpoints.states.optimizers import UNVALUED, is_here, lay_out_state
-from shardmath_torch.checkpoints.states.values import KINDS, Extra, move_tensors, rebuild
+from shardmath_torch.checkpoints.states.values import (
+    KINDS,
+    Extra,
+    check_depth,
+    move_tensors,
+    rebuild,
+)
 from shardmath_torch.checkpoints.states.wrappers import list_inner
 from shardmath_torch.groups.dtypes import dtype_of
 
@@ -105,19 +111,29 @@ def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
     for goal in goals:
         for key, value in goal.group.options.items():
             if key not in UNVALUED:
-                found += [held for held, _ in _pair_tensors(value, None)]
+                found += [held for held, _ in _pair_tensors(_word_option(key), value, None)]
     return found
 
 
-def _pair_tensors(held: object, value: object) -> Iterator[tuple[Tensor, object]]:
-    """Each tensor of an option, in tuples and lists too, and what the value has in its place, None for nothing."""
+def _word_option(key: str) -> str:
+    return f"{key!r} of a parameter group"
+
+
+def _pair_tensors(
+    what: str, held: object, value: object, depth: int = 0
+) -> Iterator[tuple[Tensor, object]]:
+    """Each tensor of an option, in tuples and lists too, and what the value has in its place, None for nothing.
+
+    Raises CheckpointError, which says `what` it is, for an option that contains itself.
+    """
+    check_depth(what, depth)
     if isinstance(held, Tensor):
         yield held, value
     elif isinstance(held, tuple | list):
         has_place = isinstance(value, tuple | list) and len(value) == len(held)
         values = value if has_place else [None] * len(held)
         for one, other in zip(held, cast(Sequence[object], values), strict=True):
-            yield from _pair_tensors(one, other)
+            yield from _pair_tensors(what, one, other, depth + 1)
 
 
 def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
@@ -275,7 +291,8 @@ def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
         for key, option in goal.group.options.items():
             if key in UNVALUED:
                 continue
-            for held, value in _pair_tensors(option, goal.options.get(key, option)):
+            wished = goal.options.get(key, option)
+            for held, value in _pair_tensors(_word_option(key), option, wished):
                 wanted.setdefault(spot_of(held), []).append(value)
     return {spot for spot, values in wanted.items() if _is_one_value(values)}
 
@@ -307,7 +324,10 @@ def _keep_defaults(
     kept: list[tuple[dict[str, Any], str, object]] = []
     spots = set(spots_of(filled))
     for defaults in _list_defaults(goals):
-        own = [held for value in defaults.values() for held, _ in _pair_tensors(value, None)]
+        own = []
+        for key, value in defaults.items():
+            what = f"{key!r} of an optimizer's defaults"
+            own += [held for held, _ in _pair_tensors(what, value, None)]
         touched = spots | find_crowded([*own, *filled])
         for key, value in defaults.items():
             kept.append((defaults, key, _clone_touched(value, touched)))

@@ -48,6 +48,7 @@ __all__ = [
     "Extra",
     "Kinded",
     "as_bytes",
+    "check_depth",
     "code_value",
     "decode_value",
     "list_tensors",
@@ -85,15 +86,19 @@ def plain_of(value: object) -> object:
     return value
 
 
+def check_depth(what: str, depth: int) -> None:
+    """Raise CheckpointError, which says `what` it is, for values that are too deep in others, or in themselves."""
+    if depth > MOST_DEPTH:
+        said = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
+        raise CheckpointError(f"{said}; give a value that is flatter")
+
+
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
     """The value as JSON. Raises CheckpointError for a value that JSON cannot say, and says `what` it is.
 
     `kinded` says whether what takes it will have Enums and namedtuples in the same places.
     """
-    if depth > MOST_DEPTH:
-        raise CheckpointError(
-            f"{what} is nested more than {MOST_DEPTH} deep; give a value that is flatter"
-        )
+    check_depth(what, depth)
     if _is_plain(value):
         return value
     code = partial(code_value, what=what, kinded=kinded, depth=depth + 1)

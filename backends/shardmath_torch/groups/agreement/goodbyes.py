@@ -76,6 +76,7 @@ class Goodbyes:
         self._is_lost = False
         self._heard: dict[int, Goodbye] = {}
         self._is_over = threads.make_bell()
+        self._listening: threading.Thread | None = None
 
     def say(self, key: str, after: int, why: str) -> None:
         """Leave the mover of this key, after the vote of that number. Never raises, and waits for nobody for long."""
@@ -133,11 +134,13 @@ class Goodbyes:
             while act() and not self._is_over.wait(LOOK_AGAIN_S):
                 self._read(self._open())
 
-        self._beside(loop)
+        self._listening = self._beside(loop)
 
     def end(self) -> None:
-        """Hear no more."""
+        """Hear no more, and write no more into a store that answers: the last to leave removes what is there."""
         self._is_over.set()
+        if self._listening is not None and not self._is_lost:
+            self._listening.join(LINGER_S)
 
     def _beside(self, act: Callable[[], None]) -> threading.Thread:
         """Do it on a thread of its own, since a store may take its time."""

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,12 +20,11 @@ from typing import TypeAlias, TypeGuard, TypeVar
 import numpy as np
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import word_error
+from shardmath.base.text import shown, word_error
 from shardmath.plans.protocol import Event, State
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot, vote
 from shardmath_torch.groups.agreement.failure import UNTOLD, FailureDetector, Report
-from shardmath_torch.groups.agreement.goodbyes import Goodbyes
 from shardmath_torch.groups.agreement.turns import Refused, Turns, Unasked
 from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, Wire
 from shardmath_torch.groups.stores import serves_store
@@ -61,7 +59,8 @@ def is_time(timeout: object) -> TypeGuard[float]:
 
 def word_bad_time(timeout: object) -> str:
     """What to say of a timeout that `is_time` refuses."""
-    return f"timeout={timeout!r} is not a time to wait; pass seconds > 0, at most {LONGEST_S:.0e}"
+    fix = f"pass seconds > 0, at most {LONGEST_S:.0e}"
+    return f"timeout={shown(timeout)} is not a time to wait; {fix}"
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,9 @@ class Party:
         """Hear from now on which ranks leave. After the group's first vote."""
         turns = self.turns
         store = compat.store_of(self.group)
-        if turns.goodbyes is not None or store is None or len(self.ranks) == 1:
-            return
-        serves = turns.host == self.rank
-        turns.goodbyes = Goodbyes(store, turns.nonce, self.rank, self.ranks, serves)
-        # Not by this party, which keeps the group.
-        known = weakref.ref(turns)
-        turns.goodbyes.listen(lambda: _give_up_if_left(known()))
+        if store is not None:
+            serves = turns.host == self.rank
+            turns.listen(store, turns.nonce, self.rank, self.ranks, serves)
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -338,16 +333,6 @@ class Party:
         store = compat.store_of(self.group)
         turns = self.turns
         return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
-
-
-def _give_up_if_left(turns: Turns | None) -> bool:
-    """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
-    if turns is None or turns.broken:
-        return False
-    with turns.giving_up:
-        if turns.give_up is not None:
-            turns.give_up()
-    return True
 
 
 def _word_fix(cause: str) -> str:

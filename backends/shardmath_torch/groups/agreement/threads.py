@@ -35,6 +35,9 @@ LAST_CALL_SECONDS = 1.0
 LOOK_AGAIN_S = 1.0
 """While an errand is under way, whether its thread still is: in a forked process it is not."""
 
+SETTLE_AGAIN_S = 0.001
+"""While an interrupted call has not ended."""
+
 _T = TypeVar("_T")
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -50,10 +53,11 @@ def start(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def within(limit: float, make: Callable[[], _T]) -> _T:
+def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
     """What it gives, made on its own thread: torch, which waits in it for other processes, is deaf to Ctrl-C.
 
-    Raises what it raises, and RuntimeError once `limit` seconds are over.
+    Raises what it raises, and RuntimeError once `limit` seconds are over. Left by Ctrl-C, it first gives the thread
+    `settle` seconds to end.
     """
     made: list[_T] = []
     failed: list[BaseException] = []
@@ -65,11 +69,21 @@ def within(limit: float, make: Callable[[], _T]) -> _T:
             # Raised below, where somebody can take it.
             failed.append(error)
 
-    start(act).join(limit)
+    try:
+        beside = start(act)
+        beside.join(limit)
+    except BaseException:
+        until = time.monotonic() + settle
+        # Not joined again: CPython 3.11 would take it for ended.
+        while not (made or failed) and time.monotonic() < until:
+            time.sleep(SETTLE_AGAIN_S)
+        raise
     if failed:
         # Not kept: the error's frames, which hold what was used, hold this list.
         raise failed.pop()
     if not made:
+        # What does not answer now will not at exit either.
+        _started.discard(beside)
         raise RuntimeError(f"no answer in {limit:.0f} s")
     return made.pop()
 

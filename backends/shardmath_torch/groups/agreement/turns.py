@@ -19,11 +19,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from shardmath.plans.protocol import Event, Protocol, State
 from shardmath_torch.groups.agreement import threads
 from shardmath_torch.groups.agreement.failure import UNTOLD
 from shardmath_torch.groups.agreement.goodbyes import WHOLE_GROUP, Goodbyes
-from shardmath_torch.groups.compat import Group, in_backward
+from shardmath_torch.groups.compat import Group, Store, in_backward
 
 __all__ = ["Refused", "Turns", "Unasked", "as_main", "check_thread", "in_thread", "turns_of"]
 
@@ -75,12 +76,16 @@ def _nobody() -> None:
 
 
 class _Seat:
-    """What one thread at a time has, and the others wait for; `had` says in words what it had."""
+    """What one thread at a time has, and the others wait for, in the order in which they came.
+
+    `had` says in words what it had.
+    """
 
     def __init__(self, had: str) -> None:
         self._had = had
         self._lock = threading.Lock()
         self._held: Callable[[], _Turn | None] = _nobody
+        self._came: list[weakref.ref[_Turn]] = []
 
     def is_mine(self) -> bool:
         """Whether the calling thread has it."""
@@ -100,20 +105,35 @@ class _Seat:
             time.sleep(min(left, LOOK_AGAIN_S))
 
     def _claim(self, turn: _Turn) -> _Turn | None:
-        """Who has it, if another has; else it is now this one."""
+        """Who has it, or waits for it and came before; if nobody does, it is now this one."""
         # Python runs no signal handler between taking a lock by `with` and its body; it may between
         # any other two steps, so holding it is one assignment, of what dies with the call.
         with self._lock:
-            holder = self._held()
-            if holder is None:
+            earlier = self._find_earlier(turn)
+            first = self._held() or earlier
+            if first is None:
                 self._held = weakref.ref(turn)
-            return holder
+            return first
+
+    def _find_earlier(self, turn: _Turn) -> _Turn | None:
+        """Of other threads who came before; None if nobody did.
+
+        Otherwise a thread that takes turn after turn would leave none to the others, which look only now and then.
+        """
+        came = [one for it in self._came if (one := it()) is not None]
+        if turn not in came:
+            came.append(turn)
+            self._came = list(map(weakref.ref, came))
+        earlier = itertools.takewhile(lambda one: one is not turn, came)
+        # A signal handler does not wait for the call that it interrupts.
+        return next((one for one in earlier if one.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free it, if this one has it."""
+        """Free it, if this one has it; it waits no more."""
         with self._lock:
             if self._held() is turn:
                 self._held = _nobody
+            self._came = [it for it in self._came if it() is not turn]
 
 
 class _Heard(threading.local):
@@ -139,7 +159,8 @@ class Turns:
     `broken` says why there are no more, "" while there are. `host` is the rank that serves the
     group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
     drawn by the first rank and told in the first vote, so that what an earlier group has left in
-    the store is not taken for this one's. `goodbyes` are heard from the first mover on;
+    the store is not taken for this one's. `goodbyes` are heard once this rank listens: in a joint group from its
+    beginning, in another from the first mover on;
     `give_up` ends the turn that goes on if a rank has left before it; whoever calls it holds `giving_up`.
     """
 
@@ -277,6 +298,17 @@ class Turns:
                 self.goodbyes.end()
             yield
 
+    def listen(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
+    ) -> None:
+        """Hear from now on which of the ranks leave; as `Goodbyes` has it. Of a group that listens nothing changes."""
+        if self.goodbyes is not None or len(ranks) == 1:
+            return
+        self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
+        # The thread that listens keeps nothing of the group.
+        known = weakref.ref(self)
+        self.goodbyes.listen(lambda: _give_up_if_left(known()))
+
     def part(self, key: str, why: str) -> None:
         """Say goodbye to the mover of this key; of a broken group the others know. Only in a turn, `alone`."""
         is_broken = self.under_way or self.broken
@@ -322,6 +354,16 @@ class Turns:
             let_go()
         if self.broken:
             raise ExchangeError(f"this {what} is broken: {self.broken}")
+
+
+def _give_up_if_left(turns: Turns | None) -> bool:
+    """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
+    if turns is None or turns.broken:
+        return False
+    with turns.giving_up:
+        if turns.give_up is not None:
+            turns.give_up()
+    return True
 
 
 def _is_alive(thread: threading.Thread | None) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardmath.base.arguments import as_integer, known
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural, show_ranks, shown
-from shardmath_torch.groups import compat
+from shardmath_torch.groups import compat, stores
 from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.failure import stop_asking
 from shardmath_torch.groups.agreement.party import is_time, word_bad_time
@@ -112,7 +112,10 @@ def connect(
         raise
     channel.set_timeout(timedelta(seconds=float(timeout)))
     serves_store = serves if isinstance(place, Address) else None
-    return JointGroup(channel, own, backend, name, met.run, leave, serves_store)
+    group = JointGroup(channel, own, backend, name, met.run, leave, serves_store)
+    # The store below the meeting is the group's alone, so the goodbyes need no name.
+    turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
+    return group
 
 
 def _below(store: Store, name: str) -> Store:
@@ -161,38 +164,45 @@ def _check_text(what: str, given: object) -> None:
 
 def _make(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessGroup:
     """The group of those who have met. Raises ExchangeError, with the ranks that were gone then."""
-    try:
-        made = threads.within(
-            left + GRACE_S,
-            lambda: make_channel(seat.backend, store, seat.rank, seat.size, left, label),
-        )
+
+    def make() -> dist.ProcessGroup:
+        made = make_channel(seat.backend, store, seat.rank, seat.size, left, label)
         notes.add_line(store, TRIED, str(seat.rank))
+        return made
+
+    try:
+        return threads.within(left + GRACE_S, make)
     except RuntimeError as error:
         what = f"ranks met, and {_word_lost(store, seat)}"
         fix = "see that they run and have a network interface in common, and connect again"
         raise ExchangeError(f"{what}: {error}; {fix}") from error
-    return made
 
 
 def _word_lost(store: Store, seat: Seat) -> str:
     """Who could not be reached: ranks that have left, or do not say soon that they have tried to connect, too."""
     among = plural(seat.size, "rank")
-    until = time.monotonic() + GRACE_S
     try:
-        for key in (FAILED, TRIED):
-            notes.add_line(store, key, str(seat.rank))
-        # In this order: whoever fails says so before it leaves.
-        left = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
-        while (tried := len(_read_ranks(store, TRIED))) < seat.size and time.monotonic() < until:
-            time.sleep(LOOK_AGAIN_S)
-        silent = set(range(seat.size)) - _read_ranks(store, TRIED)
+        left, silent = threads.within(2 * GRACE_S, lambda: _find_lost(store, seat))
     except RuntimeError:
         # The store is lost, and with it who else is.
         return f"rank 0 of {among} could not be reached"
-    if left and tried == seat.size:
+    if left and not silent:
         return f"{show_ranks(left)} of {among} left"
     who = show_ranks(silent) if silent else "a rank"
     return f"{who} of {among} could not be reached"
+
+
+def _find_lost(store: Store, seat: Seat) -> tuple[set[int], set[int]]:
+    """The ranks that have left, and those that do not say in GRACE_S that they have tried to connect."""
+    until = time.monotonic() + GRACE_S
+    for key in (FAILED, TRIED):
+        notes.add_line(store, key, str(seat.rank))
+    # In this order: whoever fails says so before it leaves.
+    left = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
+    everybody = set(range(seat.size))
+    while (silent := everybody - _read_ranks(store, TRIED)) and time.monotonic() < until:
+        time.sleep(LOOK_AGAIN_S)
+    return left, silent
 
 
 def _read_ranks(store: Store, key: str) -> set[int]:

@@ -96,7 +96,7 @@ def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[
 def _open(address: Address, serves: bool, until: float) -> Store:
     """The store at the address, served by this process or another."""
     if serves:
-        _check_known(address)
+        _check_known(address, until)
     else:
         _knock(address, until)
     left = max(LEAST_S, until - time.monotonic())
@@ -119,11 +119,12 @@ def _open(address: Address, serves: bool, until: float) -> Store:
         raise _make_serving_error(address, error) from error
 
 
-def _check_known(address: Address) -> None:
+def _check_known(address: Address, until: float) -> None:
     """Raises ExchangeError for a host of no address: torch would look it up again and again, twice as long as told."""
+    left = max(0.0, until - time.monotonic())
     try:
-        socket.getaddrinfo(*address)
-    except OSError as error:
+        threads.within(left + GRACE_S, partial(socket.getaddrinfo, *address))
+    except (OSError, RuntimeError) as error:
         raise _make_serving_error(address, error) from error
 
 
@@ -132,9 +133,11 @@ def _knock(address: Address, until: float) -> None:
     while True:
         left = until - time.monotonic()
         try:
-            socket.create_connection(address, max(left, LOOK_AGAIN_S)).close()
+            # Beside: it looks the name up without a limit, and then gives each address the whole time.
+            connect = partial(socket.create_connection, address, max(left, LOOK_AGAIN_S))
+            threads.within(max(left, 0.0) + GRACE_S, connect).close()
             return
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             if left <= 0:
                 raise _make_lost_error(address, error) from error
         time.sleep(LOOK_AGAIN_S)

@@ -6,6 +6,7 @@ and clocks.
 1. A process is a generator of steps. It is sent what each step gives, a text or None.
 2. If the process does not go on, as after Ctrl-C, `Quit` is raised in the generator, whose next steps undo what it did.
 3. No step waits for another process. `Pause` is the only one that takes time: it gives LATE once the time is over.
+4. A store whose server has stopped never answers: it counts as lost GRACE_S after the time is over.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.compat import PrefixStore, Store
 
 __all__ = [
@@ -38,6 +40,9 @@ PAUSES_S = (0.005, 0.1)
 
 LINGER_S = 0.3
 """For others, who look ten times per second, to read why this process has given up."""
+
+GRACE_S = 1.0
+"""For an answer of a store that is there, after the time is over."""
 
 LATE = "the time is over"
 
@@ -107,7 +112,7 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
             made: _T = end.value
             return made
         try:
-            answer = next(pauses) if isinstance(step, Pause) else _act(step, store)
+            answer = next(pauses) if isinstance(step, Pause) else _ask(step, store, until)
         except RuntimeError:
             raise
         except BaseException:
@@ -130,7 +135,16 @@ def _quit(steps: Steps[_T], store: Store) -> None:
     with suppress(Quit, RuntimeError):
         step = steps.throw(Quit())
         while True:
-            step = steps.send(_act(step, store))
+            step = steps.send(_ask(step, store, 0.0))
+
+
+def _ask(step: Step, store: Store, until: float) -> str | None:
+    """What the step gives. Raises RuntimeError if the store is lost, or does not answer by that time and a little more.
+
+    An interrupt waits for the step: those that undo it come after it.
+    """
+    left = max(0.0, until - time.monotonic())
+    return threads.within(left + GRACE_S, partial(_act, step, store), GRACE_S)
 
 
 def _act(step: Step, store: Store) -> str | None:

@@ -138,9 +138,9 @@ class Block:
 
     @property
     def claim(self) -> str:
-        """What its end commits, as all ranks must say."""
-        moves = "; ".join(entry.claim for entry in self.entries)
-        return f"commit {plural(self.entries, 'move')}: {moves}{in_thread(None)}"
+        """What its end commits, as all ranks must say. Moves say in which thread, by the name that they were given."""
+        moves = "; ".join(entry.claim for entry in self.entries) or f"none{in_thread(None)}"
+        return f"commit {plural(self.entries, 'move')}: {moves}"
 
 
 class _Here(threading.local):

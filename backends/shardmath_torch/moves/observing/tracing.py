@@ -117,7 +117,7 @@ class Tracer:
                 continue
             if given.digest not in models:
                 own = isinstance(given, Program)
-                where = None if own else topology or given.topology or H100
+                where = given.topology if own else topology or given.topology or H100
                 models[given.digest] = model(given, topology=where, ranks=[call.rank]).spans
             # A model may take longer than the move, and the next one's stands behind it.
             begin = max(agreed.at_s, free.get(call.thread, 0.0))
@@ -144,9 +144,9 @@ def trace(
     """Times the moves inside, message by message, and writes a file that Perfetto (ui.perfetto.dev) opens.
 
     Of "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges those of all ranks. Beside each
-    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.H100`), does in the
-    model that `certify` has; `model=False` leaves that out. Raises ExchangeError where the file cannot be written, and
-    inside another one.
+    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.Topology()`), does
+    in the model that `certify` has, whose rounds say how many ranks a node has; `model=False` leaves that out.
+    Raises ExchangeError where the file cannot be written, and inside another one.
     """
     if topology is not None:
         checked(topology)

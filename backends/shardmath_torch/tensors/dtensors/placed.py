@@ -231,6 +231,18 @@ def _check_same_components(name: str, given: object, placed: Placed) -> None:
         raise PlacementError(f"{name!r} has components {sizes}, the module's are {own}; {fix}")
 
 
+def _check_same_placements(name: str, given: object, own: object) -> None:
+    """Raise PlacementError where torch would redistribute from or to the placements of a fused weight."""
+    if not isinstance(given, DTensor) or not isinstance(own, DTensor):
+        return
+    if given.placements == own.placements:
+        return
+    if any(_misleads(mesh_of(one.device_mesh), one.placements) for one in (given, own)):
+        what = f"{name!r} has placements {given.placements}, the module's are {own.placements}"
+        why = "of a fused weight, by which torch would take other rows"
+        raise PlacementError(f"{what}, {why}; move it there by smt.redistribute, or load_weights")
+
+
 # The class
 
 
@@ -270,7 +282,9 @@ class _Showing(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         for name, placed in _record_of(self).items():
             # torch would copy one into the other, as their placements may be the same.
-            _check_same_components(prefix + name, state_dict.get(prefix + name), placed)
+            given = state_dict.get(prefix + name)
+            _check_same_components(prefix + name, given, placed)
+            _check_same_placements(prefix + name, given, self._parameters.get(name))
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     def __setstate__(self, state: Any) -> None:

@@ -47,8 +47,6 @@ SPECIAL = {"nan": list_nan, "infinite": list_infinite}
 """The runs in which no element is finite, if its type has others."""
 IMAGINARY = 1 << 20
 """Added to the seed of a run, for the second part of complex numbers."""
-WORTH = 16
-"""Numbers that digits have at least, or all of a type's."""
 
 
 class Run(NamedTuple):
@@ -119,11 +117,11 @@ class Kind:
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
-            _order_images(*self._digits, (0, self.place), real(dtype))
+            images, _ = _order_images(*self._digits, (0, self.place), real(dtype))
         except (RuntimeError, TypeError):
             # torch has no such cast.
             return False
-        return True
+        return bool((images[1:] != images[:-1]).all())
 
     def find(self, seen: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
         """The number whose digits cells of that type have, and in which cells there is such a number."""
@@ -183,7 +181,8 @@ def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
         finite = is_finite(images, to)
         _, first = np.unique(images[finite], return_index=True)
         kept = words[finite][first]
-        if len(kept) >= min(WORTH, len(words)):
+        # A digit of one number says nothing, and no element is in a target of that type.
+        if len(kept) > 1:
             words = kept
     return words
 

@@ -1,6 +1,7 @@
 """Patterns: values of each element type by their bits, on which no function but a copy is the identity.
 
-1. A type of up to 16 bits has all of its values here, a larger one 65,536: every upper half, with lower bits drawn.
+1. A type of up to 16 bits has all of its values here, a larger one 65,536: every upper half, with lower bits drawn. Of
+   integers one in 16 is small.
 2. Elements are compared by their words, of complex numbers by those of both parts.
 3. Nothing is drawn from torch's generators, and all lies on the CPU.
 
@@ -152,6 +153,9 @@ def _list_all(dtype: torch.dtype) -> Words:
     # Zeros, powers of two and infinities have none.
     lower[upper % 16 == 0] = 0
     words = (upper.astype(np.uint64) << np.uint64(bits)) | lower.astype(np.uint64)
+    if not dtype.is_floating_point:
+        # Large integers alone would all be infinite in types of few bits.
+        words[upper % 16 == 1] = 1 + upper[: len(upper) // 16]
     return words.astype(f"u{size}").view(f"i{size}")
 
 

@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `before`: modules and mappings as they were before a loader ran;
 - `targets`: the tensors into which a loader loads;
 - `contents`: what lies in the memory of a tensor without data;
 - `watching`: a loader run without data;

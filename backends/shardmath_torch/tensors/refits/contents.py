@@ -4,7 +4,7 @@
    the view had; so is what an operation made of it element by element, which then bears the operation's name.
 2. What is read from there into other memory is strides on both sides: pieces.
 3. A cast that loses numbers is followed, once, as what is stored may be of fewer bits. It computes whatever has another
-   type in the end.
+   type in the end; one of complex numbers to real ones computes in any case.
 
 >>> import torch
 >>> logical = Content("q", (2, 4), (4, 1), 0, torch.float32)
@@ -110,14 +110,21 @@ class Content:
         """The same in another type."""
         if holds(dtype, self.dtype):
             return self
+        if self.dtype.is_complex and not dtype.is_complex:
+            # A part of a number is no number rounded, whatever is stored.
+            return replace(self, dtype=dtype, lossy=False, made=(*self._list_made(), _name(dtype)))
         return replace(self, dtype=dtype, lossy=True, made=self._list_made())
 
     def _list_made(self) -> tuple[str, ...]:
         """The operations, and the cast that lost numbers."""
         if not self.lossy:
             return self.made
-        name = str(self.dtype).removeprefix("torch.")
-        return *self.made, f"a cast to {name}"
+        return *self.made, _name(self.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A cast to that type, for people."""
+    return f"a cast to {dtype}".replace("torch.", "")
 
 
 BLANK = Content("", (), (), 0, torch.uint8)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,6 +63,29 @@ class Numbering:
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
+    def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
+        """Of a target after a run, the first cell that has another element than these pieces say; "" if none has."""
+        seen = _flatten(after, after.dtype)
+        for kind in self.kinds:
+            starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
+            numbers = np.zeros(len(seen), np.int64)
+            right = np.zeros(len(seen), np.bool_)
+            for piece in pieces:
+                if piece.tensor in starts:
+                    numbers[piece.cells] = starts[piece.tensor] + piece.elements
+                    right[piece.cells] = True
+            guess = _Guess(kind, after.dtype, numbers, right)
+            guess.check(run, seen)
+            if guess.fault is not None:
+                return guess.fault[1]
+        return ""
+
+    def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
+        """The cells of a target that have other bytes after a run than before, and those of them that are not zero."""
+        seen = _flatten(after, after.dtype)
+        written: _Truths = (seen != repeat(run.byte, after.dtype)).any(axis=1)
+        return written, written & (seen != 0).any(axis=1)
+
 
 class Reading:
     """What one target of this type is seen to have after each run."""
@@ -71,9 +94,11 @@ class Reading:
         self.dtype = dtype
         self.digits = numbering.digits
         self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
+        self.others = [kind.dtype for kind in numbering.kinds if kind not in self.kinds]
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []
+        self._left: list[bool] = []
         self._first: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
@@ -82,6 +107,7 @@ class Reading:
         is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
             return
+        self._left.append(bool(is_left.all()))
         self.unwritten = self.unwritten & is_left
         self.zero = self.zero & (seen == 0).all(axis=1)
         if len(self._first) < self.digits:
@@ -104,6 +130,16 @@ class Reading:
         # They may be as large as the target.
         self._first = [(run, seen[:0]) for run, seen in self._first]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether any cell was written in any run, if there are cells."""
+        return not self.unwritten.all() or not self.unwritten.size
+
+    @property
+    def is_written_once(self) -> bool:
+        """Whether the first run wrote cells, and no other did."""
+        return not self._left[0] and all(self._left[1:])
+
     def find_fault(self) -> str:
         """What is wrong with the first cell that has no element, or several; "" if there is none."""
         written = ~(self.unwritten | self.zero)
@@ -120,7 +156,9 @@ class Reading:
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]
-        return f"cell {cell} has no element of a logical tensor"
+        casts = [f"; {other} is not cast to {self.dtype} by numbers" for other in self.others]
+        none = f"cell {cell} has no element of a logical tensor"
+        return "".join([none, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
         """The pieces of each logical tensor."""

@@ -5,27 +5,33 @@ side = sm.RecordedSide({rank: recorded, ...})                             # in p
 
 1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this does
    not explain is read from runs on element numbers (`numbering`), which any movement of elements carries.
-2. What `into` has is as before afterwards. Cells that nothing wrote are counted in `Recorded.unwritten`.
+2. Every run writes the same elements into the same cells, or that is an error.
+3. What `into` has is as before afterwards. Cells that nothing wrote are counted in `Recorded.unwritten`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardmath.base import dtypes
 from shardmath.base.errors import StoreError
+from shardmath.base.text import word_error
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
+from shardmath_torch.tensors.refits.before import key_of
 from shardmath_torch.tensors.refits.numbering import Numbering, Reading
-from shardmath_torch.tensors.refits.targets import Into, Kept, key_of
+from shardmath_torch.tensors.refits.targets import Into, Kept
 from shardmath_torch.tensors.refits.watching import Watch, Write
 
 __all__ = ["Load", "record"]
@@ -34,6 +40,12 @@ Load: TypeAlias = Callable[[Any], object]
 """Copies logical tensors into its targets: takes a mapping from name to tensor, or pairs of both."""
 Form: TypeAlias = Literal["mapping", "pairs"]
 Ways: TypeAlias = Literal["views", "numbers"]
+
+FORMS = "mapping", "pairs"
+WAYS = "views", "numbers"
+WORD = re.compile(r"\w+")
+SHOWN = 8
+"""Targets that an error lists."""
 
 
 def record(
@@ -54,8 +66,13 @@ def record(
     where two tensors are written into one cell, or an element comes twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
+    _check_words("form", form, FORMS)
+    _check_words("ways", ways, WAYS)
     recording = _Recording(load, plain, into, form, dict(functions or {}))
     return recording.record(ways)
+
+
+AGAIN = "record a loader that writes the same cells each time that it is called"
 
 
 class _Recording:
@@ -72,9 +89,26 @@ class _Recording:
         self.pieces: dict[str, list[Piece]] = {}
         self.made: dict[str, tuple[str, ...]] = {}
         self.ways: dict[str, str] = {}
-        absent = functions.keys() - self.kept.targets.keys()
-        if absent:
-            raise StoreError(f"functions= names {min(absent)!r}, which is not a target")
+        # What the run without data brought into each target, and which targets it filled with constants.
+        self.seen: dict[str, list[Write]] = {}
+        self.filled: set[str] = set()
+        self._check_functions()
+
+    def _check_functions(self) -> None:
+        """Raise StoreError for a function of what is not a target, and for what is not the name of one."""
+        targets = list(self.kept.targets)
+        shown = ", ".join(targets[:SHOWN])
+        more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""
+        for name, function in self.functions.items():
+            if name not in self.kept.targets:
+                first = self.kept.aliases.get(name)
+                fix = f"name {first!r}, whose memory it is" if first else f"name {shown}{more}"
+                raise StoreError(f"functions= names {name!r}, which is not a target; {fix}")
+            if not isinstance(function, str) or not WORD.fullmatch(function):
+                raise StoreError(
+                    f"functions= says {function!r} for {name!r}; give a name: 'neg_exp', or one "
+                    f"that Refit.prepare(functions=) knows"
+                )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """By each of the ways, until all targets are explained."""
@@ -90,7 +124,12 @@ class _Recording:
                 failure = error
                 self.pieces, self.made = {}, {}
         if unexplained and "numbers" in ways:
-            self._number(sorted(unexplained))
+            is_written = self._number(sorted(unexplained))
+            if failure is not None and not is_written:
+                why = word_error(failure)
+                raise StoreError(
+                    f"the loader failed without data, and then wrote nothing: {why}; {AGAIN}"
+                ) from failure
         elif unexplained:
             raise StoreError(self._word(min(unexplained), "is not explained by views")) from failure
         return self._finish()
@@ -99,9 +138,14 @@ class _Recording:
         """Run the loader on tensors that are made as it asks for them, if it takes pairs."""
         with torch.no_grad():
             if self.form == "pairs":
-                self.load((name, make()) for name, make in tensors.items())
+                made = self.load((name, make()) for name, make in tensors.items())
             else:
-                self.load({name: make() for name, make in tensors.items()})
+                made = self.load({name: make() for name, make in tensors.items()})
+            if isinstance(made, Awaitable):
+                raise _Computed("the loader returns before it has loaded; record one that waits")
+            # One that yields the names that it loads has loaded once all are taken.
+            if isinstance(made, Iterator):
+                deque(made, maxlen=0)
 
     # By views
 
@@ -112,32 +156,66 @@ class _Recording:
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
         kept = self.kept
         watch = Watch(sources, list(kept.targets.values()))
-        before = {name: _version_of(target) for name, target in kept.targets.items()}
+        versions = {name: _version_of(target) for name, target in kept.targets.items()}
+        kept.before.keep_bytes("cpu")
         try:
             with watch:
-                self._call({name: partial(_give, tensor) for name, tensor in sources.items()})
+                self._call({name: partial(watch.give, tensor) for name, tensor in sources.items()})
+            if watch.failure is not None:
+                raise watch.failure
             now = kept.find()
             self._check(now)
-            found = {name: self._list_writes(watch, name, now) for name in kept.targets}
+            changed = kept.before.find_written()
+            found = {}
             for name, target in kept.targets.items():
-                # Modes are of one thread, and versions of all.
-                if key_of(target) not in watch.noted and _version_of(target) > before[name]:
-                    found[name].append(Write(None, ("another thread",)))
+                is_newer = _version_of(target) > versions[name]
+                found[name] = self._list_writes(watch, name, now)
+                found[name] += self._list_unseen(watch, name, found[name], is_newer, changed)
+            self.seen = found
         finally:
-            kept.put_back()
+            kept.before.put_back()
+            self._keep_seen(watch)
         return {name for name, writes in found.items() if not self._take(name, writes)}
+
+    def _keep_seen(self, watch: Watch) -> None:
+        """What was seen of targets; of a run that failed, what it wrote until then."""
+        for name, memory in self.kept.memory.items():
+            key = key_of(memory)
+            if name not in self.seen:
+                self.seen[name] = _shift_all(watch.writes[key], memory)
+            if key in watch.filled:
+                self.filled.add(name)
 
     def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
         """What was written into a target, or put in its place, where these are now."""
-        target = self.kept.targets[name]
-        own = now.get(name, target)
+        target = self.kept.memory[name]
+        own = now[name]
         if key_of(own) != key_of(target):
             where = torch.empty(target.shape, dtype=target.dtype, device="meta")
             return [watch.explain(own, where)]
-        writes = watch.writes[key_of(target)]
-        if target.is_contiguous():
-            return [_shift(write, target) for write in writes]
-        return [Write(None, write.made) for write in writes]
+        return _shift_all(watch.writes[key_of(target)], target)
+
+    def _list_unseen(
+        self,
+        watch: Watch,
+        name: str,
+        writes: Sequence[Write],
+        is_newer: bool,
+        changed: Collection[int],
+    ) -> list[Write]:
+        """What is known of a target to have been written beside these; `is_newer` is what torch says of it."""
+        memory = self.kept.memory[name]
+        key = key_of(memory)
+        found = []
+        # Modes are of one thread, and versions of all.
+        if is_newer and key not in watch.noted:
+            found.append(Write(None, ("another thread",), carries=True))
+        if key in changed:
+            found.append(Write(None, ("a write past torch",), carries=True))
+        if watch.unread and _count(writes) < memory.numel():
+            # Another thread may have copied out of a buffer.
+            found.append(Write(None, ("what filled a buffer",)))
+        return found
 
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Whether the writes explain the target."""
@@ -168,8 +246,8 @@ class _Recording:
 
     # By numbers
 
-    def _number(self, names: list[str]) -> None:
-        """Read these targets from runs on element numbers."""
+    def _number(self, names: list[str]) -> bool:
+        """Read these targets from runs on element numbers; whether any is written."""
         for name in names:
             if name in self.functions:
                 raise StoreError(self._word(name, "is a function of what cannot be followed"))
@@ -179,16 +257,23 @@ class _Recording:
         for run in numbering.runs:
             self._run(numbering, run, readings)
         for name, reading in readings.items():
-            fault = reading.find_fault()
-            if fault:
-                raise StoreError(self._word(name, f"is computed: {fault}"))
-            self.pieces[name] = reading.list_pieces()
-            self.ways[name] = "numbers" if self.pieces[name] else ""
+            self._read(name, reading)
+        return any(reading.is_written for reading in readings.values())
+
+    def _read(self, name: str, reading: Reading) -> None:
+        """Take the pieces of a target, or raise StoreError."""
+        fault = reading.find_fault()
+        if self._differs(name, reading) or (fault and reading.is_written_once):
+            raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
+        if fault:
+            raise StoreError(self._word(name, f"is computed: {fault}"))
+        self.pieces[name] = reading.list_pieces()
+        self.ways[name] = "numbers" if self.pieces[name] else ""
 
     def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
         """Note what targets have after a run of the loader."""
         kept = self.kept
-        before = kept.occupy(run.byte)
+        kept.occupy(run.byte)
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
             self._call(tensors)
@@ -196,19 +281,50 @@ class _Recording:
             self._check(now)
             for name, reading in readings.items():
                 reading.add(run, now[name])
+            if run == numbering.runs[0]:
+                self._compare(numbering, run, now)
         # A loader may refuse what is not finite.
         except Exception:
             if run.way not in SPECIAL:
                 raise
         finally:
-            kept.put_back()
-            kept.fill(before)
+            kept.before.put_back()
+
+    def _compare(self, numbering: Numbering, run: Run, now: Mapping[str, Tensor]) -> None:
+        """Raise StoreError where a target explained by views is not, in a run on numbers, what it was seen to be."""
+        for name in self.ways:
+            fault = self._find_difference(name, numbering, run, now[name])
+            if fault:
+                raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
+
+    def _find_difference(self, name: str, numbering: Numbering, run: Run, after: Tensor) -> str:
+        """What a run on numbers has written into a target otherwise than was seen; "" if nothing."""
+        pieces = self.pieces[name]
+        written, changed = numbering.find_written(run, after)
+        cells = np.zeros(len(written), np.bool_)
+        for piece in pieces:
+            cells[piece.cells] = True
+        others = np.flatnonzero(changed & ~cells)
+        if len(others) and name not in self.filled:
+            return f"cell {others[0]} is written, too"
+        if name not in self.functions:
+            return numbering.find_other(pieces, run, after)
+        return "nothing is written" if cells.any() and not written[cells].any() else ""
+
+    def _differs(self, name: str, reading: Reading) -> bool:
+        """Whether no run on numbers wrote what the run without data did."""
+        for write in self.seen.get(name, ()):
+            if write.carries and not reading.is_written:
+                return True
+            if any(reading.unwritten[piece.cells].any() for piece in write.pieces or ()):
+                return True
+        return False
 
     # Together
 
     def _check(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError where the loader put something else in the place of a target or of its alias."""
-        for name, target in self.kept.targets.items():
+        for name, target in self.kept.memory.items():
             if name not in now:
                 raise _Computed(
                     f"{name!r} is gone once it is loaded; record a loader that keeps it"
@@ -255,16 +371,32 @@ class _Recording:
         return Recorded(tuple(tensors), tuple(natives), aliases)
 
 
+def _check_words(what: str, given: object, known: Sequence[str]) -> None:
+    """Raise StoreError for another word than these."""
+    words = list(given) if isinstance(given, list | tuple) else [given]
+    if not words or any(word not in known for word in words):
+        raise StoreError(f"{what}={words}; give {' or '.join(map(repr, known))}")
+
+
 def _version_of(target: Tensor) -> int:
     return 0 if target.is_inference() else target._version
 
 
-def _give(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class _Computed(StoreError):
     """What no other way would explain either."""
+
+
+def _count(writes: Sequence[Write]) -> int:
+    """Cells that these pieces fill; more than there are where some are filled again."""
+    pieces = {piece for write in writes for piece in write.pieces or ()}
+    return sum(piece.size for piece in pieces)
+
+
+def _shift_all(writes: Sequence[Write], target: Tensor) -> list[Write]:
+    """The writes as the target sees them; cells of one that is not contiguous are read from numbers."""
+    if target.is_contiguous():
+        return [_shift(write, target) for write in writes]
+    return [write._replace(pieces=None) for write in writes]
 
 
 def _shift(write: Write, target: Tensor) -> Write:
@@ -281,5 +413,5 @@ def _shift(write: Write, target: Tensor) -> Write:
             inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
         elif last >= 0 and cell < target.numel():
             # One copy into several targets at once: what of it is whose is read from numbers.
-            return Write(None, write.made)
-    return Write(tuple(inside), write.made)
+            return write._replace(pieces=None)
+    return Write(tuple(inside), write.made, write.carries and bool(inside))

@@ -3,7 +3,7 @@
 1. A module's are its parameters and persistent buffers, a mapping's are its values. Names of the same memory are
    aliases of the first.
 2. Of virtual stages there is one `into` per chunk. A tensor of a chunk behind the first is called "A of chunk 1".
-3. Whatever a loader does to them, or puts in their place, is undone: `Kept` has their places and their memory.
+3. Whatever a loader does to them, or puts in their place, is undone (`before`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from torch.distributed.tensor import DTensor
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.recorded import label
 from shardmath_torch.tensors.probes.patterns import as_words, repeat
+from shardmath_torch.tensors.refits.before import Before, key_of
 
-__all__ = ["Into", "Kept", "key_of"]
+__all__ = ["Into", "Kept"]
 
 Chunk: TypeAlias = nn.Module | MutableMapping[str, Tensor]
 Into: TypeAlias = Chunk | Sequence[Chunk]
-
-
-def key_of(tensor: Tensor) -> int:
-    """The same for all tensors in one memory, while any of them lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class Kept:
@@ -35,13 +31,15 @@ class Kept:
 
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)
+        self.before = Before(self.chunks)
         self.natives: dict[str, tuple[int, str]] = {}
         for number, chunk in enumerate(self.chunks):
             for name, _ in _list_places(chunk):
                 self.natives[label(number, name)] = number, name
         self.places = self._find_places()
         self.found = self.find()
-        self.memory = {name: tensor.data for name, tensor in self.found.items()}
+        # Aliases with shapes of their own, which a loader cannot reach.
+        self.memory: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         first: dict[object, str] = {}
@@ -50,6 +48,7 @@ class Kept:
             where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
             if first.setdefault(where, name) == name:
                 self.targets[name] = tensor
+                self.memory[name] = tensor.data
             else:
                 self.aliases[name] = first[where]
 
@@ -72,31 +71,20 @@ class Kept:
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
-    def occupy(self, byte: int) -> dict[str, Tensor]:
-        """This byte all over the targets, with memory for those that have none; what was in the others."""
-        before = {}
+    def occupy(self, byte: int) -> None:
+        """This byte all over the targets, with memory for those that have none."""
+        self.before.keep_bytes()
+        # What lies in one memory does so here, too.
+        storages: dict[int, torch.UntypedStorage] = {}
         for name, target in self.targets.items():
-            if target.is_meta:
-                self.place(name, _materialise(target))
-            else:
-                before[name] = target.detach().clone()
+            if not target.is_meta:
+                continue
+            key = key_of(target)
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
+            self.place(name, _materialise(target, storages[key]))
         for target in self.find().values():
             as_words(target.data).fill_(repeat(byte, target.dtype))
-        return before
-
-    def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Write these values into targets."""
-        for name, tensor in values.items():
-            self.targets[name].data.copy_(tensor)
-
-    def put_back(self) -> None:
-        """The tensors in their places, and their memory in them."""
-        for name, (holder, key) in self.places.items():
-            tensor = self.found[name]
-            if holder.get(key) is not tensor:
-                holder[key] = tensor
-            if key_of(tensor) != key_of(self.memory[name]):
-                tensor.data = self.memory[name]
 
 
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
@@ -136,9 +124,10 @@ def _check(name: str, tensor: object) -> None:
         raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")
 
 
-def _materialise(target: Tensor) -> Tensor:
-    """A tensor with memory, all zeros, that a loader takes for the target."""
-    made = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
+def _materialise(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """A tensor in this memory that a loader takes for the target."""
+    made = torch.empty(0, dtype=target.dtype, device="cpu")
+    made.set_(storage, target.storage_offset(), target.shape, target.stride())
     if isinstance(target, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         made.__class__ = type(target)

@@ -211,7 +211,8 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
     known = {**FUNCTIONS, **functions}
     if slot.function not in known:
         raise StoreError(
-            f"{slot.native!r} is stored as {slot.function}(...); pass functions={{{slot.function!r}: ...}}"
+            f"{slot.native!r} is stored as {slot.function}(...), and known are {', '.join(known)}; "
+            f"pass functions={{{slot.function!r}: ...}}"
         )
     return known[slot.function]
 

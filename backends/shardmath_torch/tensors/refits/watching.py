@@ -6,11 +6,14 @@
    Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
 3. A target that was written as a whole may be read again: some loaders store first, and then a function of it.
 4. Bits seen as another type are followed as long as they are only copied; a cast of them is a computation.
+5. A mode of torch is of one thread. Logical tensors are of a class that brings it into any thread in which something is
+   done to them, or to what was made of them.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
+from shardmath_torch.tensors.refits.before import key_of
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
-from shardmath_torch.tensors.refits.targets import key_of
 
 __all__ = ["Watch", "Write"]
 
@@ -36,10 +39,14 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """What was copied into a target: pieces by cells of its memory, and what made them; None if it is not known."""
+    """What was copied into a target: pieces by cells of its memory, and what made them; None if it is not known.
+
+    `carries` says whether it was something of logical tensors.
+    """
 
     pieces: tuple[Piece, ...] | None
     made: tuple[str, ...]
+    carries: bool = False
 
 
 class Watch(TorchDispatchMode):
@@ -49,6 +56,15 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
         self.noted: set[int] = set()
+        # Memory of targets that was filled with constants.
+        self.filled: set[int] = set()
+        # Why an operation failed; a loader may have gone on otherwise.
+        self.failure: Exception | None = None
+        # Memory into which something of logical tensors was written, and that was not read since.
+        self.unread: set[int] = set()
+        self._class = _make_class(self)
+        self.thread: int | None = None
+        self._lock = threading.RLock()
         # Memory is known by its key as long as it lives, so all that is known is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
@@ -60,6 +76,22 @@ class Watch(TorchDispatchMode):
             shape = tuple(tensor.shape)
             self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
 
+    def __enter__(self) -> Watch:
+        """Watch this thread, and what others do to logical tensors."""
+        self.thread = threading.get_ident()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Watch nothing more."""
+        self.thread = None
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def give(self, source: Tensor) -> Tensor:
+        """The logical tensor for a loader."""
+        given: Tensor = source.as_subclass(self._class)
+        return given
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -68,14 +100,23 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note the operation, and carry it out unless it writes into a target."""
-        own = dict(kwargs or {})
+        try:
+            with self._lock:
+                return self._see(func, args, dict(kwargs or {}))
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _see(self, func: Any, args: tuple[Any, ...], own: dict[str, Any]) -> Any:
         # Views are in memory that is known already, and a loader makes several for each copy.
         if _makes_views(func):
             return func(*args, **own)
         written = _find_written(func, args, own)
         if written:
             return self._write(func, written, args, own)
-        given = _list_tensors((args, own))
+        given = list(_list_tensors((args, own)))
+        if self.unread:
+            self.unread.difference_update(map(key_of, given))
         known = [tensor for tensor in given if key_of(tensor) in self._contents]
         if not known:
             return func(*args, **own)
@@ -90,14 +131,22 @@ class Watch(TorchDispatchMode):
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], own: dict[str, Any]
     ) -> Any:
         """Note what is written into targets, and let other writes happen."""
-        targets = [into for into in written if key_of(into) in self.writes]
+        given = list(_list_tensors((args, own)))
+        if self.unread:
+            read = set(map(key_of, given)) - set(map(key_of, written))
+            self.unread.difference_update(read)
+        is_target = False
         for into in written:
-            if key_of(into) in self.writes:
-                self._note(func, into, args)
-            else:
-                self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
-                self._made[key_of(into)] = (str(func),)
-        return _return_written(func, written) if targets else func(*args, **own)
+            key = key_of(into)
+            if key in self.writes:
+                is_target = True
+                self._note(func, into, args, given)
+                continue
+            if self._carries(given, into):
+                self.unread.add(key)
+            self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
+            self._made[key] = (str(func),)
+        return _return_written(func, written) if is_target else func(*args, **own)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
         """What a copy of the tensor brings into another."""
@@ -105,35 +154,48 @@ class Watch(TorchDispatchMode):
         made = self._made.get(key_of(tensor), ())
         if content is BLANK:
             return Write((), ())
+        carries = self._carries([tensor], into)
         dtype = self._find_dtype(tensor, into)
         if content is None or dtype is None:
-            return Write(None, made)
+            return Write(None, made, carries)
         operations = content.explain(dtype)
         stored = self._stored.get(key_of(into), into.dtype)
         if stored != dtype:
             # No cast gives these numbers.
             operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
         try:
-            return Write(tuple(content.read(tensor, into)), operations)
+            return Write(tuple(content.read(tensor, into)), operations, carries)
         except (StoreError, RuntimeError):
-            return Write(None, made)
+            return Write(None, made, carries)
 
-    def _note(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> None:
+    def _carries(self, given: Iterable[Tensor], into: Tensor) -> bool:
+        """Whether something of logical tensors is in the memory of one of these, which is not that written into."""
+        for one in given:
+            key = key_of(one)
+            is_made = self._contents.get(key, BLANK) is not BLANK
+            if is_made and key != key_of(into) and one.numel():
+                return True
+        return False
+
+    def _note(
+        self, func: Any, target: Tensor, args: tuple[Any, ...], given: Sequence[Tensor]
+    ) -> None:
         """A write into a target."""
         key = key_of(target)
         self.noted.add(key)
-        write = Write(None, (str(func),))
         content = dtype = None
         stored = self._stored[key]
-        if stored is None or stored.itemsize != target.element_size():
-            # Cells of it are not those of the target.
-            pass
-        elif _is_blank(func):
+        # Cells of another size are not those of the target.
+        is_by_cell = stored is not None and stored.itemsize == target.element_size()
+        if is_by_cell and _is_blank(func):
+            self.filled.add(key)
             write = Write((), ())
-        elif func in STORES:
+        elif is_by_cell and func in STORES:
             write = self.explain(args[1], target)
             dtype = self._find_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
+        else:
+            write = Write(None, (str(func),), self._carries(given, target))
         if write.pieces == ():
             if not self._is_written(target):
                 return
@@ -203,6 +265,79 @@ class Watch(TorchDispatchMode):
         self._alive.append(tensor)
         self._contents[key_of(tensor)] = content
         self._dtype[key_of(tensor)] = dtype or tensor.dtype
+
+
+def _see(name: str) -> property:
+    """An attribute of tensors that is not one."""
+    find = getattr(torch._C.TensorBase, name).__get__
+
+    def see(tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return find(tensor)
+
+    return property(see)
+
+
+def _make_class(watch: Watch) -> type[Tensor]:
+    """The class of logical tensors."""
+
+    class Logical(Tensor):
+        """A tensor that is watched in every thread, and so is what operations make of it."""
+
+        # What loaders do otherwise with tensors without data is not what they do with weights.
+        is_meta = False
+        # A loader asks for these ten times per copy, and torch would ask the function below each time.
+        shape = _see("shape")
+        ndim = _see("ndim")
+
+        def __deepcopy__(self, memo: object) -> Tensor:
+            return self.clone()
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            try:
+                if watch.thread in (None, threading.get_ident()):
+                    return _carry_out(cls, func, args, kwargs)
+                with _Elsewhere(watch):
+                    return _carry_out(cls, func, args, kwargs)
+            except Exception as error:
+                watch.failure = error
+                raise
+
+    return Logical
+
+
+def _carry_out(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """What a function makes of tensors, as tensors of this class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = func(*args, **kwargs) if kwargs else func(*args)
+    found = type(made)
+    if found is Tensor:
+        # What is changed in place stays what it was.
+        return made if any(made is given for given in args) else made.as_subclass(kind)
+    if found is torch.Size or not isinstance(made, tuple | list):
+        return made
+    return found(one.as_subclass(kind) if type(one) is Tensor else one for one in made)
+
+
+class _Elsewhere(TorchDispatchMode):
+    """The watch, in another thread."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As in the thread that is watched."""
+        return self._watch.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _is_changed(view: Tensor) -> bool:

@@ -1,0 +1,234 @@
+"""Boards: what ranks of a trainer and its engines tell each other of their updates, in the store of their group.
+
+1. Place 0 speaks to engines, so it says of each step whether that went well; others hear it. Before weights move, every
+   rank says whether it is ready.
+2. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
+   others have heard what it said last.
+3. Whoever hears waits a little longer than place 0 may act, so that who was late is never taken for another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import plural
+from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement.naming import word_objection
+
+__all__ = ["HEARD_S", "Board"]
+
+STEPS = ("start", "begin", "end", "finish", "fail")
+"""What is said of an update."""
+
+LOOK_AGAIN_S = 0.005
+"""While ranks have not come."""
+
+HEARD_S = 5.0
+"""At most, for others to hear what went wrong."""
+
+LATER_S = 2 * HEARD_S
+"""How much longer ranks wait to hear of place 0 than that waits for others and engines."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """The store, and who this rank is; `trainers` have the first places of `size`, `timeout` is in seconds."""
+
+    store: Store
+    place: int
+    trainers: int
+    size: int
+    timeout: float
+
+    def relay(self, what: str, act: Callable[[], None]) -> None:
+        """Have place 0 act while other trainers wait. Raises ExchangeError on all of them where that fails."""
+        fault = self._hear(what) if self.place else self._act(what, act)
+        if fault:
+            raise ExchangeError(f"place 0 could not {what}: {fault}")
+
+    def _act(self, what: str, act: Callable[[], None]) -> str:
+        """Act, and say what is wrong with it; "" for nothing."""
+        fault = ""
+        try:
+            act()
+        except Exception as error:
+            fault = word_objection(error)
+        except BaseException as error:
+            # The caller's Ctrl-C, which others hear of while it goes up.
+            self._post(what, word_objection(error))
+            raise
+        self._say(what, fault, range(self.trainers))
+        return fault
+
+    def finish(self, what: str, act: Callable[[], None]) -> None:
+        """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
+
+        Raises ExchangeError there if they do not in time.
+        """
+        self.relay(what, act)
+        self._confirm(what)
+        if self.place == 0:
+            late = self._await_heard(what, range(self.trainers), self.timeout)
+            if late:
+                raise ExchangeError(self._word_late(what, late))
+
+    def vote(self, what: str, check: Callable[[], None]) -> None:
+        """Say whether this rank is ready, which it is where `check` raises nothing; whatever it raises is said."""
+        fault = ""
+        try:
+            check()
+        except Exception as error:
+            fault = word_objection(error)
+        self._post(f"{what}/{self.place}", fault)
+
+    def decline(self, what: str, error: BaseException) -> None:
+        """Say that this rank does not come, to whoever waits for its vote, or for what place 0 decides."""
+        said = word_objection(error)
+        # Where place 0 is gone, nobody waits.
+        with suppress(ExchangeError):
+            if self.place == 0:
+                self._post(what, f"place 0 could not {what}: {said}")
+            self._post(f"{what}/{self.place}", said)
+        if not isinstance(error, ExchangeError):
+            # Nor does place 0 wait for this rank to hear what becomes of it.
+            self._confirm(what)
+
+    def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
+        """Whether all are ready, as place 0 decides once all have voted: what is wrong, on every rank; "" for nothing.
+
+        `fail_early()` says at place 0 why some will not come, "" where they will.
+        """
+        return self._hear(what) if self.place else self._decide(what, fail_early)
+
+    def _decide(self, what: str, fail_early: Callable[[], str]) -> str:
+        votes: dict[int, str] = {}
+
+        def has_voted(place: int) -> bool:
+            said = notes.read(self.store, f"{what}/{place}")
+            if said is not None:
+                votes[place] = said
+            return said is not None
+
+        def word_faults() -> str:
+            faults = [
+                f"place {place} could not {what}: {votes[place]}"
+                for place in sorted(votes)
+                if votes[place]
+            ]
+            return "\n".join(faults) or fail_early()
+
+        try:
+            late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
+        except BaseException as error:
+            self._post(what, word_objection(error))
+            raise
+        fault = word_faults()
+        if late and not fault:
+            fault = self._word_late(what, late)
+        # Trainers that are late are on their way; of workers nobody knows.
+        self._say(what, fault, votes.keys() | set(range(self.trainers)))
+        return fault
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove what was said of updates from the store: all have read it who come to the next."""
+        for number in numbers:
+            for step in STEPS:
+                self.store.delete_key(f"{step} update {number}")
+            for place in range(self.size):
+                self.store.delete_key(f"begin update {number}/{place}")
+
+    def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
+        """Leave, as all ranks do when an update fails: why another one says that it did, "" if none does.
+
+        `why` is what is wrong here, "" where it is what others have done.
+        """
+        heard = ""
+        # Place 0 may be gone, and the store with it.
+        with suppress(RuntimeError):
+            if why:
+                self.store.set(what, f"place {self.place}: {why}")
+            # Also of what this rank has set: it is there by the answer, and only then do others find this rank gone.
+            if self.store.check([what]) and not why:
+                heard = self.store.get(what).decode()
+            self._confirm(what)
+        leave()
+        if self.place == 0:
+            # Others hear of it as this rank leaves; the store is there for as long as it is held here.
+            with suppress(RuntimeError):
+                self._await_heard(what, range(1, self.size), HEARD_S)
+        return heard
+
+    def _word_late(self, what: str, late: set[int]) -> str:
+        places = ", ".join(map(str, sorted(late)))
+        return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: place {places}"
+
+    def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
+        """Say what place 0 finds wrong, "" for nothing. If it then raises, its process may end: wait for who hears."""
+        self._post(what, fault)
+        if fault:
+            self._confirm(what)
+            self._await_heard(what, hearers, HEARD_S)
+
+    def _post(self, key: str, text: str) -> None:
+        """Put a text up. Raises ExchangeError where the store is gone."""
+        try:
+            self.store.set(key, text)
+        except RuntimeError as error:
+            raise ExchangeError(f"place 0 left, or is gone: {error}") from error
+
+    def _hear(self, what: str) -> str:
+        """What went wrong at place 0; "" for nothing. Raises ExchangeError where it says nothing."""
+        seconds = self.timeout + LATER_S
+        try:
+            self.store.wait([what], timedelta(seconds=seconds))
+            said = self.store.get(what).decode()
+        except dist.DistNetworkError as error:
+            raise ExchangeError(
+                f"place 0 left, or is gone, as it was to {what}: {error}"
+            ) from error
+        except RuntimeError as error:
+            raise ExchangeError(f"place 0 did not {what} in {seconds:g} s: {error}") from error
+        if said:
+            self._confirm(what)
+        return said
+
+    def _confirm(self, what: str) -> None:
+        """This rank has heard of that, the last thing it has heard."""
+        # Where place 0 is gone, it does not wait for that.
+        with suppress(RuntimeError):
+            self.store.set(f"heard/{self.place}", what)
+
+    def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> set[int]:
+        """The places that have not heard of it in time."""
+
+        def has_heard(place: int) -> bool:
+            if notes.read(self.store, f"heard/{place}") == what:
+                return True
+            # Once all have left, the store has nothing of the group; before they left they heard.
+            return notes.read(self.store, f"heard/{self.place}") is None
+
+        return _await(has_heard, places, seconds)
+
+
+def _await(
+    is_there: Callable[[int], bool],
+    places: Iterable[int],
+    seconds: float,
+    is_over: Callable[[], bool] = bool,
+) -> set[int]:
+    """The places that are not there in time, or once it is over."""
+    until = time.monotonic() + seconds
+    awaited = set(places)
+    while awaited := {place for place in awaited if not is_there(place)}:
+        if is_over() or time.monotonic() > until:
+            break
+        time.sleep(LOOK_AGAIN_S)
+    return awaited

@@ -1,0 +1,119 @@
+"""Updates: what one rank goes through while all take new weights, as a table, without I/O.
+
+    idle     no engine was told
+    called   engines were told to receive; this rank has said nothing
+    begun    this rank has said yes or no: where all said yes, weights move
+    moved    all ranks have all that was sent to them
+    taken    every engine says so
+    ended    every engine was told that it is over
+    kept     failed before a weight moved
+    torn     failed where weights may have moved: engines may have old ones and new ones
+    stale    failed where weights are new, and an engine may not know
+
+1. A rank is never without an answer to what its engine has: as before, mixed, or new (`Update.mixed`).
+2. A rank that has said yes does not know that nobody moves until place 0 says so (`Event.REFUSE`).
+3. What an update has mixed, only one that writes the same cells makes whole again.
+
+>>> update = Update(1, writes=frozenset({"q", "k"}))
+>>> for event in (Event.CALL, Event.CHECK, Event.FAIL):
+...     update = update.after(event)
+>>> update.state.value, sorted(update.mixed), update.keeps_link
+('torn', ['k', 'q'], False)
+>>> other = Update(1, writes=frozenset({"q", "v"}), torn=update.mixed)
+>>> for event in (Event.CALL, Event.CHECK, Event.ARRIVE):
+...     other = other.after(event)
+>>> other.state.value, sorted(other.mixed)
+('moved', ['k'])
+>>> other.after(Event.CALL)
+Traceback (most recent call last):
+shardmath.ExchangeError: an update that is moved cannot call; it has to take or fail
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shardmath.base.errors import ExchangeError
+
+__all__ = ["TABLE", "Event", "State", "Update"]
+
+
+class State(Enum):
+    """Where an update stands at one rank."""
+
+    IDLE = "idle"
+    CALLED = "called"
+    BEGUN = "begun"
+    MOVED = "moved"
+    TAKEN = "taken"
+    ENDED = "ended"
+    KEPT = "kept"
+    TORN = "torn"
+    STALE = "stale"
+
+
+class Event(Enum):
+    """What happens to an update."""
+
+    CALL = "call"
+    CHECK = "check"
+    REFUSE = "refuse"
+    ARRIVE = "arrive"
+    TAKE = "take"
+    END = "end"
+    FAIL = "fail"
+
+
+TABLE: Mapping[State, Mapping[Event, State]] = {
+    State.IDLE: {Event.CALL: State.CALLED, Event.FAIL: State.KEPT},
+    State.CALLED: {Event.CHECK: State.BEGUN, Event.FAIL: State.KEPT},
+    State.BEGUN: {Event.ARRIVE: State.MOVED, Event.REFUSE: State.KEPT, Event.FAIL: State.TORN},
+    State.MOVED: {Event.TAKE: State.TAKEN, Event.FAIL: State.STALE},
+    State.TAKEN: {Event.END: State.ENDED, Event.FAIL: State.STALE},
+}
+
+MIXING = (State.BEGUN, State.TORN)
+NEW = (State.MOVED, State.TAKEN, State.ENDED, State.STALE)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update by its number since ranks met, and where it stands at this rank.
+
+    `writes` are the cells of the engine's stored tensors that it writes, on any rank of the engine; `torn` those that
+    were mixed before. A trainer's rank has neither.
+    """
+
+    number: int
+    state: State = State.IDLE
+    writes: frozenset[Hashable] = frozenset()
+    torn: frozenset[Hashable] = frozenset()
+
+    def after(self, event: Event) -> Update:
+        """The update once that has happened. Raises ExchangeError for what cannot happen now."""
+        ways = TABLE.get(self.state, {})
+        if event not in ways:
+            able = " or ".join(way.value for way in ways) or "do nothing more"
+            raise ExchangeError(
+                f"an update that is {self.state.value} cannot {event.value}; it has to {able}"
+            )
+        return replace(self, state=ways[event])
+
+    @property
+    def mixed(self) -> frozenset[Hashable]:
+        """The cells that may be old on one rank of the engine and new on another; none where its model may answer."""
+        if self.state in MIXING:
+            return self.torn | self.writes
+        return self.torn - self.writes if self.state in NEW else self.torn
+
+    @property
+    def is_new(self) -> bool:
+        """Whether engines have the new weights, so that nothing they have cached of prompts is of use."""
+        return self.state in NEW
+
+    @property
+    def keeps_link(self) -> bool:
+        """Whether ranks may go on together; those that were torn have to meet again."""
+        return self.state is not State.TORN

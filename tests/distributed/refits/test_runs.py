@@ -1,0 +1,492 @@
+"""A loader is run several times: its runs write the same, are seen in every thread, and leave all as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardmath as sm
+import shardmath_torch as smt
+
+Given = dict[str, Tensor]
+SHAPES = dict.fromkeys("qk", ((4, 3), "float32"))
+BOTH = "views", "numbers"
+
+
+def record(load: Callable[[Given], object], into: Any, **more: Any) -> sm.Recorded:
+    return smt.record(load, SHAPES, into, **more)
+
+
+def make(device: str, *names: str) -> Given:
+    return {name: torch.ones(4, 3, device=device) for name in names}
+
+
+def mix(given: Given) -> Tensor:
+    """What views do not explain."""
+    return torch.cat([given["k"][:2], given["q"][2:]])
+
+
+# Runs that differ
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_loader_that_loads_once(ways: Any) -> None:
+    into = make("meta", "a")
+    calls: list[int] = []
+
+    def load(given: Given) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            into["a"].copy_(mix(given))
+
+    with pytest.raises(sm.StoreError, match="'a' is written in one run and not in another; record"):
+        record(load, into, ways=ways)
+
+
+def test_a_part_that_is_loaded_once() -> None:
+    into = make("meta", "a")
+    calls: list[int] = []
+
+    def load(given: Given) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            into["a"][:1].copy_(given["q"][:1])
+        into["a"][1:].copy_(mix(given)[1:])
+
+    with pytest.raises(sm.StoreError, match="'a' is written in one run and not in another"):
+        record(load, into)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "fault"),
+    [
+        (lambda a, given: a.copy_(given["q"]), lambda a, given: None, "cell 0 seems to be"),
+        (
+            lambda a, given: a.copy_(given["q"]),
+            lambda a, given: a.copy_(given["k"]),
+            "cell 0 seems to be element 0 of 'q'",
+        ),
+        (
+            lambda a, given: a[:2].copy_(given["q"][:2]),
+            lambda a, given: a.copy_(given["q"]),
+            "cell 6 is written, too",
+        ),
+        (lambda a, given: None, lambda a, given: a.copy_(given["q"]), "cell 0 is written, too"),
+    ],
+)
+def test_a_target_that_views_explain_and_numbers_do_not(
+    first: Callable[[Tensor, Given], object], later: Callable[[Tensor, Given], object], fault: str
+) -> None:
+    """Another target is read from numbers, and then this one is looked at, too."""
+    into = make("meta", "a", "b")
+    calls: list[int] = []
+
+    def load(given: Given) -> None:
+        (later if calls else first)(into["a"], given)
+        calls.append(1)
+        into["b"].copy_(mix(given))
+
+    with pytest.raises(sm.StoreError, match=f"'a' differs from one run to the next: {fault}"):
+        record(load, into)
+
+
+def test_a_function_that_is_stored_once() -> None:
+    into = make("meta", "a", "b")
+    calls: list[int] = []
+
+    def load(given: Given) -> None:
+        if not calls:
+            into["a"].copy_(-given["q"].exp())
+        calls.append(1)
+        into["b"].copy_(mix(given))
+
+    with pytest.raises(sm.StoreError, match=r"'a' differs .*: nothing is written"):
+        record(load, into, functions={"a": "neg_exp"})
+
+
+def test_constants_in_cells_that_nothing_else_writes_are_no_difference() -> None:
+    into = make("meta", "a", "b")
+
+    def load(given: Given) -> None:
+        into["a"].normal_()
+        into["a"][:2].copy_(given["q"][:2])
+        into["b"].copy_(mix(given))
+
+    assert record(load, into).unwritten == {"a": 6}
+
+
+def test_a_loader_that_fails_without_data_and_loads_nothing_later() -> None:
+    into = make("meta", "a")
+    calls: list[int] = []
+
+    def load(given: Given) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            into["a"].copy_(given["q"] * given["q"].max().item())
+
+    with pytest.raises(sm.StoreError, match="failed without data, and then wrote nothing: Runtime"):
+        record(load, into)
+
+
+def falls_back(a: Tensor, given: Given) -> None:
+    try:
+        assert given["q"].sum().item() is not None
+        a.copy_(given["q"])
+    except RuntimeError:
+        a.copy_(given["k"])
+
+
+def takes_arrays(a: Tensor, given: Given) -> None:
+    try:
+        a.copy_(torch.from_numpy(given["q"].numpy().copy()))
+    except TypeError:
+        a.copy_(given["k"])
+
+
+def asks(a: Tensor, given: Given) -> None:
+    a.copy_(given["k"] if given["q"].is_meta else given["q"])
+
+
+@pytest.mark.parametrize("load", [falls_back, takes_arrays, asks])
+def test_a_loader_that_does_otherwise_where_there_is_no_data(
+    load: Callable[[Tensor, Given], object],
+) -> None:
+    into = make("meta", "a")
+    found = record(lambda given: load(into["a"], given), into)
+    assert {piece.tensor for piece in found.natives[0].pieces} == {"q"}
+
+
+@pytest.mark.parametrize("form", ["mapping", "pairs"])
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_loader_that_yields_what_it_has_loaded(form: Any, ways: Any) -> None:
+    into = make("meta", "a", "b")
+
+    def load(given: Any) -> Iterator[str]:
+        named = given.items() if form == "mapping" else given
+        for name, tensor in named:
+            own = "a" if name == "q" else "b"
+            into[own].copy_(tensor)
+            yield own
+
+    found = smt.record(load, SHAPES, into, form=form, ways=ways)
+    assert not found.unwritten
+
+
+def test_a_loader_that_is_not_waited_for() -> None:
+    into = make("meta", "a")
+
+    async def load(given: Given) -> None:
+        into["a"].copy_(given["q"])
+
+    made = load({})
+    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+        record(lambda given: made, into)
+    made.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_targets_of_one_memory_without_data(device: str) -> None:
+    """Cells of both are written by both."""
+    flat = torch.ones(5, 3, device=device)
+    into = {"a": flat[:4], "b": flat[1:].T}
+
+    def load(given: Given) -> None:
+        into["a"].copy_(given["q"])
+        into["b"][:, 1:].copy_(given["k"][1:].T)
+
+    found = record(load, into)
+    arrays = {name: np.arange(12).reshape(4, 3) + 12 * (name == "k") for name in SHAPES}
+    filled = found.fill(arrays)
+    np.testing.assert_array_equal(filled["a"][:2], arrays["q"][:2])
+    np.testing.assert_array_equal(filled["a"][2:], arrays["k"][1:3])
+    np.testing.assert_array_equal(filled["b"][:, 1:], arrays["k"][1:].T)
+    np.testing.assert_array_equal(filled["b"][:, 0], arrays["q"][1])
+
+
+# Threads
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads that were there before."""
+    with ThreadPoolExecutor(2) as made:
+        list(made.map(str, range(4)))
+        yield made
+
+
+Copy = Callable[[ThreadPoolExecutor, Tensor, Given], object]
+
+
+def by_rows(pool: ThreadPoolExecutor, a: Tensor, given: Given) -> None:
+    list(pool.map(lambda row: a.data[row].copy_(given["q"][row]), range(4)))
+
+
+def of_views(pool: ThreadPoolExecutor, a: Tensor, given: Given) -> None:
+    turned = given["q"].T
+    list(pool.map(lambda column: a.data[:, column].copy_(turned[column]), range(3)))
+
+
+def by_buffers(pool: ThreadPoolExecutor, a: Tensor, given: Given) -> None:
+    def carry_out() -> None:
+        buffer = torch.empty(4, 3, device=a.device)
+        buffer[2:].copy_(given["q"][2:])
+        buffer[:2] = given["k"][:2]
+        a.data.copy_(buffer)
+
+    pool.submit(carry_out).result()
+
+
+def of_buffers(pool: ThreadPoolExecutor, a: Tensor, given: Given) -> None:
+    buffer = torch.empty(4, 3, device=a.device)
+    torch.cat([given["q"][:2], given["k"][2:]], out=buffer)
+    pool.submit(lambda: a.data.copy_(buffer)).result()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("load", "way"),
+    [(by_rows, "views"), (of_views, "views"), (by_buffers, "numbers"), (of_buffers, "numbers")],
+)
+def test_copies_by_threads_that_were_there_before(
+    pool: ThreadPoolExecutor, load: Copy, way: str, device: str
+) -> None:
+    into = make(device, "a")
+    found = record(lambda given: load(pool, into["a"], given), into)
+    assert not found.unwritten
+    assert found.natives[0].way == way
+    numbers = record(lambda given: load(pool, into["a"], given), into, ways=("numbers",))
+    arrays = {name: np.arange(12).reshape(4, 3) + 12 * (name == "k") for name in SHAPES}
+    np.testing.assert_array_equal(found.fill(arrays)["a"], numbers.fill(arrays)["a"])
+
+
+def test_copies_by_new_threads() -> None:
+    into = make("meta", "a")
+
+    def load(given: Given) -> None:
+        with ThreadPoolExecutor(2) as made:
+            by_rows(made, into["a"], given)
+
+    assert record(load, into).natives[0].way == "views"
+
+
+def test_copies_by_another_thread_that_nothing_says_before() -> None:
+    """The buffer was filled before the loader ran, and torch counts the copy."""
+    into = make("meta", "a")
+    with ThreadPoolExecutor(1) as made, pytest.raises(sm.StoreError, match="by another thread"):
+        record(
+            lambda given: made.submit(into["a"].copy_, torch.ones(4, 3, device="meta")).result(),
+            into,
+            ways=("views",),
+        )
+
+
+# Classes of logical tensors
+
+
+def in_parts(into: Given, given: Given) -> None:
+    largest, places = given["q"].max(0)
+    assert largest.shape == places.shape == (3,)
+    for own, part in zip(into["a"].split([1, 3]), given["q"].split([1, 3]), strict=True):
+        own.copy_(part)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        in_parts,
+        lambda into, given: into["a"].copy_(copy.deepcopy(given["q"])),
+        lambda into, given: into.update(a=nn.Parameter(given["q"])),
+    ],
+)
+def test_logical_tensors_go_through_what_plain_ones_do(
+    load: Callable[[Given, Given], object],
+) -> None:
+    into = make("meta", "a")
+    before = into["a"]
+    assert not record(lambda given: load(into, given), into, ways=("views",)).unwritten
+    assert into["a"] is before
+    assert type(before) is Tensor
+
+
+# What is left
+
+
+class Model(nn.Module):
+    """A module that a loader may do anything to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("hidden", torch.ones(4, 3), persistent=False)
+        self.loaded: set[str] = set()
+
+
+CHANGES: dict[str, Callable[[Model, Given], object]] = {
+    "flags": lambda m, given: [setattr(m, "done", 1), m.loaded.add("q"), setattr(m.weight, "x", 1)],
+    "a new parameter": lambda m, given: m.register_parameter("x", nn.Parameter(torch.ones(1))),
+    "a new module": lambda m, given: m.add_module("x", nn.Linear(1, 1)),
+    "another order": lambda m, given: m._parameters.setdefault(  # type: ignore[func-returns-value]
+        "weight", m._parameters.pop("weight")
+    ),
+    "a frozen parameter": lambda m, given: m.weight.requires_grad_(False),
+    "a gradient": lambda m, given: setattr(m.weight, "grad", torch.ones(4, 3)),
+    "a hidden buffer": lambda m, given: m.hidden.copy_(torch.zeros(4, 3)),  # type: ignore[operator]
+    "other memory": lambda m, given: setattr(m.weight, "data", torch.zeros(4, 3)),
+    "a write past torch": lambda m, given: m.weight.detach().numpy().fill(3),
+    "a hook": lambda m, given: m.register_forward_pre_hook(lambda *given: None),
+    "another class": lambda m, given: setattr(
+        m.weight, "__class__", type("X", (nn.Parameter,), {})
+    ),
+}
+
+
+def describe(model: Model) -> tuple[Any, ...]:
+    own = {key: str(value) for key, value in vars(model).items()}
+    tensors = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        what = type(tensor), tensor.requires_grad, tensor.grad, tensor.stride(), vars(tensor).copy()
+        tensors.append((name, id(tensor), tensor.data_ptr(), tensor.tolist(), what))
+    return own, tensors
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_is_as_before(change: str, fails: bool, ways: Any) -> None:
+    model = Model()
+    before = describe(model)
+
+    def load(given: Given) -> None:
+        CHANGES[change](model, given)
+        model.weight.copy_(mix(given))
+        if fails:
+            raise KeyError("no such layer")
+
+    if fails:
+        with pytest.raises(KeyError):
+            record(load, model, ways=ways)
+    else:
+        assert set(record(load, model, ways=ways).unwritten) == {"inner.weight", "inner.bias"}
+    assert describe(model) == before
+
+
+def test_flags_of_targets_and_modules_are_taken_back_before_the_next_run() -> None:
+    model = Model()
+
+    def load(given: Given) -> None:
+        if not hasattr(model.weight, "loaded") and "weight" not in model.loaded:
+            model.weight.loaded = True  # type: ignore[attr-defined]
+            model.loaded.add("weight")
+            model.weight.copy_(mix(given))
+
+    assert record(load, model).natives[0].way == "numbers"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mapping_is_as_before(device: str) -> None:
+    into = make(device, "a", "b")
+    kept = dict(into)
+
+    def load(given: Given) -> None:
+        into["c"] = given["q"]
+        into["b"] = into.pop("b")
+        into["a"] = mix(given)
+
+    assert record(load, into).unwritten == {"b": 12}
+    assert list(into) == ["a", "b"]
+    assert all(into[name] is kept[name] for name in into)
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_shapes_that_a_loader_changes_in_place(device: str, ways: Any) -> None:
+    into = {"a": torch.ones(3, 4, device=device)}
+
+    def load(given: Given) -> None:
+        into["a"].t_()
+        into["a"].copy_(given["q"])
+
+    with pytest.raises(sm.StoreError, match="'a' has shape"):
+        record(load, into, ways=ways)
+    assert (into["a"].shape, into["a"].stride()) == ((3, 4), (4, 1))
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_memory_of_another_shape(ways: Any) -> None:
+    into = make("cpu", "a")
+
+    def load(given: Given) -> None:
+        into["a"].data = given["q"][:2].clone()
+
+    with pytest.raises(
+        sm.StoreError, match=r"'a' has shape \[4, 3\], and \[2, 3\] once it is loaded"
+    ):
+        record(load, into, ways=ways)
+    assert into["a"].tolist() == torch.ones(4, 3).tolist()
+
+
+def test_bytes_around_targets() -> None:
+    """Memory that no target has, of which a target is a view."""
+    flat = torch.ones(20)
+    into = {"a": flat[:12].view(4, 3)}
+
+    def load(given: Given) -> None:
+        flat[12:].fill_(3)
+        into["a"].copy_(mix(given))
+
+    record(load, into)
+    assert flat.tolist() == [1] * 20
+
+
+def test_what_is_written_past_torch_is_read_from_numbers() -> None:
+    into = make("cpu", "a")
+
+    def load(given: Given) -> None:
+        into["a"].copy_(given["q"])
+        into["a"].numpy()[2:] = 0
+
+    assert record(load, into).unwritten == {"a": 6}
+    with pytest.raises(sm.StoreError, match="not explained by views by a write past torch"):
+        record(load, into, ways=("views",))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("function", ["", None, "a b", torch.exp, 3])
+def test_a_function_is_a_name(function: Any) -> None:
+    """No name would say that what is computed is a copy."""
+    into = make("meta", "a")
+    with pytest.raises(
+        sm.StoreError, match=r"for 'a'; give a name: 'neg_exp', or one that Refit\."
+    ):
+        record(lambda given: into["a"].copy_(given["q"].exp()), into, functions={"a": function})
+
+
+def test_a_function_of_what_is_not_a_target() -> None:
+    into = make("meta", *"abcdefghij")
+    into["tied"] = into["b"]
+    with pytest.raises(
+        sm.StoreError, match=r"'x', which is not a target; name a, .*, h and 2 more"
+    ):
+        record(lambda given: None, into, functions={"x": "neg_exp"})
+    with pytest.raises(sm.StoreError, match="'tied', which is not a target; name 'b', whose"):
+        record(lambda given: None, into, functions={"tied": "neg_exp"})
+
+
+@pytest.mark.parametrize(
+    "more", [{"form": "dict"}, {"ways": ("view",)}, {"ways": "number"}, {"ways": ()}]
+)
+def test_words_that_are_not_known(more: dict[str, Any]) -> None:
+    (what,) = more
+    into = make("meta", "a")
+    with pytest.raises(sm.StoreError, match=rf"{what}=\[.*; give '\w+' or '\w+'"):
+        record(lambda given: into["a"].copy_(given["q"]), into, **more)

@@ -1,0 +1,254 @@
+"""Updates and boards, without processes: every way in which a step may end at every rank."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardmath import ExchangeError
+from shardmath_vllm import board as boards
+from shardmath_vllm.board import Board
+from shardmath_vllm.link import Life
+from shardmath_vllm.update import TABLE, Event, State, Update
+
+TRAINERS, WORKERS = 2, 2
+SIZE = TRAINERS + WORKERS
+TIMEOUT_S = 3.0
+SOON_S = 2.0
+CELLS = frozenset({"q", "k"})
+
+
+# The table
+
+
+def walk(
+    update: Update, path: tuple[Event, ...] = ()
+) -> Iterator[tuple[tuple[Event, ...], Update]]:
+    """Every way through the table, with what the update is after each of its steps."""
+    yield path, update
+    for event in TABLE.get(update.state, {}):
+        yield from walk(update.after(event), (*path, event))
+
+
+@pytest.mark.parametrize("torn", [frozenset(), frozenset({"k", "v"}), frozenset({"k"})])
+def test_every_way_through_an_update(torn: frozenset[str]) -> None:
+    """A rank's own account of its cells is right, whichever of them others have written."""
+    ways = list(walk(Update(1, writes=CELLS, torn=torn)))
+    assert len(ways) == 12
+    for path, update in ways:
+        # Others may have moved once this rank has voted, until it knows that they have, or do not.
+        may_move = Event.CHECK in path and Event.REFUSE not in path
+        have_moved = Event.ARRIVE in path
+        if not may_move:
+            assert update.mixed == torn
+        elif have_moved:
+            assert update.mixed == torn - CELLS
+        else:
+            assert update.mixed == torn | CELLS
+        assert update.is_new == have_moved
+        is_over = not TABLE.get(update.state)
+        assert is_over == (
+            (path[-1:] and path[-1] in (Event.FAIL, Event.REFUSE, Event.END)) or False
+        )
+        # Who goes on beside the others knows what became of all of them.
+        if is_over and update.mixed > torn:
+            assert not update.keeps_link
+
+
+def test_what_cannot_happen_is_an_error() -> None:
+    for state, event in itertools.product(State, Event):
+        if event not in TABLE.get(state, {}):
+            with pytest.raises(ExchangeError, match=f"an update that is {state.value} cannot"):
+                Update(1, state).after(event)
+
+
+def test_only_what_writes_the_same_makes_whole() -> None:
+    """A trainer of some tensors comes after one of all, which has failed."""
+    torn = Update(1, State.BEGUN, writes=frozenset("qkv")).after(Event.FAIL).mixed
+    some = Update(1, State.BEGUN, writes=frozenset("qk"), torn=torn).after(Event.ARRIVE)
+    assert some.mixed == frozenset("v")
+    rest = Update(1, State.BEGUN, writes=frozenset("v"), torn=some.mixed).after(Event.ARRIVE)
+    assert not rest.mixed
+
+
+# Ranks as threads
+
+
+class Left(ExchangeError):
+    """Connections of this rank are gone."""
+
+
+@dataclass
+class Rank:
+    """A rank's link, as far as lives of updates use it: a store, and connections that end when one leaves."""
+
+    store: Any
+    place: int
+    barrier: threading.Barrier
+    said: list[int] = field(default_factory=list)
+    group: None = None
+
+    @property
+    def board(self) -> Board:
+        return Board(self.store, self.place, TRAINERS, SIZE, TIMEOUT_S)
+
+    def leave(self) -> None:
+        self.barrier.abort()
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait(2 * TIMEOUT_S)
+        except threading.BrokenBarrierError as error:
+            raise Left("a rank left") from error
+
+
+@dataclass
+class Ended:
+    """How an update ended at a rank: what it raised, after how many seconds, and what its weights are."""
+
+    error: BaseException | None
+    seconds: float
+    update: Update
+    new: bool
+
+
+class Run:
+    """An update of all ranks, of which one fails: `fail(place, step)` is called at each step of each."""
+
+    def __init__(self, fail: Callable[[int, str], None]) -> None:
+        self._fail = fail
+        self._store = dist.HashStore()
+        self._barrier = threading.Barrier(SIZE)
+        self._called = threading.Event()
+        self._over = threading.Event()
+        self.ended: dict[int, Ended] = {}
+        threads = [threading.Thread(target=self._run, args=(place,)) for place in range(SIZE)]
+        for thread in threads:
+            thread.start()
+        for thread in threads[:TRAINERS]:
+            thread.join(10 * TIMEOUT_S)
+        self._over.set()
+        for thread in threads[TRAINERS:]:
+            thread.join(10 * TIMEOUT_S)
+
+    def _run(self, place: int) -> None:
+        link: Any = Rank(self._store, place, self._barrier)
+        life = Life(link, Update(1, writes=CELLS if place >= TRAINERS else frozenset()))
+        new: list[bool] = []
+
+        def move() -> None:
+            self._fail(place, "move")
+            link.meet()
+            new.append(True)
+            self._fail(place, "arrive")
+            link.meet()
+
+        start = time.monotonic()
+        error: BaseException | None = None
+        try:
+            if place < TRAINERS:
+                life.call(self._call)
+                life.move(lambda: self._fail(place, "check"), move)
+                life.take(lambda: self._fail(place, "take"))
+                life.end(lambda: self._fail(place, "end"))
+            else:
+                while not self._called.wait(0.01):
+                    if self._over.is_set():
+                        return
+                life.receive(move)
+        except BaseException as raised:
+            error = raised
+        self.ended[place] = Ended(error, time.monotonic() - start, life.update, bool(new))
+
+    def _call(self) -> None:
+        self._fail(0, "call")
+        self._called.set()
+
+
+FAILURES = (ArithmeticError("broken"), KeyboardInterrupt(), SystemExit(3))
+STEPS = [
+    (0, "call"),
+    *[(place, "check") for place in range(TRAINERS)],
+    *[(place, step) for place in range(SIZE) for step in ("move", "arrive")],
+    (0, "take"),
+    (0, "end"),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("failing", "step"), STEPS)
+def test_whatever_fails_wherever(failing: int, step: str, error: BaseException) -> None:
+    """All of the trainer raise; no worker answers where another may have other weights; nobody waits for long."""
+
+    def fail(place: int, at: str) -> None:
+        if (place, at) == (failing, step):
+            raise error
+
+    ended = Run(fail).ended
+    for place in range(TRAINERS):
+        assert ended[place].error is not None
+    for place, one in ended.items():
+        assert one.seconds < SOON_S, (place, one)
+        if place != failing:
+            assert isinstance(one.error, ExchangeError) or place >= TRAINERS, one
+            if one.error:
+                assert "broken" in str(one.error) or type(error).__name__ in str(one.error)
+    workers = [one for place, one in ended.items() if place >= TRAINERS]
+    assert bool(workers) == (step != "call")
+    if len({one.new for one in workers}) > 1:
+        assert all(one.update.mixed for one in workers)
+    if workers and all(one.new for one in workers) and step in ("take", "end"):
+        assert not any(one.update.mixed for one in workers)
+        assert all(ended[place].update.is_new for place in range(TRAINERS))
+    if step in ("call", "check"):
+        assert not any(one.update.mixed for one in workers)
+
+
+def test_an_update_that_goes_well() -> None:
+    ended = Run(lambda place, step: None).ended
+    assert [one.error for one in ended.values()] == [None] * SIZE
+    assert [ended[place].update.state for place in range(SIZE)] == [
+        *[State.ENDED] * TRAINERS,
+        *[State.MOVED] * WORKERS,
+    ]
+
+
+@pytest.mark.parametrize("late", range(1, SIZE))
+def test_a_rank_that_does_not_come_is_named(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all others, though all wait equally long for the one that says so."""
+    monkeypatch.setattr(boards, "HEARD_S", 0.2)
+    store = dist.HashStore()
+    said: dict[int, str] = {}
+
+    def vote(place: int) -> None:
+        board = Board(store, place, TRAINERS, SIZE, 0.5)
+        board.vote("begin update 1", lambda: None)
+        said[place] = board.decide("begin update 1")
+
+    others = [place for place in range(SIZE) if place != late]
+    threads = [threading.Thread(target=vote, args=(place,)) for place in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == dict.fromkeys(others, f"1 rank did not begin update 1 in 0.5 s: place {late}")
+
+
+def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() -> None:
+    """It has said that it is ready, and they may have gone on without it."""
+    store = dist.HashStore()
+    barrier = threading.Barrier(1)
+    link: Any = Rank(store, TRAINERS, barrier)
+    life = Life(link, Update(1, writes=CELLS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boards, "LATER_S", -TIMEOUT_S + 0.1)
+        with pytest.raises(ExchangeError, match="place 0 did not begin update 1"):
+            life.receive(lambda: None)
+    assert life.update.state is State.TORN and barrier.broken
