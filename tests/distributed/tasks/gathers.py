@@ -131,7 +131,7 @@ def between(rank: int, path: str) -> list[Said]:
     """Rank 1 is interrupted between two steps of a load; both load again."""
     smt.save(path, {"w": torch.full((4, 6), 1.0)}, {"w": ROWS})
     if rank == 1:
-        checkpoint.share_of = _interrupt  # type: ignore[attr-defined]
+        checkpoint.gather_all = _interrupt  # type: ignore[attr-defined]
     return [ends(lambda: smt.load(path, {"w": ROWS})) for _ in range(2)]
 
 
