@@ -98,8 +98,11 @@ class Board:
                 self._post(what, f"place 0 could not {what}: {said}")
             self._post(f"{what}/{self.place}", said)
         if not isinstance(error, ExchangeError):
-            # Nor does place 0 wait for this rank to hear what becomes of it.
-            self._confirm(what)
+            self.excuse(what)
+
+    def excuse(self, what: str) -> None:
+        """Have place 0 not wait for this rank to hear what becomes of that: it raises what is its own."""
+        self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
         """Whether all are ready, as place 0 decides once all have voted: what is wrong, on every rank; "" for nothing.

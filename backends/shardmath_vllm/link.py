@@ -202,6 +202,8 @@ class Life:
         """Have nobody wait for this rank, which has failed; what another one says of why, "" where none does."""
         if self.update.state is State.KEPT:
             self._board.decline(self._name("begin"), error)
+        if self.update.state is State.STALE and not isinstance(error, ExchangeError):
+            self._board.excuse(self._name("finish"))
         if self.update.keeps_link:
             return ""
         # An error of the exchange is what others have done, and they say what.
