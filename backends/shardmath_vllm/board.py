@@ -5,6 +5,8 @@
 2. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
    others have heard what it said last.
 3. Whoever hears waits a little longer than place 0 may act, so that who was late is never taken for another.
+4. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it without an end,
+   deaf to Ctrl-C. So it is asked on a thread beside.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
-from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.naming import word_objection
 
 __all__ = ["HEARD_S", "Board"]
+
+_T = TypeVar("_T")
 
 STEPS = ("start", "begin", "end", "finish", "fail")
 """What is said of an update."""
@@ -33,6 +37,9 @@ LOOK_AGAIN_S = 0.005
 
 HEARD_S = 5.0
 """At most, for others to hear what went wrong."""
+
+ANSWER_S = 1.0
+"""For an answer of the store to a rank that has something to say: others may wait for that rank."""
 
 LATER_S = 2 * HEARD_S
 """How much longer ranks wait to hear of place 0 than that waits for others and engines."""
@@ -56,16 +63,14 @@ class Board:
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
         """Act, and say what is wrong with it; "" for nothing."""
-        fault = ""
         try:
-            act()
-        except Exception as error:
-            fault = word_objection(error)
+            fault = _try(act)
+            self._say(what, fault, range(self.trainers))
         except BaseException as error:
-            # The caller's Ctrl-C, which others hear of while it goes up.
-            self._post(what, word_objection(error))
+            # The caller's Ctrl-C, which others hear of while it goes up, unless they have heard how it went.
+            with suppress(RuntimeError):
+                notes.swap(self.store, what, None, word_objection(error))
             raise
-        self._say(what, fault, range(self.trainers))
         return fault
 
     def finish(self, what: str, act: Callable[[], None]) -> None:
@@ -80,14 +85,9 @@ class Board:
             if late:
                 raise ExchangeError(self._word_late(what, late))
 
-    def vote(self, what: str, check: Callable[[], None]) -> None:
-        """Say whether this rank is ready, which it is where `check` raises nothing; whatever it raises is said."""
-        fault = ""
-        try:
-            check()
-        except Exception as error:
-            fault = word_objection(error)
-        self._post(f"{what}/{self.place}", fault)
+    def vote(self, what: str, fault: str) -> None:
+        """Say what keeps this rank from it; "" where it is ready."""
+        self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
         """Say that this rank does not come, to whoever waits for its vote, or for what place 0 decides."""
@@ -98,8 +98,11 @@ class Board:
                 self._post(what, f"place 0 could not {what}: {said}")
             self._post(f"{what}/{self.place}", said)
         if not isinstance(error, ExchangeError):
-            # Nor does place 0 wait for this rank to hear what becomes of it.
-            self._confirm(what)
+            self.excuse(what)
+
+    def excuse(self, what: str) -> None:
+        """Have place 0 not wait for this rank to hear what becomes of that: it raises what is its own."""
+        self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
         """Whether all are ready, as place 0 decides once all have voted: what is wrong, on every rank; "" for nothing.
@@ -137,6 +140,13 @@ class Board:
         self._say(what, fault, votes.keys() | set(range(self.trainers)))
         return fault
 
+    def find(self, what: str) -> str:
+        """What was said, "" for nothing. Raises ExchangeError where the store is gone."""
+        try:
+            return self._read(what) or ""
+        except RuntimeError as error:
+            raise ExchangeError(f"place 0 left, or is gone: {error}") from error
+
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove what was said of updates from the store: all have read it who come to the next."""
         for number in numbers:
@@ -151,15 +161,19 @@ class Board:
         `why` is what is wrong here, "" where it is what others have done.
         """
         heard = ""
-        # Place 0 may be gone, and the store with it.
-        with suppress(RuntimeError):
-            if why:
-                self.store.set(what, f"place {self.place}: {why}")
-            # Also of what this rank has set: it is there by the answer, and only then do others find this rank gone.
-            if self.store.check([what]) and not why:
-                heard = self.store.get(what).decode()
-            self._confirm(what)
-        leave()
+        try:
+            # Place 0 may be gone, and the store with it.
+            with suppress(RuntimeError):
+                if why:
+                    self._write(what, f"place {self.place}: {why}")
+                # Also of what this rank has set: it is there by the answer, and only then do others find it gone.
+                said = self._read(what) or ""
+                if not why:
+                    heard = said
+                self._confirm(what)
+        finally:
+            # Also after another Ctrl-C: nobody may go on with this rank.
+            leave()
         if self.place == 0:
             # Others hear of it as this rank leaves; the store is there for as long as it is held here.
             with suppress(RuntimeError):
@@ -177,25 +191,26 @@ class Board:
             self._confirm(what)
             self._await_heard(what, hearers, HEARD_S)
 
-    def _post(self, key: str, text: str) -> None:
-        """Put a text up. Raises ExchangeError where the store is gone."""
+    def _post(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
+        """Put a text up. Raises ExchangeError where the store is gone, or does not answer."""
         try:
-            self.store.set(key, text)
+            self._write(key, text, seconds)
         except RuntimeError as error:
             raise ExchangeError(f"place 0 left, or is gone: {error}") from error
 
     def _hear(self, what: str) -> str:
         """What went wrong at place 0; "" for nothing. Raises ExchangeError where it says nothing."""
         seconds = self.timeout + LATER_S
+        until = time.monotonic() + seconds
         try:
-            self.store.wait([what], timedelta(seconds=seconds))
-            said = self.store.get(what).decode()
-        except dist.DistNetworkError as error:
-            raise ExchangeError(
-                f"place 0 left, or is gone, as it was to {what}: {error}"
-            ) from error
+            while (said := self._read(what, until - time.monotonic())) is None:
+                if time.monotonic() > until:
+                    raise ExchangeError(f"place 0 did not {what} in {seconds:g} s")
+                time.sleep(LOOK_AGAIN_S)
         except RuntimeError as error:
-            raise ExchangeError(f"place 0 did not {what} in {seconds:g} s: {error}") from error
+            raise ExchangeError(
+                f"place 0 left, has stopped or is gone, as it was to {what}: {error}"
+            ) from error
         if said:
             self._confirm(what)
         return said
@@ -204,7 +219,19 @@ class Board:
         """This rank has heard of that, the last thing it has heard."""
         # Where place 0 is gone, it does not wait for that.
         with suppress(RuntimeError):
-            self.store.set(f"heard/{self.place}", what)
+            self._write(f"heard/{self.place}", what)
+
+    def _read(self, key: str, seconds: float = ANSWER_S) -> str | None:
+        """What was put up; None for nothing. Raises RuntimeError where the store is gone, or does not answer."""
+        return self._ask(partial(notes.read, self.store, key), seconds)
+
+    def _write(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
+        """Put a text up. Raises RuntimeError where the store is gone, or does not answer."""
+        self._ask(partial(self.store.set, key, text), seconds)
+
+    def _ask(self, act: Callable[[], _T], seconds: float) -> _T:
+        """What the store answers; place 0 serves it itself, and says things in their order whatever interrupts it."""
+        return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
     def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> set[int]:
         """The places that have not heard of it in time."""
@@ -216,6 +243,15 @@ class Board:
             return notes.read(self.store, f"heard/{self.place}") is None
 
         return _await(has_heard, places, seconds)
+
+
+def _try(act: Callable[[], None]) -> str:
+    """What goes wrong, since others wait to hear of this rank whatever that is; "" for nothing."""
+    try:
+        act()
+    except Exception as error:
+        return word_objection(error)
+    return ""
 
 
 def _await(

@@ -47,9 +47,10 @@ class _Call:
         self.error: BaseException | None = None
         self._act = act
         self._give_up = give_up
+        # Not the thread's end, for which CPython 3.11 takes a `join` that Ctrl-C has ended.
+        self._over = threading.Event()
         # A daemon: a call that never ends does not keep the process.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -61,15 +62,17 @@ class _Call:
             # Its ranks may not have come, and are waited for in vain. Nobody is there to take another error.
             with suppress(Exception):
                 self._give_up(self.fault)
+        finally:
+            self._over.set()
 
     def join(self, seconds: float) -> None:
         """Wait for its end."""
-        self._thread.join(seconds)
+        self._over.wait(seconds)
 
     @property
     def is_open(self) -> bool:
         """Whether it has not ended."""
-        return self._thread.is_alive()
+        return not self._over.is_set()
 
 
 class Calls:
@@ -86,7 +89,9 @@ class Calls:
         Where one fails while this rank waits for others, `give_up(why)` may end that: it is called on another thread.
         Raises ExchangeError, and calls none, where an engine has not answered the call before.
         """
-        self._check_answered("has not answered the call before; see what it does")
+        silent = self._word_silent("has not answered the call before; see what it does")
+        if silent:
+            raise ExchangeError(silent)
         self._begin(dict(enumerate(acts)), give_up)
 
     def answer(self, seconds: float) -> None:
@@ -97,11 +102,15 @@ class Calls:
         until = time.monotonic() + seconds
         while self._is_open and not self.fault and time.monotonic() < until:
             self._join(LOOK_AGAIN_S)
-        fault = self._join(min(GRACE_S, max(0.0, until - time.monotonic())))
+        _join(self._calls.values(), min(GRACE_S, max(0.0, until - time.monotonic())))
+        # In this order: a call that fails in between is silent, or has failed.
+        silent = self._word_silent(f"has not answered in {seconds:g} s; see what it does")
+        fault = self.fault
         if fault:
             errors = [call.error for call in self._calls.values() if call.error]
             raise ExchangeError(fault) from errors[0]
-        self._check_answered(f"has not answered in {seconds:g} s; see what it does")
+        if silent:
+            raise ExchangeError(silent)
 
     def tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
         """Call each engine, and wait for the end, as `ask` and `answer`."""
@@ -151,11 +160,9 @@ class Calls:
         _join(self._calls.values(), seconds)
         return self.fault
 
-    def _check_answered(self, what: str) -> None:
-        """Raise ExchangeError where a call is open."""
-        silent = [f"{call.name} {what}" for call in self._calls.values() if call.is_open]
-        if silent:
-            raise ExchangeError("\n".join(silent))
+    def _word_silent(self, what: str) -> str:
+        """The engines whose calls are open, and what they do not do; "" for none."""
+        return "\n".join(f"{call.name} {what}" for call in self._calls.values() if call.is_open)
 
 
 def _join(calls: Iterable[_Call], seconds: float) -> None:

@@ -6,11 +6,13 @@ Each says the four things of vLLM's own clients, which do as well.
 from __future__ import annotations
 
 import json
+import threading
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Protocol, runtime_checkable
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
+from weakref import WeakKeyDictionary
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, shown, word_error
@@ -36,27 +38,40 @@ class Client(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
+_turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+"""Of each `vllm.LLM` that is spoken to, whichever clients do."""
+
+
 class LLMClient:
-    """Speaks to a `vllm.LLM` that was made in this process, whose workers may be processes of their own."""
+    """Speaks to a `vllm.LLM` that was made in this process, whose workers may be processes of their own.
+
+    One call at a time, as a server does: two threads in an LLM take each other's answers. A call that a Ctrl-C has left
+    goes on, and the next one waits for it.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._turn = _turns.setdefault(llm, threading.Lock())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have its workers join."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        with self._turn:
+            self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Before an update."""
-        self._llm.start_weight_update()
+        with self._turn:
+            self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have its workers receive."""
-        self._llm.update_weights({"update_info": update_info})
+        with self._turn:
+            self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """After an update."""
-        self._llm.finish_weight_update(weight_version)
+        with self._turn:
+            self._llm.finish_weight_update(weight_version)
 
 
 class HTTPClient:

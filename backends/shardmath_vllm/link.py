@@ -21,7 +21,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
-from shardmath_torch.groups.agreement.naming import word_objection
+from shardmath_torch.groups.agreement.naming import attempt, word_objection
 from shardmath_vllm.board import Board
 from shardmath_vllm.update import Event, State, Update
 
@@ -59,8 +59,8 @@ class Link:
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
-    `beside` are groups of some of the ranks, which end with this one. `said` are the numbers of updates of which the
-    board still says something.
+    `beside` are groups of some of the ranks, which end with this one. `said` are the numbers of updates that this rank
+    has begun and of which the board may still say something; the last one is in it.
     """
 
     group: dist.ProcessGroup
@@ -101,13 +101,16 @@ class Life:
 
     def call(self, act: Callable[[], None]) -> None:
         """Have engines be told, by place 0. Raises ExchangeError on all trainers where that fails."""
-        if self._link.place == 0:
-            self._link.said.append(self.update.number)
+        self._note()
         with self._step(Event.CALL):
             self._board.relay(self._name("start"), act)
 
     def receive(self, act: Callable[[], None]) -> None:
-        """Move weights, as a worker that was told to. Raises ExchangeError on all ranks where one fails."""
+        """Move weights, as a worker that was told to. Raises ExchangeError on all ranks where one fails.
+
+        Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
+        """
+        self._note()
         with self._step(Event.CALL):
             pass
         self.move(lambda: None, act)
@@ -124,10 +127,12 @@ class Life:
         ranks where one fails.
         """
         begin = self._name("begin")
-        with self._step(Event.CHECK):
-            self._board.vote(begin, check)
         with self._failing():
-            fault = self._board.decide(begin, fail_early)
+            _, fault = attempt(check)
+            # Before it is said: who is interrupted as it says yes does not know whether others have heard.
+            self.update = self.update.after(Event.CHECK)
+            self._board.vote(begin, fault)
+            fault = self._board.decide(begin, lambda: fail_early() or self._find_failure())
         if fault:
             self.update = self.update.after(Event.REFUSE)
             raise ExchangeError(fault)
@@ -135,6 +140,10 @@ class Life:
             self._forget()
             act()
             together(self._link.group, self._name("end"), lambda: None)
+
+    def _find_failure(self) -> str:
+        """Who, at place 0, has left after it had voted; "" for nobody."""
+        return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
         """Have place 0 hear that engines have taken it. Raises ExchangeError on all trainers where one has not."""
@@ -150,19 +159,29 @@ class Life:
         """What a step of this update is called on the board."""
         return f"{step} update {self.update.number}"
 
+    def _note(self) -> None:
+        """Begin no update twice. Raises ExchangeError for one that others are done with: they would not come."""
+        last = max(self._link.said, default=0)
+        if self.update.number <= last:
+            raise ExchangeError(
+                f"update {self.update.number} comes after update {last} was begun: what asked for it was late, or "
+                f"asked twice; send_weights begins another"
+            )
+        self._link.said.append(self.update.number)
+
     def _forget(self) -> None:
         """Have the board say nothing of updates before this one: all ranks have come to it."""
-        *old, number = self._link.said or [self.update.number]
-        self._board.forget(old)
+        *old, number = self._link.said
         if self._link.place == 0:
-            self._link.said[:] = [number]
+            self._board.forget(old)
+        self._link.said[:] = [number]
 
     @contextmanager
     def _step(self, event: Event) -> Iterator[None]:
         """What, where it is right, has happened to the update."""
         with self._failing():
             yield
-        self.update = self.update.after(event)
+            self.update = self.update.after(event)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -170,6 +189,9 @@ class Life:
         try:
             yield
         except BaseException as error:
+            if self.update.is_over:
+                # A Ctrl-C that came after its last step.
+                raise
             self.update = self.update.after(Event.FAIL)
             why = self._tell(error)
             if why:
@@ -180,6 +202,8 @@ class Life:
         """Have nobody wait for this rank, which has failed; what another one says of why, "" where none does."""
         if self.update.state is State.KEPT:
             self._board.decline(self._name("begin"), error)
+        if self.update.state is State.STALE and not isinstance(error, ExchangeError):
+            self._board.excuse(self._name("finish"))
         if self.update.keeps_link:
             return ""
         # An error of the exchange is what others have done, and they say what.

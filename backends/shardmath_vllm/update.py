@@ -114,6 +114,11 @@ class Update:
         return self.state in NEW
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more can happen to it."""
+        return self.state not in TABLE
+
+    @property
     def keeps_link(self) -> bool:
         """Whether ranks may go on together; those that were torn have to meet again."""
         return self.state is not State.TORN

@@ -277,7 +277,9 @@ def test_a_process_of_an_earlier_run_joins_where_no_run_is_given() -> None:
     comers.wait()
     assert [_name_all(seats) for seats in comers.met.values()] == [["a", "c", "stale"]]
     said = {one.token: text for one, text in comers.said}
-    assert said["b"].startswith("rank 0 of 3 ranks did not come in time")
+    # Whether the rank 0 that has gone on is still heard depends on how late this one is.
+    late = ("rank 0 of 3 ranks did not come in time", "the others have a group in which another")
+    assert said["b"].startswith(late)
 
 
 def test_who_waits_is_called_off() -> None:

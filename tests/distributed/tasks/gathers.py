@@ -14,8 +14,8 @@ import torch
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
+from shardmath_torch.checkpoints import checkpoint
 from shardmath_torch.checkpoints.files.steps import on_all
-from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.groups.agreement.gather import PIECE, gather, shared
 from tests.distributed.tasks.breaks import Said, ends
 
@@ -131,7 +131,7 @@ def between(rank: int, path: str) -> list[Said]:
     """Rank 1 is interrupted between two steps of a load; both load again."""
     smt.save(path, {"w": torch.full((4, 6), 1.0)}, {"w": ROWS})
     if rank == 1:
-        Reader.divide_checks = _interrupt  # type: ignore[method-assign]
+        checkpoint.gather_all = _interrupt  # type: ignore[attr-defined]
     return [ends(lambda: smt.load(path, {"w": ROWS})) for _ in range(2)]
 
 

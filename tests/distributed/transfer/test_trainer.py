@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
-from shardmath_vllm.calls import GRACE_S
+from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.meeting import _check_alike
 from shardmath_vllm.trainer import _check_ranks
 from tests.distributed.pool import Pool, free_port
@@ -130,9 +132,10 @@ SHORT_S = 1.0
 )
 def test_an_engine_that_hangs_is_not_waited_for_without_an_end(hangs_in: str) -> None:
     """Nor asked anything before it has answered; then all goes on."""
-    info = dataclasses.replace(tell(), timeout=SHORT_S)
     engine = PlainEngine(make_module())
-    sender = sv.Trainer.trainer_init(info, client=engine, source=make_module())
+    sender = sv.Trainer.trainer_init(tell(), client=engine, source=make_module())
+    # To meet may take longer.
+    sender.link = dataclasses.replace(sender.link, timeout=SHORT_S)
     told: list[str] = []
     other = Other(told, hangs_in)
     sender._clients.append(other)
@@ -152,6 +155,76 @@ def test_an_engine_that_hangs_is_not_waited_for_without_an_end(hangs_in: str) ->
     sender.shutdown()
     assert engine.link is not None
     engine.link.leave()
+
+
+class Busy:
+    """An LLM that says how many calls it was in at once."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._calls: list[str] = []
+        self.goes_on = threading.Event()
+
+    def _take(self, name: str) -> None:
+        self._calls.append(name)
+        self.most = max(self.most, len(self._calls))
+        self.goes_on.wait(TIMEOUT_S)
+        self._calls.remove(name)
+
+    def start_weight_update(self) -> None:
+        self._take("start_weight_update")
+
+    def init_weight_transfer_engine(self, request: object) -> None:
+        self._take("init_weight_transfer_engine")
+
+
+def test_an_engine_is_asked_one_thing_at_a_time_after_a_ctrl_c_too() -> None:
+    """CPython 3.11 takes a thread for ended whose join was interrupted; an LLM is of one thread."""
+    llm = Busy()
+    calls = Calls()
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        calls.tell([sv.LLMClient(llm).start_weight_update], TIMEOUT_S)
+    with pytest.raises(ExchangeError, match="engine 0 has not answered the call before"):
+        calls.ask([sv.LLMClient(llm).start_weight_update])
+    # As trainer_init asks, which knows of no calls before.
+    later = Calls()
+    later.ask([partial(sv.LLMClient(llm).init_weight_transfer_engine, {})])
+    with pytest.raises(ExchangeError, match="engine 0 has not answered in 0"):
+        later.answer(0.1)
+    llm.goes_on.set()
+    calls.answer(TIMEOUT_S)
+    later.answer(TIMEOUT_S)
+    assert llm.most == 1
+
+
+def test_a_call_that_fails_as_its_time_is_over_has_not_gone_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between a look at what has failed and one at what is open."""
+    calls = Calls()
+    goes_on = threading.Event()
+
+    def fail() -> None:
+        goes_on.wait(TIMEOUT_S)
+        raise ConnectionError("no answer")
+
+    look = Calls.fault.fget
+    assert look is not None
+    looks: list[str] = []
+
+    def look_and_go_on(self: Calls) -> str:
+        looks.append(look(self))
+        # The first is whether to wait on.
+        if len(looks) > 1:
+            goes_on.set()
+            self._calls[0].join(TIMEOUT_S)
+        return looks[-1]
+
+    calls.ask([fail])
+    monkeypatch.setattr(Calls, "fault", property(look_and_go_on))
+    with pytest.raises(ExchangeError, match="engine 0"):
+        calls.answer(0.0)
 
 
 def test_ranks_that_were_told_otherwise() -> None:

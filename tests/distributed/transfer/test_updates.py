@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import threading
 import time
@@ -229,7 +230,7 @@ def test_a_rank_that_does_not_come_is_named(late: int, monkeypatch: pytest.Monke
 
     def vote(place: int) -> None:
         board = Board(store, place, TRAINERS, SIZE, 0.5)
-        board.vote("begin update 1", lambda: None)
+        board.vote("begin update 1", "")
         said[place] = board.decide("begin update 1")
 
     others = [place for place in range(SIZE) if place != late]
@@ -239,6 +240,146 @@ def test_a_rank_that_does_not_come_is_named(late: int, monkeypatch: pytest.Monke
     for thread in threads:
         thread.join()
     assert said == dict.fromkeys(others, f"1 rank did not begin update 1 in 0.5 s: place {late}")
+
+
+class Silent:
+    """A store that takes what is said, and never answers, as where place 0's process was stopped."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, text: str) -> None:
+        """Nothing: torch's store waits for no answer to that."""
+
+    def compare_set(self, key: str, old: str, new: str) -> bytes:
+        self.goes_on.wait(10 * TIMEOUT_S)
+        return old.encode()
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch would wait for as long as place 0's process is stopped, or its machine cut off."""
+    monkeypatch.setattr(boards, "LATER_S", 0.2 - TIMEOUT_S)
+    store = Silent()
+    link: Any = Rank(store, 1, threading.Barrier(1))
+    life = Life(link, Update(1))
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone, as it was to"):
+        life.call(lambda: None)
+    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone, as it was to"):
+        Life(link, Update(2)).receive(lambda: None)
+    assert time.monotonic() - start < 2 * SOON_S + boards.ANSWER_S
+    store.goes_on.set()
+
+
+@pytest.mark.parametrize("step", ["start", "begin", "end"])
+def test_who_waits_to_hear_of_place_0_hears_ctrl_c(step: str) -> None:
+    """torch's own wait for a key is deaf to it, for as long as that may take."""
+    link: Any = Rank(dist.HashStore(), 1, threading.Barrier(1))
+    for key in ("start update 1", "begin update 1"):
+        if step == "end" or (step, key) == ("begin", "start update 1"):
+            link.store.set(key, "")
+    life = Life(link, Update(1))
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    start = time.monotonic()
+
+    def go_through() -> None:
+        life.call(lambda: None)
+        life.move(lambda: None, lambda: None)
+        life.take(lambda: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_through()
+    assert time.monotonic() - start < SOON_S
+    states = {"start": State.KEPT, "begin": State.TORN, "end": State.STALE}
+    assert life.update.state is states[step]
+    # The update has come to its end on the others: place 0 does not wait, and raise, for who has an error of its own.
+    if step == "end":
+        Board(link.store, 0, TRAINERS, SIZE, 0.5).finish("finish update 1", lambda: None)
+
+
+class Interrupting:
+    """A store that is interrupted once it has taken a vote."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+
+    def set(self, key: str, text: str) -> None:
+        self.store.set(key, text)
+        if key.startswith("begin update 1/") and not text:
+            raise KeyboardInterrupt
+
+    def compare_set(self, key: str, old: str, new: str) -> bytes:
+        return self.store.compare_set(key, old, new)
+
+
+def test_who_is_interrupted_as_it_says_yes_is_counted_on() -> None:
+    """Others may have heard, and move: it is not as before."""
+    barrier = threading.Barrier(1)
+    link: Any = Rank(Interrupting(), TRAINERS, barrier)
+    life = Life(link, Update(1, writes=CELLS))
+    with pytest.raises(KeyboardInterrupt):
+        life.receive(lambda: None)
+    assert life.update.mixed == CELLS and barrier.broken
+
+
+def test_nothing_moves_once_one_that_has_said_yes_has_left() -> None:
+    """Engines are as before, and not torn, where a trainer's rank is interrupted as it waits for them."""
+    store = dist.HashStore()
+    said: list[str] = []
+
+    def decide() -> None:
+        link: Any = Rank(store, 0, threading.Barrier(1))
+        life = Life(link, Update(1))
+        life.call(lambda: None)
+        try:
+            life.move(lambda: None, lambda: said.append("moved"))
+        except ExchangeError as error:
+            said.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boards, "HEARD_S", 0.2)
+        thread = threading.Thread(target=decide)
+        thread.start()
+        for place in range(1, SIZE):
+            if place != TRAINERS:
+                store.set(f"begin update 1/{place}", "")
+        time.sleep(0.1)
+        board = Board(store, 1, TRAINERS, SIZE, TIMEOUT_S)
+        board.break_off("fail update 1", "KeyboardInterrupt", lambda: None)
+        store.set(f"begin update 1/{TRAINERS}", "")
+        thread.join()
+    assert said == ["place 1: KeyboardInterrupt"]
+
+
+def test_a_call_that_comes_after_the_next_update() -> None:
+    """Is refused at once, and the weights are as they are: the others would not come, and a worker be torn."""
+    ranks: list[Any] = []
+    store = dist.HashStore()
+    barrier = threading.Barrier(1)
+    link: Any = Rank(store, TRAINERS, barrier)
+    link.said.append(2)
+    for number in (1, 2):
+        life = Life(link, Update(number, writes=CELLS))
+        with pytest.raises(ExchangeError, match=f"update {number} comes after update 2 was begun"):
+            life.receive(lambda: ranks.append("moved"))
+        assert not life.update.mixed and life.update.keeps_link
+    assert not ranks and not store.num_keys() and not barrier.broken
+
+
+def test_who_is_interrupted_again_as_it_leaves_has_left() -> None:
+    left: list[str] = []
+    board = Board(dist.HashStore(), 1, TRAINERS, SIZE, TIMEOUT_S)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(Board, "_read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            board.break_off("fail update 1", "", lambda: left.append("left"))
+    assert left == ["left"]
 
 
 def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() -> None:
