@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.checkpoints import checkpoint
 from shardmath_torch.checkpoints.exports import sources
-from shardmath_torch.checkpoints.reading import Reader
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.tensors.dtensors import dtensor
 from tests.distributed.tasks.breaks import Said, ends
@@ -96,7 +96,7 @@ def told_twice(rank: int, path: str) -> tuple[list[Said], float]:
     smt.save(path, _tensors(), HELD)
     said = [ends(lambda: smt.load(path, HELD, progress=interrupted if rank == 0 else None))]
     if rank == 0:
-        Reader.divide_checks = interrupted  # type: ignore[method-assign]
+        checkpoint.gather_all = interrupted  # type: ignore[attr-defined]
     start = time.monotonic()
     said.append(ends(lambda: smt.load(path, HELD)))
     took = time.monotonic() - start

@@ -250,7 +250,7 @@ CALLS: dict[str, tuple[Callable[..., object], list[object], dict[str, object]]] 
     "schedule": (
         sm.schedule, [PLAN], {"topology": None, "max_inflight_bytes": 99, "max_ops_per_group": 5, "fanout": "none"}
     ),
-    "certify": (sm.certify, [PROGRAM], {}), "for_rank": (PROGRAM.for_rank, [0], {}),
+    "certify": (sm.certify, [PROGRAM], {"topology": sm.Topology()}), "for_rank": (PROGRAM.for_rank, [0], {}),
     "simulate": (sm.simulate, [PLAN, ARRAYS], {}), "fill": (TREE.fill, ["a"], {}), "divisor": (TREE.divisor, ["a"], {}),
     "Topology": (sm.Topology, [], {"ranks_per_node": 8, "intra_bytes_per_s": 1e9, "latency_s": 0}),
     "nodes": (sm.Topology().nodes, [[1, 2]], {}), "node": (sm.Topology().node, [3], {}),
