@@ -6,6 +6,7 @@ In reading order:
 - `config`: the fields of a Hugging Face configuration, by any of their names;
 - `rules`: which tensors of a model lie how, in one line of text;
 - `reading`: which logical tensors one rank stores, from the shapes of what it stores;
+- `placing`: the pipeline stage of each layer, and the sizes of a mesh's axes;
 - `hf_plans`: which part of each parameter a rank loads where transformers carries its plans out;
 - `hf_rows`: where a Hugging Face checkpoint's tensor is several logical tensors, or has another name;
 - `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;

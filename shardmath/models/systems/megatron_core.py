@@ -17,9 +17,8 @@ Source: Megatron-Core 0.16.1, `parallel_state.py`, `transformer_layer.py`, `pipe
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.layouts.algebra.mesh import Mesh
@@ -27,6 +26,7 @@ from shardmath.models.storage import rows
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.megatron_rows import table
 from shardmath.models.systems.megatron_shapes import Config, logical_shapes
+from shardmath.models.systems.placing import fill_sizes, place_layers
 
 __all__ = ["logical_shapes", "megatron", "pad_vocab"]
 
@@ -36,6 +36,8 @@ REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The axis of routed experts in the place of each of the order's."""
+
+FIX = "give num_layers_in_first_pipeline_stage and _last_, or a layout"
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
@@ -88,8 +90,9 @@ def megatron(
 
 def _place_layers(config: Config, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
     """Where each layer is. Those that predict further tokens are where the last one is, numbered from 0."""
-    counts = _count_layers(config, pp, vpp)
-    layers = _list_spots(counts, pp)
+    written = config.get("pipeline_model_parallel_layout")
+    counts = _count_evenly(config, pp, vpp) if written is None else _read_layout(written)
+    layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     chunk = layers[-1].chunk if layers else 0
     last = {"pp": pp - 1}
     further = tuple(Spot(last, chunk, m) for m in range(config.mtp))
@@ -106,23 +109,13 @@ def _find_experts(config: Config, spec: str) -> str:
 def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
     """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
     names = _read_order(order)
-    given = {name: sizes[name] for name in ("tp", "cp", "pp")}
-    axes = [name for name in names if name != "ep"]
-    dense = _make_mesh(ranks, given, "dp", axes)
-    given = {name: sizes[name] for name in ("etp", "ep", "pp")}
-    axes = [OF_EXPERTS[name] for name in names if name != "cp"]
-    routed = _make_mesh(ranks, given, "edp", axes)
-    return dense, routed
-
-
-def _make_mesh(
-    ranks: tuple[int, ...], given: Mapping[str, int], rest: str, axes: Sequence[str]
-) -> Mesh:
-    """The mesh of these axes, slowest first; `rest` is the one of the ranks that the given ones leave."""
-    every = dict(given)
-    every[rest] = _divide(len(ranks), given)
-    shape = {axis: every[axis] for axis in axes}
-    return Mesh(shape, ranks=ranks)
+    dense = [name for name in names if name != "ep"]
+    routed = [OF_EXPERTS[name] for name in names if name != "cp"]
+    # Data parallelism, dp or edp, has no size: it is over the ranks that the others leave.
+    return tuple(
+        Mesh(fill_sizes(len(ranks), {axis: sizes.get(axis) for axis in axes}), ranks=ranks)
+        for axes in (dense, routed)
+    )
 
 
 def _read_order(order: str) -> list[str]:
@@ -133,45 +126,6 @@ def _read_order(order: str) -> list[str]:
     if sorted(names) != sorted(known):
         raise MeshError(f"order {order!r} names other axes than {ORDER}; write each of them once")
     return names[::-1]
-
-
-def _divide(ranks: int, shape: Mapping[str, int]) -> int:
-    """How often the shape goes into the ranks. Raises MeshError where it does not."""
-    known = math.prod(shape.values())
-    if min(shape.values()) < 1 or not ranks or ranks % known:
-        words = ", ".join(f"{axis}={n}" for axis, n in shape.items())
-        raise MeshError(f"{ranks} ranks do not fall into {words}; choose a multiple of {known}")
-    return ranks // known
-
-
-def _list_spots(counts: Sequence[int], pp: int) -> tuple[Spot, ...]:
-    """Where each layer is; `counts` are the layers of every stage's chunk 0, then of every stage's chunk 1."""
-    spots = []
-    for position, count in enumerate(counts):
-        chunk, stage = divmod(position, pp)
-        coords = {"pp": stage}
-        spots += [Spot(coords, chunk, number) for number in range(count)]
-    return tuple(spots)
-
-
-def _count_layers(config: Config, pp: int, vpp: int) -> list[int]:
-    """The layers of each virtual stage, in the order in which a token passes them.
-
-    Raises StoreError where they do not fall to the stages.
-    """
-    written = config.get("pipeline_model_parallel_layout")
-    if written is not None:
-        counts = _read_layout(written)
-        if len(counts) != pp * vpp:
-            raise StoreError(f"layout {written!r} has {len(counts)} stages; write {pp * vpp}")
-    else:
-        counts = _count_evenly(config, pp, vpp)
-    if sum(counts) != config.layers or min(counts, default=0) < 0:
-        raise StoreError(
-            f"{config.layers} layers do not fall to {pp} stages of {vpp} chunks as {counts}; "
-            f"give num_layers_in_first_pipeline_stage and _last_, or a layout"
-        )
-    return counts
 
 
 def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardmath.base.errors import MeshError, StoreError
+from shardmath.base.errors import StoreError
 from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.models.storage.stored import Spot, Stored, replicates
+from shardmath.models.storage.stored import Stored, replicates
 from shardmath.models.systems.config import Config
+from shardmath.models.systems.placing import divide_layers, fill_sizes, place_layers
 from shardmath.models.systems.sglang_rows import Form, table
 
 __all__ = ["sglang"]
@@ -60,9 +61,12 @@ def sglang(
     """
     fields = Config(config)
     _check(fused_shared, moe_dense_tp, tp)
-    attention = {"adp": attn_dp, "acp": attn_cp}
-    experts = {"mdp": moe_dp, "ep": ep}
-    meshes = _make_meshes(tuple(ranks), (dp, pp, tp), attention, experts)
+    whole = Mesh(dp=dp, pp=pp, tp=tp, ranks=ranks)
+    attention = fill_sizes(tp, {"adp": attn_dp, "acp": attn_cp, "atp": None}, "ranks of tp")
+    experts = fill_sizes(tp, {"mdp": moe_dp, "ep": ep, "etp": None}, "ranks of tp")
+    meshes = (whole, whole.split("tp", **attention), whole.split("tp", **experts))
+    counts = divide_layers(fields.layers, pp) if stages is None else stages
+    layers = place_layers(counts, layers=fields.layers, pp=pp)
     form = Form(
         words_in="atp" if attn_dp > 1 else "tp",
         words_out="atp" if dp_lm_head else "tp",
@@ -78,7 +82,7 @@ def sglang(
     return Stored(
         table(fields.kind, form),
         meshes,
-        _place_layers(fields, pp, stages),
+        {"l": layers},
         numbers,
     )
 
@@ -115,36 +119,6 @@ def _list_numbers(config: Config, form: Form, meshes: tuple[Mesh, Mesh, Mesh]) -
     }
 
 
-def _make_meshes(
-    ranks: tuple[int, ...],
-    sizes: tuple[int, int, int],
-    attention: dict[str, int],
-    experts: dict[str, int],
-) -> tuple[Mesh, Mesh, Mesh]:
-    """The meshes of dense tensors, attention and routed experts. Raises MeshError where ranks do not factor."""
-    dp, pp, tp = sizes
-    if min(sizes) < 1 or len(ranks) != tp * pp * dp:
-        raise MeshError(
-            f"{len(ranks)} ranks are not dp={dp} times pp={pp} times tp={tp}; "
-            f"give {dp * pp * tp} of them"
-        )
-    outer = {"dp": dp, "pp": pp}
-    return (
-        Mesh({**outer, "tp": tp}, ranks=ranks),
-        Mesh({**outer, **_divide(tp, attention, "atp")}, ranks=ranks),
-        Mesh({**outer, **_divide(tp, experts, "etp")}, ranks=ranks),
-    )
-
-
-def _divide(tp: int, sizes: dict[str, int], last: str) -> dict[str, int]:
-    """The axes into which tp falls, what is left as the last one. Raises MeshError where they do not divide it."""
-    first, second = sizes.values()
-    if min(first, second) < 1 or tp % (first * second):
-        words = " times ".join(f"{axis}={n}" for axis, n in sizes.items())
-        raise MeshError(f"{words} do not divide tp={tp}; choose divisors of it")
-    return {**sizes, last: tp // (first * second)}
-
-
 def _pad_vocab(config: Config, parts: int) -> int:
     """Rows of a vocabulary that are stored over so many ranks."""
     vocab = int(config.get("vocab_size", 0))
@@ -154,28 +128,3 @@ def _pad_vocab(config: Config, parts: int) -> int:
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _place_layers(
-    config: Config, pp: int, stages: Sequence[int] | None
-) -> dict[str, tuple[Spot, ...]]:
-    """Where each layer is."""
-    counts = _count_layers(config.layers, pp) if stages is None else list(stages)
-    if len(counts) != pp or sum(counts) != config.layers:
-        raise StoreError(
-            f"stages={counts}: {config.layers} layers and pp={pp}; give each layer one"
-        )
-    spots: list[Spot] = []
-    for stage, count in enumerate(counts):
-        start = len(spots)
-        coords = {"pp": stage}
-        spots += [Spot(coords, 0, start + n) for n in range(count)]
-    return {"l": tuple(spots)}
-
-
-def _count_layers(layers: int, pp: int) -> list[int]:
-    """The layers of each stage."""
-    each, more = divmod(layers, pp)
-    first = [each] * (pp - more)
-    last = [each + 1] * more
-    return first + last

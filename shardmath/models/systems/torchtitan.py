@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardmath.base.arguments import known
-from shardmath.base.errors import MeshError, StoreError
+from shardmath.base.errors import StoreError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
-from shardmath.models.storage.stored import Shapes, Spot, Stored, replicates
+from shardmath.models.storage.stored import Shapes, Stored, replicates
 from shardmath.models.systems.config import Config
 from shardmath.models.systems.hf_core import hf_checkpoint
+from shardmath.models.systems.placing import fill_sizes, place_layers
 from shardmath.models.systems.reading import read_logical
 
 __all__ = ["checkpoint", "logical_shapes", "torchtitan"]
@@ -137,14 +138,17 @@ def torchtitan(
     if known(names, tuple(NAMES)) is None:
         listed = ", ".join(NAMES)
         raise StoreError(f"names={names!r}; use one of {listed}")
-    layers = _place_layers(fields, stages)
+    counts = [fields.layers] if stages is None else stages
+    layers = place_layers(counts, layers=fields.layers, pp=len(counts))
     sizes = {
-        "pp": 1 if stages is None else len(stages),
+        "pp": len(counts),
         "dp_replicate": dp_replicate,
         "fsdp": dp_shard,
         "tp": tp,
     }
-    meshes = _make_meshes(tuple(ranks), sizes, ep)
+    dense = Mesh(sizes, ranks=ranks)
+    dealt = fill_sizes(dp_shard * tp, {"efsdp": None, "ep": ep}, "ranks of dp_shard times tp")
+    routed = dense.merge(["fsdp", "tp"], into="shards").split("shards", **dealt)
     if expert_dim is None:
         expert_dim = _choose_dim(fields.experts, sizes, ep, names)
     text = _write(expert_dim, ep, names)
@@ -152,26 +156,11 @@ def torchtitan(
         text += UNKNOWN
     return Stored(
         rows.parse(text),
-        meshes,
+        (dense, routed),
         {"l": layers},
         _list_numbers(fields),
         exact=False,
     )
-
-
-def _place_layers(config: Config, stages: Sequence[int] | None) -> tuple[Spot, ...]:
-    """Where each layer is. Raises StoreError where stages have more or fewer."""
-    counts = [config.layers] if stages is None else list(stages)
-    if sum(counts) != config.layers:
-        raise StoreError(
-            f"stages={counts}: {config.layers} layers; give each layer one",
-        )
-    spots: list[Spot] = []
-    for stage, count in enumerate(counts):
-        start = len(spots)
-        coords = {"pp": stage}
-        spots += [Spot(coords, 0, start + n) for n in range(count)]
-    return tuple(spots)
 
 
 def _list_numbers(config: Config) -> dict[str, int]:
@@ -206,23 +195,6 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
     columns, down = ROUTED[axis, expert_dim]
     text = text.replace("COLUMNS", columns)
     return text.replace("ROWS", down)
-
-
-def _make_meshes(ranks: tuple[int, ...], sizes: dict[str, int], ep: int) -> tuple[Mesh, Mesh]:
-    """The mesh of dense tensors, and that of dealt experts. Raises MeshError where ranks do not factor."""
-    dense = Mesh(sizes, ranks=ranks)
-    inner = sizes["fsdp"] * sizes["tp"]
-    if ep < 1 or inner % ep:
-        raise MeshError(
-            f"ep={ep} does not divide dp_shard times tp={inner}; choose a divisor",
-        )
-    routed = {
-        "pp": sizes["pp"],
-        "dp_replicate": sizes["dp_replicate"],
-        "efsdp": inner // ep,
-        "ep": ep,
-    }
-    return dense, Mesh(routed, ranks=ranks)
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:

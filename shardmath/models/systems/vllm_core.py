@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardmath.base.arguments import known
-from shardmath.base.errors import MeshError, StoreError
+from shardmath.base.errors import StoreError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.config import Config
+from shardmath.models.systems.placing import divide_layers, place_layers
 from shardmath.models.systems.vllm_rows import Form, draft_table, table
 
 __all__ = ["vllm"]
@@ -68,7 +69,7 @@ def vllm(
     that is none of those named, and for processed weights whose order no row says.
     """
     fields = Config(config)
-    meshes = _make_meshes(tuple(ranks), tp, pp, dp, ep)
+    meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
     gated = _choose_gated(backend, processed)
     form = Form(deal, gated, fields.has_scales, replicates(unknown))
@@ -93,23 +94,13 @@ def _choose_gated(backend: str, processed: bool) -> str:
     return "swapped" if backend in SWAPS else "parts"
 
 
-def _make_meshes(ranks: tuple[int, ...], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
+def _make_meshes(ranks: Iterable[int], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
     """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
-    if min(tp, pp, dp) < 1 or len(ranks) != tp * pp * dp:
-        raise MeshError(
-            f"{len(ranks)} ranks are not dp={dp} times pp={pp} times tp={tp}; "
-            f"give {dp * pp * tp} of them"
-        )
     dense = Mesh(dp=dp, pp=pp, tp=tp, ranks=ranks)
     # World ranks count dp slowest, the ranks of one stage are therefore not neighbours.
-    routed: list[int] = []
-    for stage in range(pp):
-        for replica in range(dp):
-            start = (replica * pp + stage) * tp
-            routed += ranks[start : start + tp]
+    stages = dense.transpose(["pp", "dp", "tp"]).merge(["dp", "tp"], into="parts")
     size = dp * tp
-    sizes = {"pp": pp, "ep": size if ep else 1, "etp": 1 if ep else size}
-    return dense, Mesh(sizes, ranks=routed)
+    return dense, stages.split("parts", ep=size if ep else 1, etp=1 if ep else size)
 
 
 def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: int) -> str:
@@ -130,27 +121,11 @@ def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
     """Where each layer is. Those that predict further tokens are numbered behind the others."""
-    counts = list(stages) if stages is not None else _count_layers(config.layers, pp)
-    if len(counts) != pp or sum(counts) != config.layers:
-        raise StoreError(
-            f"stages={counts}: {config.layers} layers and pp={pp}; give each layer one"
-        )
-    layers: list[Spot] = []
-    for stage, count in enumerate(counts):
-        start = len(layers)
-        layers += [Spot({"pp": stage}, 0, start + n) for n in range(count)]
-    further = [Spot({"pp": pp - 1}, 0, config.layers + m) for m in range(config.drafts)]
-    return {"l": tuple(layers), "m": tuple(further)}
-
-
-def _count_layers(layers: int, pp: int) -> list[int]:
-    """The layers of each stage."""
-    each, more = divmod(layers, pp)
-    counts = [each] * pp
     # The last stage has the head, and the first the embedding: those before the last take more.
-    for back in range(2, more + 2):
-        counts[-back] += 1
-    return counts
+    counts = divide_layers(config.layers, pp, spared=1) if stages is None else stages
+    layers = place_layers(counts, layers=config.layers, pp=pp)
+    further = tuple(Spot({"pp": pp - 1}, 0, config.layers + m) for m in range(config.drafts))
+    return {"l": layers, "m": further}
 
 
 def _list_expert_numbers(

@@ -145,6 +145,14 @@ def test_what_no_row_says_is_refused(fails: Fails) -> None:
     )
     fails(make(moe_dense_tp=2), StoreError, "moe_dense_tp=2: SGLang has 1 or tp=4 alone; give one")
     fails(make(unknown="drop"), StoreError, "unknown='drop'; use one of refuse, replicate")
-    fails(make(ep=3), MeshError, "mdp=1 times ep=3 do not divide tp=4; choose divisors of it")
-    fails(make(pp=2), MeshError, "4 ranks are not dp=1 times pp=2 times tp=4; give 8 of them")
-    fails(make(stages=[1, 1]), StoreError, "stages=[1, 1]: 1 layers and pp=1; give each layer one")
+    fails(make(ep=3), MeshError, "mdp=1 ep=3 do not divide 4 ranks of tp; choose divisors")
+    fails(
+        make(pp=2),
+        MeshError,
+        "4 ranks for a mesh dp=1 pp=2 tp=4 of 8; give one rank for each coordinate",
+    )
+    fails(
+        make(stages=[1, 1]),
+        StoreError,
+        "1 layers do not fall to 1 stages as [1, 1]; give the number of layers of each stage",
+    )

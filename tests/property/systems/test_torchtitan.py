@@ -291,5 +291,11 @@ def test_what_does_not_fit(fails: Fails) -> None:
 
     fails(declare(names="1"), StoreError, "names='1'; use one of 0.3, 0.2")
     fails(declare(unknown="drop"), StoreError, "unknown='drop'; use one of refuse, replicate")
-    fails(declare(stages=[1, 1]), StoreError, "stages=[1, 1]: 3 layers; give each layer one")
-    fails(declare(ep=3), MeshError, "ep=3 does not divide dp_shard times tp=4; choose a divisor")
+    fails(
+        declare(stages=[1, 1]),
+        StoreError,
+        "3 layers do not fall to 2 stages as [1, 1]; give the number of layers of each stage",
+    )
+    fails(
+        declare(ep=3), MeshError, "ep=3 do not divide 4 ranks of dp_shard times tp; choose divisors"
+    )

@@ -346,7 +346,7 @@ def test_stages_may_be_given(fails: Fails) -> None:
     fails(
         lambda: vllm({**DENSE, "num_hidden_layers": 3}, ranks=range(2), pp=2, stages=[1, 1]),
         StoreError,
-        "stages=[1, 1]: 3 layers and pp=2; give each layer one",
+        "3 layers do not fall to 2 stages as [1, 1]; give the number of layers of each stage",
     )
 
 
@@ -428,7 +428,7 @@ def test_words_that_are_none(fails: Fails) -> None:
     fails(
         lambda: vllm(DENSE, ranks=range(2), unknown="guess"),
         MeshError,
-        "2 ranks are not dp=1 times pp=1 times tp=1; give 1 of them",
+        "2 ranks for a mesh dp=1 pp=1 tp=1 of 1; give one rank for each coordinate",
     )
     fails(
         lambda: vllm(DENSE, ranks=range(1), unknown="guess"),

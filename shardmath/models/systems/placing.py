@@ -1,0 +1,80 @@
+"""Placing: the pipeline stage of each layer, and the sizes of a mesh's axes.
+
+1. A system's own rule, or the user's `stages`, counts the layers of each stage (`divide_layers`). Layers fall to stages
+   in order (`place_layers`).
+2. With several chunks (virtual stages) per stage, every stage's chunk 0 comes before any stage's chunk 1.
+3. Sizes of axes multiply to the number of ranks; one may be None, and is then what the others leave (`fill_sizes`).
+
+>>> place_layers(divide_layers(3, 2), layers=3, pp=2)[-1]
+Spot(coords={'pp': 1}, chunk=0, number=2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from shardmath.base.errors import MeshError, StoreError
+from shardmath.models.storage.stored import Spot
+
+__all__ = ["divide_layers", "fill_sizes", "place_layers"]
+
+
+def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
+    """The layers of each of pp stages: evenly, and one more for the last of them when layers are left over.
+
+    The last `spared` stages never have one more; the stages before them have.
+
+    >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
+    ([1, 2, 2, 2], [2, 2, 2, 1])
+    """
+    each, left = divmod(layers, pp)
+    end = pp - spared
+    return [each + (end - left <= stage < end) for stage in range(pp)]
+
+
+def place_layers(
+    counts: Sequence[int],
+    *,
+    layers: int,
+    pp: int,
+    chunks: int = 1,
+    renumber: bool = False,
+    fix: str = "give the number of layers of each stage",
+) -> tuple[Spot, ...]:
+    """Where each layer is: `counts` are the layers of every stage's chunk 0, then of every stage's chunk 1.
+
+    Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
+    `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.
+
+    >>> place_layers([1, 0, 0, 2], layers=3, pp=2, chunks=2, renumber=True)[-1]
+    Spot(coords={'pp': 1}, chunk=1, number=1)
+    """
+    if len(counts) != pp * chunks or sum(counts) != layers or min(counts, default=0) < 0:
+        chunked = "" if chunks == 1 else f" of {chunks} chunks"
+        raise StoreError(
+            f"{layers} layers do not fall to {pp} stages{chunked} as {list(counts)}; {fix}"
+        )
+    spots: list[Spot] = []
+    for position, count in enumerate(counts):
+        chunk, stage = divmod(position, pp)
+        start = 0 if renumber else len(spots)
+        coords = {"pp": stage}
+        spots += [Spot(coords, chunk, start + n) for n in range(count)]
+    return tuple(spots)
+
+
+def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
+    """The sizes, with the product `total`: the size that is None is what the others leave.
+
+    Raises MeshError, which calls the total so many `of`, when the others do not divide it.
+
+    >>> fill_sizes(8, {"pp": 2, "dp": None, "tp": 2})
+    {'pp': 2, 'dp': 2, 'tp': 2}
+    """
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    known = math.prod(given.values())
+    if min([total, *given.values()]) < 1 or total % known:
+        words = " ".join(f"{axis}={size}" for axis, size in given.items())
+        raise MeshError(f"{words} do not divide {total} {of}; choose divisors")
+    return {axis: total // known if size is None else size for axis, size in sizes.items()}
