@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import Shapes, Stored
-from shardmath.models.systems import hf_core
+from shardmath.models.systems import hugging_face as hf
 from shardmath.models.systems import torchtitan as titan
-from shardmath.models.systems.megatron_core import megatron, pad_vocab
+from shardmath.models.systems.megatron import megatron, pad_vocab
 from shardmath.models.systems.megatron_shapes import logical_shapes
-from shardmath.models.systems.sglang_core import sglang
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.sglang import sglang
+from shardmath.models.systems.vllm import vllm
 
 __all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
 
@@ -112,8 +112,8 @@ class _Checkpoint:
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """How the checkpoint stores the logical tensors that its shapes say."""
         natives = {name: (shape, "int64") for name, shape in ref.items()}
-        shapes = hf_core.logical_shapes(self.config, natives)
-        return bind(hf_core.hf_checkpoint(self.config, ref), shapes)
+        shapes = hf.logical_shapes(self.config, natives)
+        return bind(hf.hugging_face(self.config, ref), shapes)
 
 
 class Sglang(_Checkpoint):

@@ -35,8 +35,8 @@ from shardmath.base.memo import memo
 from shardmath.base.text import make_table, show_bytes
 from shardmath.models.refits.refit import Refit, refit
 from shardmath.models.storage.stored import Stored, Vocabulary
-from shardmath.models.systems.megatron_core import megatron
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.megatron import megatron
+from shardmath.models.systems.vllm import vllm
 from shardmath.plans.flows.certificate import Certificate
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.certify import certify

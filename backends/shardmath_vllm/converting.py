@@ -30,7 +30,7 @@ from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native
 from shardmath.models.storage import bind
 from shardmath.models.storage.stored import Shapes
-from shardmath.models.systems.hf_core import hf_checkpoint
+from shardmath.models.systems.hugging_face import hugging_face
 
 __all__ = ["convert", "declare_conversion"]
 
@@ -39,7 +39,7 @@ def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
     """What checkpoints of a model of Hugging Face's configuration have of logical tensors of these shapes and dtypes;
     None where that is the tensors themselves.
     """
-    stored = hf_checkpoint(config)
+    stored = hugging_face(config)
     (rank,) = stored.meshes[0].ranks
     recorded = record_declared(bind(stored, shapes), shapes, rank)
     saved = {native.name: native.shape for native in recorded.natives}

@@ -1,7 +1,7 @@
 """Megatron-Core: what a trainer's rank holds of a GPTModel, and how all of its ranks do.
 
-1. Megatron's configuration says how tensors are divided (`models.systems.megatron_core`), that of Hugging Face what
-   vLLM's loader calls them, and which of them it has fused (`models.systems.hf_core`). Megatron is not imported.
+1. Megatron's configuration says how tensors are divided (`models.systems.megatron`), that of Hugging Face what
+   vLLM's loader calls them, and which of them it has fused (`models.systems.hugging_face`). Megatron is not imported.
 2. Tensors are the model's own, so that what a step changes in them is what is sent.
 """
 
@@ -18,7 +18,7 @@ from shardmath.base.errors import StoreError
 from shardmath.models.storage import Stored, bind
 from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.config import Config
-from shardmath.models.systems.megatron_core import ORDER, logical_shapes, megatron
+from shardmath.models.systems.megatron import ORDER, logical_shapes, megatron
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_vllm.converting import declare_conversion
 from shardmath_vllm.source import Source

@@ -1,4 +1,4 @@
-"""Moved: modules that are imported by a name that they had before, which is said once.
+"""Moved: modules, and names within a module, that are found by a path that they had before, with a warning.
 
 >>> import warnings
 >>> with warnings.catch_warnings(record=True) as said:
@@ -13,19 +13,35 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["forward"]
+__all__ = ["forward", "forward_names"]
 
 
 def forward(names: Mapping[str, str]) -> None:
     """Have modules of these names, and those within, be found where they are now, with a DeprecationWarning."""
     # First: what is within such a module would be found, and run a second time, by its folder.
     sys.meta_path.insert(0, _Finder(names))
+
+
+def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """The `__getattr__` of a module that had these names, each of them now at a path such as `package.module.name`.
+
+    A name that was found there comes with a DeprecationWarning; others are an AttributeError.
+    """
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is {names[name]}", DeprecationWarning, stacklevel=2)
+        path, _, now = names[name].rpartition(".")
+        return getattr(import_module(path), now)
+
+    return find
 
 
 class _Finder(MetaPathFinder):

@@ -29,7 +29,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from bench.models import MODELS
 from shardmath.models.storage.stored import Side
-from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.models.systems.megatron import logical_shapes, megatron
 from shardmath.plans.programs.part import make_parts
 from shardmath_torch.tensors.changes.changes import Sent
 from shardmath_torch.tensors.changes.comparing import Snapshots

@@ -26,7 +26,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from bench.models import MODELS
 from shardmath.models.storage import Stored, parse
-from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.models.systems.megatron import logical_shapes, megatron
 from tests.refits.tables import ENGINE
 
 DEEPSEEK_V3 = MODELS["deepseek-v3"].config | {

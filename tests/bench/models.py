@@ -15,7 +15,7 @@ import numpy as np
 
 import shardmath as sm
 from shardmath.layouts.styles import is_expert
-from shardmath.models.systems import hf, megatron, rules, vllm
+from shardmath.models.systems import former, hf, rules
 
 __all__ = [
     "BLOCK",
@@ -67,7 +67,7 @@ def _deepseek_trainer(
 ) -> dict[str, sm.Layout]:
     pp = min(16, ranks // 16)
     stages = merged(DEEPSEEK_STAGES, pp)
-    return megatron.trainer(
+    return former.trainer(
         entries, ranks=sides(ranks)[0], pp=pp, ep=16, stages=stages, stacked=stacked
     )
 
@@ -75,7 +75,7 @@ def _deepseek_trainer(
 def _deepseek_engine(
     entries: hf.Shapes, ranks: int, *, stacked: bool = False
 ) -> dict[str, sm.Layout]:
-    return vllm.engine(entries, ranks=sides(ranks)[1], tp=32, stacked=stacked)
+    return former.engine(entries, ranks=sides(ranks)[1], tp=32, stacked=stacked)
 
 
 def deepseek_v3(ranks: int = 256) -> Pair:
@@ -107,8 +107,8 @@ def qwen3_235b(ranks: int = 128) -> Pair:
     """TP4 PP8 EP16 -> TP8 DP(ranks/8), 36,945 tensors; 4 key-value heads, each on two ranks of an engine."""
     here, there = sides(ranks)
     entries, pp = shapes(QWEN3_235B), min(8, ranks // 16)
-    src = megatron.trainer(entries, ranks=here, tp=4, pp=pp, ep=16, stages=merged(QWEN3_STAGES, pp))
-    return src, vllm.engine(entries, ranks=there, tp=8, kv_heads=4)
+    src = former.trainer(entries, ranks=here, tp=4, pp=pp, ep=16, stages=merged(QWEN3_STAGES, pp))
+    return src, former.engine(entries, ranks=there, tp=8, kv_heads=4)
 
 
 DENSE: dict[str, tuple[int, ...]] = {

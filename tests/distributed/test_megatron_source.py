@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardmath_vllm as sv
-from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.models.systems.megatron import logical_shapes, megatron
 from shardmath_vllm.source import read_source
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.sources import CONFIG, SIZES, VOCAB, read, read_wrong

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLP
 from torch import Tensor, nn
 
-from shardmath.models.systems.megatron_core import pad_vocab
+from shardmath.models.systems.megatron import pad_vocab
 from tests.megatron import stand_ins, te_modules
 from tests.megatron.cases import VOCAB, Case
 

@@ -64,10 +64,9 @@ RECIPE = re.compile(r"^demo:.*\n\t@\$\(BIN\)/python (.*)$", re.M)
 DEEP = re.compile(r"\b(?:from|import) (shardmath(?:_torch)?\.[\w.]+)")
 PUBLIC = {
     "shardmath.models.systems",
-    "shardmath.models.systems.sglang_core",
+    "shardmath.models.systems.sglang",
     "shardmath.models.systems.hf_plans",
     "shardmath.models.systems.megatron",
-    "shardmath.models.systems.megatron_core",
     "shardmath.models.systems.megatron_shapes",
     "shardmath.models.systems.vllm",
     "shardmath.pictures",

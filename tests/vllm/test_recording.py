@@ -19,8 +19,8 @@ import pytest
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.models.storage import bind, fill, gather
-from shardmath.models.systems.hf_core import hf_checkpoint, logical_shapes
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
+from shardmath.models.systems.vllm import vllm
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import MODELS, fields
 
@@ -83,7 +83,7 @@ def compare(folder: Path, tp: int, **more: Any) -> list[str]:
     numbers = number(shapes)
     logical = logical_shapes(config, shapes)
     stored = {0: {(0, name): array for name, array in numbers.items()}}
-    arrays = gather(bind(hf_checkpoint(config, shapes), logical), stored, [0])
+    arrays = gather(bind(hugging_face(config, shapes), logical), stored, [0])
     ep = bool(more.get("enable_expert_parallel"))
     declared = bind(vllm(config, ranks=range(tp), tp=tp, ep=ep), logical)
     wrong = []

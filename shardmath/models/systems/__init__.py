@@ -8,17 +8,16 @@ In reading order:
 - `reading`: which logical tensors one rank stores, from the shapes of what it stores;
 - `placing`: the pipeline stage of each layer, and the sizes of a mesh's axes;
 - `hf_plans`: which part of each parameter a rank loads where transformers carries its plans out;
-- `hf_rows`: where a Hugging Face checkpoint's tensor is several logical tensors, or has another name;
-- `hf_core`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
-- `megatron`: what the ranks of a Megatron trainer hold;
+- `hugging_face_rows`: where a Hugging Face checkpoint's tensor is several logical tensors, or has another name;
+- `hugging_face`: how a checkpoint stores a model, and which logical tensors a checkpoint has;
 - `megatron_rows`: what each module of Megatron-Core stores, as rows;
 - `megatron_shapes`: the logical tensors of a Megatron-Core configuration;
-- `megatron_core`: what each rank of a Megatron-Core trainer stores, under its own names;
-- `vllm`: what the ranks of a vLLM engine hold;
+- `megatron`: what each rank of a Megatron-Core trainer stores, under its own names;
 - `vllm_names`: what a kind of model calls its modules in vLLM, and which of them every pipeline stage has;
 - `vllm_rows`: what each module of vLLM stores, as rows;
-- `vllm_core`: what each rank of a vLLM engine stores, under its own names;
+- `vllm`: what each rank of a vLLM engine stores, under its own names;
 - `sglang_rows`: what each module of SGLang stores, as rows;
-- `sglang_core`: what each rank of an SGLang engine stores, under its own names;
-- `torchtitan`: what each rank of a torchtitan trainer stores, under its own names.
+- `sglang`: what each rank of an SGLang engine stores, under its own names;
+- `torchtitan`: what each rank of a torchtitan trainer stores, under its own names;
+- `former`: what Megatron trainers and vLLM engines hold, as layouts from shapes alone.
 """

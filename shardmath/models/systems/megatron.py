@@ -1,190 +1,198 @@
-"""Megatron: which rank of a trainer under pipeline, tensor, expert and data parallelism holds which tensor.
+"""Megatron-Core: what each rank of a trainer stores, under its own names.
 
-1. Tensors go by their Hugging Face names and shapes (`hf`); only what each rank holds is Megatron's.
-2. The pipeline is outermost: stage s of pp is the s-th run of consecutive ranks. `stages` says how many
-   layers each stage has, evenly if not given. Embeddings are on the first stage; all else without a layer
-   (final norm, head) is on the last.
-3. Inside a stage dense tensors lie on the mesh (dp, tp), tp fastest: divided over tp by `styles.kind`, else
-   replicated.
-4. Routed experts lie on a mesh of their own over the same ranks, (edp, ep), ep fastest. Expert e of E lies
-   whole on coordinate e // (E / ep) of ep, whatever tp is (expert tensor parallelism of 1), and is
-   replicated over edp.
-5. `stacked` says the same of buffers in which a rank keeps all its experts of one projection: each expert is
-   then a tensor (1, ...) and a window, one cell, of the stack (E / ep, ...).
-6. What does not divide evenly is an error, as it is in Megatron.
+1. `megatron` gives the rows (`megatron_rows`), two meshes over the same ranks, and where each layer is.
+2. The order string names axes from the fastest. Dense tensors lie on the mesh of all but ep; routed experts on one
+   where tp is etp, cp is gone, and ep and edp have what is left.
+3. Layers fall to stages and virtual stages (chunks) in order: evenly, or as the first and last stage ask for, or as
+   a layout string says (`Et|(tt|)*3L`).
 
-Not expressed, and in `megatron_core`: fused tensors, virtual stages, context parallelism, other orders of ranks, and a
-rank's own names.
+Source: Megatron-Core 0.16.1, `parallel_state.py`, `transformer_layer.py`, `pipeline_parallel_layer_layout.py`.
 
->>> shapes = {"embed_tokens.weight": ((8, 4), "bfloat16"), "layers.0.mlp.up_proj.weight": ((6, 4), "bfloat16")}
->>> shapes |= {f"layers.1.mlp.experts.{e}.up_proj.weight": ((2, 4), "bfloat16") for e in range(4)}
->>> for name, layout in trainer(shapes, ranks=range(8), tp=2, pp=2, ep=2).items():
-...     print(layout, layout.mesh.ranks)
-bfloat16[8, 4] (tp n) h on dp=2 tp=2 (0, 1, 2, 3)
-bfloat16[6, 4] (tp n) h on dp=2 tp=2 (0, 1, 2, 3)
-bfloat16[2, 4] n h on edp=2 (4, 6)
-bfloat16[2, 4] n h on edp=2 (4, 6)
-bfloat16[2, 4] n h on edp=2 (5, 7)
-bfloat16[2, 4] n h on edp=2 (5, 7)
+>>> side = megatron({"num_layers": 4, "num_attention_heads": 2}, ranks=range(8), tp=2, pp=2, ep=2, etp=1, vocab=100)
+>>> side.meshes
+(Mesh(pp=2, dp=2, cp=1, tp=2), Mesh(pp=2, edp=2, ep=2, etp=1))
+>>> side.indices["l"][2], side.numbers
+(Spot(coords={'pp': 1}, chunk=0, number=0), {'vocab': 256, 'groups': 2})
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from shardmath.base.errors import LayoutError, MeshError
+from shardmath.base.errors import MeshError, StoreError
+from shardmath.base.moved import forward_names
 from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.layout import Layout
-from shardmath.layouts.styles import is_expert, tp_text
-from shardmath.models.systems.hf import (
-    Place,
-    Shapes,
-    cell,
-    expert_counts,
-    layouts,
-    numbers,
-)
+from shardmath.models.storage import rows
+from shardmath.models.storage.stored import Spot, Stored, replicates
+from shardmath.models.systems.megatron_rows import table
+from shardmath.models.systems.megatron_shapes import Config, logical_shapes
+from shardmath.models.systems.placing import fill_sizes, place_layers
 
-__all__ = ["trainer"]
+__all__ = ["logical_shapes", "megatron", "pad_vocab"]
 
-FIRST = re.compile(r"(?:^|\.)(?:embed(?!_out)\w*|\w*embeddings?|shared|wpe|wte)\.")
-"""What lies on the first stage though it is in no layer: embeddings of words, positions and types."""
+if not TYPE_CHECKING:  # A type checker would believe that the module has every name.
+    __getattr__ = forward_names(
+        __name__,
+        {
+            "trainer": "shardmath.models.systems.former.trainer",
+        },
+    )
+
+ORDER = "tp-cp-ep-dp-pp"
+REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
+"""A group, or one letter, so many times."""
+
+OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
+"""The axis of routed experts in the place of each of the order's."""
+
+FIX = "give num_layers_in_first_pipeline_stage and _last_, or a layout"
 
 
-def trainer(
-    shapes: Shapes,
+def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
+    """Rows of the vocabulary that are stored: a multiple of `multiple` times tp."""
+    step = multiple * tp
+    return -(-vocab // step) * step
+
+
+def megatron(
+    config: object,
     *,
     ranks: Iterable[int],
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     ep: int = 1,
-    stages: Sequence[int] | None = None,
-    stacked: bool = False,
-    vocab_multiple: int = 1,
-) -> dict[str, Layout]:
-    """The layout of every tensor of `shapes`, by name.
+    etp: int | None = None,
+    vpp: int = 1,
+    order: str = ORDER,
+    spec: str = "te",
+    experts: str | None = None,
+    vocab: int | None = None,
+    vocab_multiple: int = 128,
+    unknown: str = "refuse",
+) -> Stored:
+    """How the ranks of a trainer store a model of this TransformerConfig.
 
-    `ranks` in the order pp, dp, tp, last fastest. `vocab_multiple` pads vocabularies, at their end, to a
-    multiple of it (Megatron's own is 128 tp). Raises MeshError where the ranks do not factor, LayoutError
-    where layers do not fit the stages, experts ep or a dimension tp.
+    `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
+    "sequential" or "legacy", found from the configuration if not given, `vocab` the vocabulary before it is padded,
+    `unknown` "refuse" or "replicate".
+    Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages.
     """
-    meshes = _make_stages(tuple(ranks), tp, pp, ep)
-    counts = expert_counts(shapes)
-    for layer, experts in counts.items():
-        _check_experts(f"layer {layer}", experts, ep)
-    stage_of = _assign_layers(shapes, pp, stages)
-    side = _Trainer(meshes, stage_of, counts, stacked, vocab_multiple)
-    return layouts(shapes, side.place)
+    fields = Config(config)
+    etp = tp if etp is None else etp
+    sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+    meshes = _make_meshes(tuple(ranks), sizes, order)
+    experts = experts or _find_experts(fields, spec)
+    text = table(spec, experts, unknown=replicates(unknown))
+    if fields.get("is_hybrid_model"):
+        text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    table_rows = rows.parse(text)
+    indices = _place_layers(fields, pp, vpp)
+    numbers = {}
+    if vocab is not None:
+        numbers["vocab"] = pad_vocab(vocab, tp, vocab_multiple)
+    if fields.get("num_attention_heads"):
+        numbers["groups"] = fields.groups
+    return Stored(table_rows, meshes, indices, numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The meshes of one pipeline stage; `holders` are the ranks that hold an expert, by coordinate of ep."""
-
-    dense: Mesh
-    experts: Mesh
-    holders: tuple[Mesh, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Trainer:
-    """All that says where a tensor lies: the stages, the stage of each layer, the experts of each layer."""
-
-    stages: tuple[_Stage, ...]
-    stage_of: tuple[int, ...]
-    counts: Counter[int | None]
-    stacked: bool
-    vocab_multiple: int
-
-    def place(self, name: str, shape: tuple[int, ...]) -> Place:
-        """Where the tensor lies. Raises LayoutError for what ep or tp do not divide."""
-        stage = self._find_stage(name)
-        if is_expert(name):
-            return self._place_expert(name, shape, stage)
-        tp = stage.dense.axis_size("tp")
-        text = tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple)
-        return Place(stage.dense, text, shape)
-
-    def _find_stage(self, name: str) -> _Stage:
-        layer, _ = numbers(name)
-        if layer is not None:
-            return self.stages[self.stage_of[layer]]
-        return self.stages[0] if FIRST.search(name) else self.stages[-1]
-
-    def _place_expert(self, name: str, shape: tuple[int, ...], stage: _Stage) -> Place:
-        """Where an expert, or a group of them, lies in its stage."""
-        ep = len(stage.holders)
-        layer, expert = numbers(name)
-        if expert is None:
-            _check_experts(repr(name), shape[0], ep)
-            return Place(stage.experts, "(ep n) ...", shape)
-        count = self.counts[layer]
-        if self.stacked:
-            return Place(stage.experts, f"(ep n)={cell(expert, count)} ...", (1, *shape))
-        return Place(stage.holders[expert * ep // count], "...", shape)
+def _place_layers(config: Config, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
+    """Where each layer is. Those that predict further tokens are where the last one is, numbered from 0."""
+    written = config.get("pipeline_model_parallel_layout")
+    counts = _count_evenly(config, pp, vpp) if written is None else _read_layout(written)
+    layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
+    chunk = layers[-1].chunk if layers else 0
+    last = {"pp": pp - 1}
+    further = tuple(Spot(last, chunk, m) for m in range(config.mtp))
+    return {"l": layers, "m": further}
 
 
-def _check_experts(whose: str, experts: int, ep: int) -> None:
-    if experts % ep:
-        raise LayoutError(f"{whose} has {experts} experts and ep is {ep}; choose ep to divide them")
+def _find_experts(config: Config, spec: str) -> str:
+    """How routed experts are stored."""
+    if not config.get("moe_grouped_gemm"):
+        return "sequential"
+    return "grouped" if spec == "te" else "legacy"
 
 
-def _make_stages(ranks: tuple[int, ...], tp: int, pp: int, ep: int) -> tuple[_Stage, ...]:
-    """The meshes of every stage. Raises MeshError where the ranks do not factor."""
-    total = len(ranks)
-    size = total // pp if pp > 0 else 0
-    if min(tp, pp, ep) < 1 or total % pp or not size or size % tp or size % ep:
-        raise MeshError(
-            f"{total} ranks do not fall into pp={pp} stages of tp={tp} times dp, "
-            f"and of ep={ep} times edp; "
-            f"choose ranks that are a multiple of pp tp and of pp ep"
-        )
-    stages = []
-    for start in range(0, total, size):
-        own = ranks[start : start + size]
-        stages.append(_make_stage(own, tp, ep))
-    return tuple(stages)
+def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
+    """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
+    names = _read_order(order)
+    dense = [name for name in names if name != "ep"]
+    routed = [OF_EXPERTS[name] for name in names if name != "cp"]
+    # Data parallelism, dp or edp, has no size: it is over the ranks that the others leave.
+    return tuple(
+        Mesh(fill_sizes(len(ranks), {axis: sizes.get(axis) for axis in axes}), ranks=ranks)
+        for axes in (dense, routed)
+    )
 
 
-def _make_stage(ranks: tuple[int, ...], tp: int, ep: int) -> _Stage:
-    """The meshes of one stage."""
-    size = len(ranks)
-    dp = size // tp
-    dense = Mesh(dp=dp, tp=tp, ranks=ranks)
-    edp = size // ep
-    experts = Mesh(edp=edp, ep=ep, ranks=ranks)
-    holders = tuple(experts.select(ep=at) for at in range(ep))
-    return _Stage(dense, experts, holders)
+def _read_order(order: str) -> list[str]:
+    """The axes, slowest first. The text names the fastest first, and may leave out axes of size 1."""
+    known = ORDER.split("-")
+    names = order.split("-")
+    names += [name for name in known if name not in names]
+    if sorted(names) != sorted(known):
+        raise MeshError(f"order {order!r} names other axes than {ORDER}; write each of them once")
+    return names[::-1]
 
 
-def _assign_layers(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tuple[int, ...]:
-    """The stage of each layer. Raises LayoutError where the layers do not fit the stages."""
-    layers = _count_layers(shapes)
-    if stages is not None:
-        each = tuple(stages)
-    elif layers % pp:
-        raise LayoutError(
-            f"{layers} layers do not fall evenly into pp={pp} stages; "
-            f"give stages= their number for each"
-        )
-    else:
-        each = (layers // pp,) * pp
-    if len(each) != pp or min(each) < 0 or sum(each) != layers:
-        raise LayoutError(
-            f"stages={list(each)} are {len(each)} stages of {sum(each)} layers, "
-            f"the model has {layers} and pp is {pp}; "
-            f"give the number of layers of each of pp stages"
-        )
-    stage_of: list[int] = []
-    for stage, count in enumerate(each):
-        stage_of += [stage] * count
-    return tuple(stage_of)
+def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:
+    """As many layers everywhere, but for a first or last stage that asks for others."""
+    first = config.get("num_layers_in_first_pipeline_stage")
+    last = config.get("num_layers_in_last_pipeline_stage")
+    ends = (
+        bool(config.get("account_for_embedding_in_pipeline_split")),
+        bool(config.get("account_for_loss_in_pipeline_split")),
+    )
+    # What is counted as a layer for the balance, but is none, is taken off its stage below.
+    total = config.layers + sum(ends)
+    stages = _divide_among_stages(total, pp, first, last)
+    # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
+    counts = [count // vpp for _ in range(vpp) for count in stages]
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return counts
 
 
-def _count_layers(shapes: Shapes) -> int:
-    """One more than the highest layer that a name numbers; layers count from 0."""
-    numbered = [layer for layer, _ in map(numbers, shapes) if layer is not None]
-    return 1 + max(numbered, default=-1)
+def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
+    """The layers of each stage: what the first and the last are given, and an even part of the rest for the others."""
+    middle = pp - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    each = left // middle if middle else 0
+    stages = [each] * pp
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    return stages
+
+
+def _read_layout(written: object) -> list[int]:
+    """The decoder layers of each virtual stage of a layout: text, or lists of names."""
+    if not isinstance(written, str):
+        return [list(stage).count("decoder") for stage in _flatten(written)]
+    text = written.replace(",", "")
+    text = text.replace(" ", "")
+    while REPEAT.search(text):
+        text = REPEAT.sub(_repeat, text)
+    stages = text.split("|")
+    return [stage.count("t") for stage in stages]
+
+
+def _repeat(match: re.Match[str]) -> str:
+    """A group or a letter, as often as is written behind it."""
+    what = match[1] or match[3] or ""
+    return what * int(match[2] or match[4])
+
+
+def _flatten(written: object) -> list[list[str]]:
+    """The stages of a list of stages, or of a list for each chunk."""
+    if not isinstance(written, list | tuple):
+        raise StoreError(f"layout {written!r} is not a layout; write text, or lists of names")
+    stages: list[list[str]] = []
+    for one in written:
+        nested = bool(one) and isinstance(one[0], list | tuple)
+        stages += one if nested else [one]
+    return stages

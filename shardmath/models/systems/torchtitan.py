@@ -28,7 +28,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
 from shardmath.models.storage.stored import Shapes, Stored, replicates
 from shardmath.models.systems.config import Config
-from shardmath.models.systems.hf_core import hf_checkpoint
+from shardmath.models.systems.hugging_face import hugging_face
 from shardmath.models.systems.placing import fill_sizes, place_layers
 from shardmath.models.systems.reading import read_logical
 
@@ -199,7 +199,7 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
     """How the Hugging Face checkpoint stores the logical tensors of torchtitan's model."""
-    side = hf_checkpoint(config, names)
+    side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 
 

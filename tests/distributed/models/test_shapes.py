@@ -16,9 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardmath import Layout, ShardError
 from shardmath.base import dtypes
+from shardmath.models.systems.former import engine, trainer
 from shardmath.models.systems.hf import grouped
-from shardmath.models.systems.megatron import trainer
-from shardmath.models.systems.vllm import engine
 from shardmath_torch.commands.models import shapes as module
 from shardmath_torch.commands.models.configs import DEEPSEEK_V3, MODELS, QWEN3_235B
 from shardmath_torch.commands.models.shapes import UNSTACK, Unstack, shapes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron import megatron
 from shardmath.values.formats import FP8Blocks
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import compat

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.models.storage import Stored, bind
-from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron import megatron
 from tests.distributed.tasks import refits
 
 Tensors = Mapping[str, Tensor]

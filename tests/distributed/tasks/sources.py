@@ -11,7 +11,7 @@ from torch import nn
 
 import shardmath_vllm as sv
 from shardmath.models.storage import bind
-from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.models.systems.megatron import logical_shapes, megatron
 
 __all__ = ["CONFIG", "SIZES", "VOCAB", "Seen", "read", "read_wrong"]
 

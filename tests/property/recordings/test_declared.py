@@ -13,8 +13,8 @@ from shardmath.models.recordings.declared import record_declared
 from shardmath.models.recordings.recorded import label
 from shardmath.models.storage import Stored, bind, fill, parse
 from shardmath.models.storage.stored import Shapes
-from shardmath.models.systems.hf_core import hf_checkpoint
-from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.models.systems.hugging_face import hugging_face
+from shardmath.models.systems.megatron import logical_shapes, megatron
 
 DENSE = {
     "num_layers": 4,
@@ -85,7 +85,7 @@ def test_a_recording_of_a_checkpoints_rows_fills_what_they_fill(kind: str) -> No
             f"model.layers.0.self_attn.q_{half}_proj.weight": ((8, 16), "float32")
             for half in ("even", "odd")
         }
-    check(hf_checkpoint(config), shapes)
+    check(hugging_face(config), shapes)
 
 
 def test_a_function_is_kept() -> None:

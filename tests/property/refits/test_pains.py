@@ -15,8 +15,8 @@ import pytest
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.models.storage import Stored, parse
-from shardmath.models.systems.megatron_core import megatron
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.megatron import megatron
+from shardmath.models.systems.vllm import vllm
 from tests.refits.carrying import LAYER, SERVED, TRAINED, carry, divided, equal, number, whole
 
 TRAINER = "decoder.layers.0."

@@ -16,7 +16,7 @@ from shardmath.models.refits.coverage import count_cells
 from shardmath.models.storage import Spot, Stored, fill, parse
 from shardmath.models.storage.binding import Bound
 from shardmath.models.storage.filling import view_of
-from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
 from tests.refits.tables import CONFIG, ENGINE
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath.models.storage import Spot, Stored, bind, parse
-from shardmath.models.systems.hf_core import hf_checkpoint
-from shardmath.models.systems.megatron_core import megatron
-from shardmath.models.systems.sglang_core import sglang
+from shardmath.models.systems.hugging_face import hugging_face
+from shardmath.models.systems.megatron import megatron
+from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.torchtitan import torchtitan
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.vllm import vllm
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4_text", "qwen3_next")
 TITAN = ("llama", "qwen3_moe", "deepseek_v3")
@@ -73,10 +73,10 @@ def declared(draw: st.DrawFn, family: str) -> Stored:
         return sglang(config, ranks=ranks, tp=tp, pp=pp, ep=tp, unknown=unknown)
     if family == "torchtitan":
         return torchtitan(config, ranks=range(tp * dp), dp_shard=dp, tp=tp, unknown=unknown)
-    return hf_checkpoint(config)
+    return hugging_face(config)
 
 
-FAMILIES = ("megatron", "vllm", "sglang", "hf_checkpoint", "torchtitan")
+FAMILIES = ("megatron", "vllm", "sglang", "hugging_face", "torchtitan")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

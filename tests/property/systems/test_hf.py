@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardmath import Layout, LayoutError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.styles import is_expert
+from shardmath.models.systems.former import trainer
 from shardmath.models.systems.hf import (
     Place,
     cell,
@@ -19,7 +20,6 @@ from shardmath.models.systems.hf import (
     layouts,
     numbers,
 )
-from shardmath.models.systems.megatron import trainer
 from tests.property.systems.model import (
     STAGES,
     model,

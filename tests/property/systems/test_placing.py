@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shardmath import MeshError, StoreError
 from shardmath.models.storage.stored import Stored
-from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.placing import divide_layers, fill_sizes, place_layers
-from shardmath.models.systems.sglang_core import sglang
+from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.torchtitan import torchtitan
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.vllm import vllm
 
 CONFIG = {
     "model_type": "llama",

@@ -8,9 +8,9 @@ import pytest
 from shardmath import plan, verify
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill, gather
-from shardmath.models.systems.megatron_core import megatron
+from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.vllm import vllm
 
 TRAINER = {
     "num_layers": 2,

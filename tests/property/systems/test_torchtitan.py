@@ -15,9 +15,9 @@ from shardmath import MeshError, ShardError, StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill, gather
 from shardmath.models.systems import torchtitan as titan
-from shardmath.models.systems.hf_core import hf_checkpoint
-from shardmath.models.systems.hf_core import logical_shapes as hf_shapes
-from shardmath.models.systems.sglang_core import sglang
+from shardmath.models.systems.hugging_face import hugging_face
+from shardmath.models.systems.hugging_face import logical_shapes as hf_shapes
+from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.torchtitan import torchtitan
 
 Fails = Callable[[Callable[[], object], type[ShardError], str], None]
@@ -271,7 +271,7 @@ def test_an_engine_stores_even_and_odd_rows_as_its_own_checkpoint() -> None:
     arrays = make(LLAMA)
     side = sglang(LLAMA, ranks=range(3), tp=3)
     shapes = hf_shapes(LLAMA, entries(arrays))
-    reference = bind(hf_checkpoint(LLAMA, arrays), shapes)
+    reference = bind(hugging_face(LLAMA, arrays), shapes)
     logical = gather(reference, {0: {(0, name): array for name, array in arrays.items()}}, [0])
     for rank in range(3):
         plain = {

@@ -12,11 +12,11 @@ import pytest
 from shardmath import StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill
-from shardmath.models.systems.hf_core import hf_checkpoint
-from shardmath.models.systems.megatron_core import megatron
-from shardmath.models.systems.sglang_core import sglang
+from shardmath.models.systems.hugging_face import hugging_face
+from shardmath.models.systems.megatron import megatron
+from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.torchtitan import torchtitan
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.vllm import vllm
 
 CONFIG = {
     "model_type": "llama",
@@ -73,5 +73,5 @@ def test_known_tensors_stay_cut(name: str) -> None:
 
 
 def test_a_checkpoint_has_all_under_their_own_names() -> None:
-    bound = bind(hf_checkpoint(CONFIG), SHAPES)
+    bound = bind(hugging_face(CONFIG), SHAPES)
     assert {name for _, name in fill(bound, ARRAYS, 0)} == set(STRANGE)

@@ -1,174 +1,469 @@
-"""vLLM: which rank of an engine holds what, against loops over the coordinates; refits from Megatron."""
+"""What surprises in how vLLM stores weights, each by its own name; `test_recorded` has most of it as recorded."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from shardmath import Layout, LayoutError, MeshError, plan, simulate, verify
-from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.styles import is_expert
-from shardmath.models.systems.hf import (
-    grouped,
-)
-from shardmath.models.systems.megatron import trainer
-from shardmath.models.systems.vllm import engine
-from tests.property.systems.model import (
-    STAGES,
-    chunk,
-    divided,
-    held,
-    model,
-)
+from shardmath import MeshError, ShardError, StoreError
+from shardmath.models.storage.binding import bind
+from shardmath.models.storage.filling import fill, gather
+from shardmath.models.storage.stored import Stored
+from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
+from shardmath.models.systems.sglang import sglang
+from shardmath.models.systems.vllm import vllm
 
+Fails = Callable[[Callable[[], object], type[ShardError], str], None]
 
-@pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_engine_is_what_its_rules_say(tp: int, dp: int) -> None:
-    ranks = list(range(5, 5 + dp * tp))[::-1]
-    expected = {
-        (name, rank): divided(name, shape, tp, i % tp)
-        for name, (shape, _) in model().items()
-        for i, rank in enumerate(ranks)
-    }
-    assert held(engine(model(), ranks=ranks, tp=tp)) == expected
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "vocab_size": 100,
+}
+SPARSE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 10, "intermediate_size": 8}
+LAYER = "model.layers.0."
+ROUTED = f"{LAYER}mlp.experts.routed_experts."
 
 
-@pytest.mark.parametrize(("kv_heads", "tp"), [(1, 4), (2, 4), (1, 2), (2, 8), (4, 8)])
-def test_few_key_value_heads_lie_on_neighbouring_ranks(kv_heads: int, tp: int) -> None:
-    side = engine(model(), ranks=range(2 * tp), tp=tp, kv_heads=kv_heads)
-    for leaf, tail in (("weight", [list(range(8))]), ("bias", [])):
-        layout = side[f"model.layers.1.self_attn.k_proj.{leaf}"]
-        rows = {rank: [index.tolist() for index in layout.indices(rank)] for rank in range(2 * tp)}
-        assert rows == {
-            r: [chunk(4, kv_heads, r % tp * kv_heads // tp), *tail] for r in range(2 * tp)
-        }
-    assert side["model.layers.1.self_attn.q_proj.weight"].text == "(tp n) h"
+def number(shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.int64]]:
+    """Arrays whose elements are 1, 2, 3, and so on, through all of them."""
+    arrays = {}
+    start = 1
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        arrays[name] = np.arange(start, start + size).reshape(shape)
+        start += size
+    return arrays
 
 
-def test_as_many_key_value_heads_as_tp_are_columns() -> None:
-    assert engine(model(), ranks=range(4), tp=2, kv_heads=4) == engine(
-        model(), ranks=range(4), tp=2
-    )
+def store(
+    config: dict[str, Any], arrays: dict[str, NDArray[np.int64]], rank: int, **sizes: Any
+) -> dict[str, NDArray[np.int64]]:
+    """What a rank stores of the logical arrays; 0 where no element lies."""
+    world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+    side = vllm(config, ranks=range(world), **sizes)
+    bound = bind(side, {name: (array.shape, "int64") for name, array in arrays.items()})
+    return {name: array for (_, name), array in fill(bound, arrays, rank).items()}
 
 
-def test_windows_of_w13_and_w2() -> None:
-    """gate_r, then up_r, in one buffer of E experts; down's columns in another."""
-    side = engine(model(), ranks=range(2), tp=2, stacked=True)
-    at = {
-        part: side[f"model.layers.1.mlp.experts.2.{part}_proj.weight"]
-        for part in ("gate", "up", "down")
-    }
-    assert {layout.shape for layout in at.values()} == {(1, 8, 8)}
-    assert at["gate"].local_shape(1) == at["up"].local_shape(1) == (4, 8, 8)
-    assert at["gate"].indices(1)[1].tolist() == [4, 5, 6, 7, -1, -1, -1, -1]
-    assert at["up"].indices(1)[1].tolist() == [-1, -1, -1, -1, 4, 5, 6, 7]
-    assert at["down"].local_shape(1) == (4, 8, 4) and at["down"].indices(1)[2].tolist() == [
-        4,
-        5,
-        6,
-        7,
-    ]
-    assert [layout.indices(0)[0].tolist() for layout in at.values()] == [[-1, -1, 0, -1]] * 3
+def experts(
+    count: int, ffn: int, hidden: int, *words: str, kind: str = "weight"
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of so many experts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for e in range(count):
+        for word in words:
+            shape = (hidden, ffn) if word == "down" else (ffn, hidden)
+            name = f"{LAYER}mlp.experts.{e}.{word}_proj.{kind}"
+            shapes[name] = shape[:1] if kind == "bias" else shape
+    return shapes
 
 
-def test_grouped_experts_are_divided_inside() -> None:
-    side = engine(grouped(model()), ranks=range(2), tp=2)
-    assert side["model.layers.1.mlp.experts.gate_proj.weight"].text == "n (tp h) w"
-    assert side["model.layers.1.mlp.experts.down_proj.weight"].text == "n h (tp w)"
+def numbers_of(stack: NDArray[np.int64], arrays: dict[str, NDArray[np.int64]]) -> list[int]:
+    """Which experts lie in a stack."""
+    by_first = {int(array.flat[0]): name for name, array in arrays.items()}
+    return [int(by_first[int(own.flat[0])].split(".")[5]) for own in stack]
 
 
-def test_vocabularies_are_padded_at_the_end() -> None:
-    shapes = {"model.embed_tokens.weight": ((70, 8), "bfloat16")}
-    layout = engine(shapes, ranks=range(4), tp=4)["model.embed_tokens.weight"]
-    assert layout is Layout((70, 8), Mesh(dp=1, tp=4), "(tp n)=128 h", dtype="bfloat16")
-    assert trainer(shapes, ranks=range(4), tp=4, vocab_multiple=8) == engine(
-        shapes, ranks=range(4), tp=4, vocab_multiple=8
-    )
-
-
-def forms() -> Iterator[tuple[dict[str, Layout], dict[str, Layout]]]:
-    ranks = range(24), range(30, 38)
-    one = {"ranks": ranks[0], "tp": 2, "pp": 3, "ep": 4, "stages": STAGES}
-    two = {"ranks": ranks[1], "tp": 4, "kv_heads": 2}
-    alone = {name: ((1, *s), d) if is_expert(name) else (s, d) for name, (s, d) in model().items()}
-    yield trainer(model(), **one), engine(model(), **two)
-    yield trainer(model(), **one, stacked=True), engine(model(), **two, stacked=True)
-    yield trainer(model(), **one, stacked=True), engine(alone, **two)
-    yield trainer(grouped(model()), **one), engine(grouped(model()), **two)
-
-
-@pytest.mark.parametrize("form", range(4))
-def test_a_refit_moves_every_weight(form: int) -> None:
-    src, dst = list(forms())[form]
-    p = plan(src, dst)
-    verify(p)
-    whole = {
-        n: np.arange(math.prod(x.shape), dtype=np.float32).reshape(x.shape) + i
-        for i, (n, x) in enumerate(src.items())
-    }
-    shards: dict[int, dict[str, np.ndarray]] = {}
-    for name, layout in src.items():
-        for rank in layout.mesh.ranks:
-            shards.setdefault(rank, {})[name] = cut(whole[name], layout, rank)
-    for rank, arrived in simulate(p, shards).items():
-        for name, array in arrived.items():
-            assert (array == cut(whole[name], dst[name], rank)).all(), (name, rank)
-
-
-def cut(array: np.ndarray, layout: Layout, rank: int) -> np.ndarray:
-    """The rank's local array, with zeros in the holes."""
-    for d, index in enumerate(layout.indices(rank)):
-        shape = [-1 if i == d else 1 for i in range(array.ndim)]
-        array = np.take(array, np.maximum(index, 0), d) * (index >= 0).reshape(shape)
-    return array
-
-
-BF = "bfloat16"
+def test_data_parallelism_cuts_experts() -> None:
+    """Rule 1: without EP, experts are cut over tp and dp; ranks of different dp are no replicas."""
+    arrays = number(experts(2, 8, 4, "down"))
+    for rank in range(4):
+        held = store(SPARSE, arrays, rank, tp=2, dp=2)[f"{ROUTED}w2_weight"]
+        first = arrays[f"{LAYER}mlp.experts.0.down_proj.weight"]
+        assert np.array_equal(held[0], first[:, 2 * rank : 2 * rank + 2])
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("kind", "rows"), [("deepseek_v3", 8), ("nemotron_h", 8), ("glm4_moe", 4), ("ernie4_5_moe", 4)]
+)
+def test_shared_experts_are_whole_where_tokens_are_divided(kind: str, rows: int) -> None:
+    """Rule 2: with EP, tp and dp some kinds have shared experts whole; with one engine none has."""
+    arrays = number({f"{LAYER}mlp.shared_experts.up_proj.weight": (8, 4)})
+    config = {**SPARSE, "model_type": kind}
+    assert next(iter(store(config, arrays, 1, tp=2, dp=2, ep=True).values())).shape == (rows, 4)
+    assert next(iter(store(config, arrays, 1, tp=2, ep=True).values())).shape == (4, 4)
+
+
+def test_the_first_ranks_get_one_expert_more() -> None:
+    """Rule 4: 10 experts on 4 ranks, dp slower than tp; vLLM's docstring says the last."""
+    arrays = number(experts(10, 4, 2, "up"))
+    held = [
+        numbers_of(store(SPARSE, arrays, rank, tp=2, dp=2, ep=True)[f"{ROUTED}w13_weight"], arrays)
+        for rank in range(4)
+    ]
+    assert held == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "dp", "first"),
+    [(1, 1, [0, 1, 2, 3, 4]), (2, 1, [0, 2, 4, 6, 8]), (2, 2, [0, 1, 2])],
+)
+def test_round_robin_silently_becomes_linear(groups: int, dp: int, first: list[int]) -> None:
+    """Rule 5: it needs groups of experts, and one engine."""
+    arrays = number(experts(10, 4, 2, "up"))
+    config = {**SPARSE, "n_group": groups}
+    sizes: dict[str, Any] = {"tp": 2, "dp": dp, "ep": True, "placement": "round_robin"}
+    assert numbers_of(store(config, arrays, 0, **sizes)[f"{ROUTED}w13_weight"], arrays) == first
+
+
+def test_redundant_experts_are_copies_of_the_first() -> None:
+    """Rule 6: 10 experts and 2 copies on 4 ranks: the last has expert 9, then 0 and 1 again."""
+    arrays = number(experts(10, 4, 2, "up"))
+    sizes: dict[str, Any] = {"tp": 4, "ep": True, "redundant": 2}
+    held = [
+        numbers_of(store(SPARSE, arrays, rank, **sizes)[f"{ROUTED}w13_weight"], arrays)
+        for rank in range(4)
+    ]
+    assert held == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
+
+
+def test_an_expert_without_gate_is_up_alone() -> None:
+    """Rule 7."""
+    arrays = number(experts(2, 8, 4, "up"))
+    assert store(SPARSE, arrays, 1, tp=2)[f"{ROUTED}w13_weight"].shape == (2, 4, 4)
+
+
+def test_cutlass_swaps_gate_and_up_once_processed() -> None:
+    """Rule 8: [gate; up] when loaded, [up; gate] afterwards."""
+    arrays = number(experts(1, 4, 2, "gate", "up"))
+    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_cutlass"}
+    loaded = store(SPARSE, arrays, 1, **sizes)[f"{ROUTED}w13_weight"][0]
+    processed = store(SPARSE, arrays, 1, processed=True, **sizes)[f"{ROUTED}w13_weight"][0]
+    assert np.array_equal(processed, np.concatenate([loaded[2:], loaded[:2]]))
+
+
+def test_trtllm_pads_each_part_of_an_expert(fails: Fails) -> None:
+    """Rule 9: to 128 rows of gate, 128 of up, and 128 columns; what is processed is in no row's order."""
+    arrays = number(experts(1, 8, 4, "gate", "up", "down"))
+    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_trtllm"}
+    held = store(SPARSE, arrays, 1, **sizes)
+    w13, w2 = held[f"{ROUTED}w13_weight"][0], held[f"{ROUTED}w2_weight"][0]
+    assert w13.shape == (256, 4) and w2.shape == (4, 128)
+    assert np.array_equal(w13[:4], arrays[f"{LAYER}mlp.experts.0.gate_proj.weight"][4:])
+    assert np.array_equal(w13[128:132], arrays[f"{LAYER}mlp.experts.0.up_proj.weight"][4:])
+    assert not w13[4:128].any() and not w13[132:].any() and not w2[:, 4:].any()
+    fails(
+        lambda: vllm(SPARSE, ranks=range(2), processed=True, **sizes),
+        StoreError,
+        "flashinfer_trtllm lays processed experts out in blocks, which no row says; "
+        "declare them as loaded",
+    )
+
+
+def test_key_heads_below_tp_are_repeated() -> None:
+    """Rule 10: rank r has key head r // (tp / heads), also of biases; row-parallel biases are whole."""
+    shapes: dict[str, tuple[int, ...]] = {f"{LAYER}self_attn.q_proj.bias": (16,)}
+    shapes |= {f"{LAYER}self_attn.{name}_proj.bias": (4,) for name in "kvo"}
+    arrays = number(shapes)
+    q, k, v, o = (arrays[f"{LAYER}self_attn.{name}_proj.bias"] for name in "qkvo")
+    held = store(DENSE, arrays, 5, tp=8)
+    fused = np.concatenate([q[10:12], k[2:4], v[2:4]])
+    assert np.array_equal(held[f"{LAYER}self_attn.qkv_proj.bias"], fused)
+    assert np.array_equal(held[f"{LAYER}self_attn.o_proj.bias"], o)
+
+
+def test_gpt_oss_has_no_more_ranks_than_key_heads() -> None:
+    """Rule 11: other kinds repeat key heads, as on 4 ranks of 2 heads."""
+    shapes: dict[str, tuple[int, ...]] = {f"{LAYER}self_attn.q_proj.weight": (16, 4)}
+    shapes |= {f"{LAYER}self_attn.{name}_proj.weight": (4, 4) for name in "kv"}
+    arrays = number(shapes)
+    with pytest.raises(StoreError, match="'tp/rep' has 4 parts, and 'k' 2 to divide"):
+        store({**DENSE, "model_type": "gpt_oss"}, arrays, 0, tp=4)
+    assert store(DENSE, arrays, 0, tp=4)[f"{LAYER}self_attn.qkv_proj.weight"].shape == (8, 4)
+
+
+def test_heads_are_not_cut() -> None:
+    """Six rows of three heads do not fall to two ranks, though six is even."""
+    arrays = number({f"{LAYER}self_attn.{name}_proj.weight": (6, 4) for name in "qkv"})
+    config = {**DENSE, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(StoreError, match="'tp' has 2 parts, and 'q' 3 to divide"):
+        store(config, arrays, 0, tp=2)
+
+
+def test_gpt_oss_keeps_gate_and_up_in_turn() -> None:
+    """Rule 11: rows in turn are cut as rows; one rank has the bias of the output, the others zeros."""
+    config = {**SPARSE, "model_type": "gpt_oss"}
+    arrays = number(experts(1, 8, 4, "gate", "up") | experts(1, 8, 4, "down", kind="bias"))
+    gate, up, bias = arrays.values()
+    for rank in range(2):
+        held = store(config, arrays, rank, tp=2)
+        rows = slice(4 * rank, 4 * rank + 4)
+        in_turn = np.stack([gate[rows], up[rows]], axis=1).reshape(8, 4)
+        assert np.array_equal(held[f"{ROUTED}w13_weight"][0], in_turn)
+        assert np.array_equal(held[f"{ROUTED}w2_bias"][0], bias if rank == 0 else 0 * bias)
+
+
+def test_the_vocabulary_is_padded_and_then_cut() -> None:
+    """Rule 13: 100 words are 128 on 8 ranks: the seventh has some, the last none. 3 ranks are refused."""
+    arrays = number({"model.embed_tokens.weight": (100, 2)})
+    (seventh,) = store(DENSE, arrays, 6, tp=8).values()
+    (last,) = store(DENSE, arrays, 7, tp=8).values()
+    assert np.count_nonzero(seventh) == 2 * 4 and last.shape == (16, 2) and not last.any()
+    with pytest.raises(StoreError, match="'tp' has 3 parts, and 'n=vocab' 128 to divide"):
+        store(DENSE, arrays, 0, tp=3)
+
+
+def test_the_checkpoint_decides_what_is_tied() -> None:
+    """Rule 14: with its own head there are two tensors; without one the last stage has the embedding too."""
+    tied = number({"model.embed_tokens.weight": (100, 2), "model.norm.weight": (2,)})
+    config = {**DENSE, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    assert set(store(config, tied, 1, pp=2)) == {"model.embed_tokens.weight", "model.norm.weight"}
+    own = tied | number({"lm_head.weight": (100, 2)})
+    assert set(store(config, own, 1, pp=2)) == {"lm_head.weight", "model.norm.weight"}
+
+
+def test_down_projections_of_latent_attention_are_whole() -> None:
+    """Rule 15: fused where queries are latent, alone where they are not."""
+    latent = number(
+        {f"{LAYER}self_attn.{name}.weight": (4, 4) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+    )
+    (fused,) = store(DENSE, latent, 1, tp=2).values()
+    assert np.array_equal(fused, np.concatenate(list(latent.values())))
+    direct = number(
+        {f"{LAYER}self_attn.{name}.weight": (4, 4) for name in ("q_proj", "kv_a_proj_with_mqa")}
+    )
+    held = store(DENSE, direct, 1, tp=2)
+    assert held[f"{LAYER}self_attn.q_proj.weight"].shape == (2, 4)
+    assert held[f"{LAYER}self_attn.kv_a_proj_with_mqa.weight"].shape == (4, 4)
+
+
+@pytest.mark.parametrize(("groups", "rows"), [(1, 4 + 4 + 8 + 8 + 2), (2, 4 + 4 + 8 + 8 + 2)])
+def test_one_group_of_a_mamba_layer_is_whole(groups: int, rows: int) -> None:
+    """Rule 17: B and C of one group are whole on each rank, of more groups they are cut."""
+    config = {**DENSE, "model_type": "mamba2", "n_groups": groups, "state_size": 8}
+    sizes = {"z": 8, "x": 8, "B": 8 * groups, "C": 8 * groups, "dt": 4}
+    arrays = number({f"{LAYER}mixer.{name}.weight": (n, 2) for name, n in sizes.items()})
+    (held,) = store(config, arrays, 1, tp=2).values()
+    assert held.shape == (rows, 2)
+    assert (held[8] == arrays[f"{LAYER}mixer.B.weight"][8 * (groups - 1)]).all()
+
+
+def test_groups_that_tp_does_not_divide_are_refused() -> None:
+    """Rule 17."""
+    config = {**DENSE, "model_type": "mamba2", "n_groups": 3, "state_size": 4}
+    shapes = {f"{LAYER}mixer.{name}.weight": (8, 2) for name in ("z", "x", "dt")}
+    arrays = number(shapes | {f"{LAYER}mixer.{name}.weight": (12, 2) for name in "BC"})
+    with pytest.raises(StoreError, match="has 2 parts, and 'B' 3 to divide"):
+        store(config, arrays, 0, tp=2)
+
+
+def test_a_is_computed_where_a_delta_net_keeps_its_logarithm() -> None:
+    """Rules 17 and 18."""
+    side = vllm(DENSE, ranks=range(2), tp=2)
+    names = f"{LAYER}mixer.A_log", f"{LAYER}linear_attn.A_log"
+    slots = bind(side, dict.fromkeys(names, ((4,), "float32"))).slots(1)
+    assert [(slots[name].native, slots[name].function) for name in names] == [
+        (f"{LAYER}mixer.A", "neg_exp"),
+        (f"{LAYER}linear_attn.A_log", ""),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "order"), [("qwen3_next", "qkvzqkvz"), ("qwen3_5", "qqkkvvzz")])
+def test_delta_nets_are_fused_by_heads_or_by_parts(kind: str, order: str) -> None:
+    """Rule 18: with four key heads on two ranks, rank 1 has heads 2 and 3."""
+    config = {**DENSE, "model_type": kind, "linear_num_key_heads": 4, "linear_key_head_dim": 1}
+    shapes = {f"{LAYER}linear_attn.{name}.weight": (4, 1) for name in "qkvz"}
+    arrays = number(shapes)
+    (held,) = store(config, arrays, 1, tp=2).values()
+    words = dict(zip("qkvz", arrays.values(), strict=True))
+    rows = {name: iter(array[2:, 0]) for name, array in words.items()}
+    assert held[:, 0].tolist() == [next(rows[name]) for name in order]
+
+
+def test_the_second_projection_of_mamba_is_cut_by_columns() -> None:
+    """Rule 19: and in_proj is [x; z], part by part."""
+    config = {**DENSE, "model_type": "mamba"}
+    arrays = number({f"{LAYER}mixer.x_proj.weight": (3, 4), f"{LAYER}mixer.in_x.weight": (4, 2)})
+    arrays |= {f"{LAYER}mixer.in_z.weight": -arrays[f"{LAYER}mixer.in_x.weight"]}
+    held = store(config, arrays, 1, tp=2)
+    whole = arrays[f"{LAYER}mixer.x_proj.weight"]
+    assert np.array_equal(held["backbone.layers.0.mixer.x_proj.weight"], whole[:, 2:])
+    x = arrays[f"{LAYER}mixer.in_x.weight"][2:]
+    assert np.array_equal(held["backbone.layers.0.mixer.in_proj.weight"], np.concatenate([x, -x]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"), [("minimax_m2", [(4,), (2,)]), ("olmoe", [(16,), (4,)])]
+)
+def test_norms_of_all_heads_are_cut_in_minimax_alone(kind: str, shapes: list[object]) -> None:
+    """Rule 20: like q, and like k with its repetition; OLMoE's are whole."""
+    arrays = number(
+        {f"{LAYER}self_attn.q_norm.weight": (16,), f"{LAYER}self_attn.k_norm.weight": (4,)}
+    )
+    held = store({**DENSE, "model_type": kind}, arrays, 3, tp=4)
+    assert [array.shape for array in held.values()] == shapes
+
+
+def test_llama4_stores_even_rows_of_a_head_first() -> None:
+    """Rule 21: with heads of four rows, from the checkpoint to a rank."""
+    config = {**DENSE, "model_type": "llama4_text", "head_dim": 4, "num_attention_heads": 2}
+    names = [f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv"]
+    stored = number(dict.fromkeys(names, (8, 1)))
+    shapes = logical_shapes(config, dict.fromkeys(names, ((8, 1), "int64")))
+    reference = bind(hugging_face(config), shapes)
+    natives = {(0, name): array for name, array in stored.items()}
+    logical = gather(reference, {0: natives}, [0])
+    (held,) = store(config, logical, 1, tp=2).values()
+    q, k, v = (array[4:, 0] for array in stored.values())
+    head = [0, 2, 1, 3]
+    assert held[:, 0].tolist() == [*q[head], *k[head], *v]
+
+
+def test_query_and_output_gate_lie_head_by_head() -> None:
+    """Rule 22."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{LAYER}self_attn.{name}_proj.weight": (16, 1) for name in "qg"
+    }
+    shapes |= {f"{LAYER}self_attn.{name}_proj.weight": (4, 1) for name in "kv"}
+    arrays = number(shapes)
+    (held,) = store(DENSE, arrays, 1, tp=2).values()
+    q, g, k, v = (array[:, 0] for array in arrays.values())
+    by_head = np.stack([q[8:].reshape(4, 2), g[8:].reshape(4, 2)], axis=1).ravel()
+    assert held[:, 0].tolist() == [*by_head, *k[2:], *v[2:]]
+
+
+@pytest.mark.parametrize(("pp", "counts"), [(2, [4, 3]), (3, [2, 3, 2]), (4, [2, 2, 2, 1])])
+def test_stages_before_the_last_have_the_layers_left_over(pp: int, counts: list[int]) -> None:
+    """Rule 24: seven layers, which keep their numbers."""
+    side = vllm({**DENSE, "num_hidden_layers": 7}, ranks=range(pp), pp=pp)
+    spots = side.indices["l"]
+    assert [sum(spot.coords["pp"] == stage for spot in spots) for stage in range(pp)] == counts
+    assert [spot.number for spot in spots] == list(range(7))
+
+
+def test_stages_may_be_given(fails: Fails) -> None:
+    side = vllm({**DENSE, "num_hidden_layers": 3}, ranks=range(2), pp=2, stages=[1, 2])
+    assert [spot.coords["pp"] for spot in side.indices["l"]] == [0, 1, 1]
+    fails(
+        lambda: vllm({**DENSE, "num_hidden_layers": 3}, ranks=range(2), pp=2, stages=[1, 1]),
+        StoreError,
+        "3 layers do not fall to 2 stages as [1, 1]; give the number of layers of each stage",
+    )
+
+
+def test_a_draft_has_an_embedding_of_its_own_under_the_models_name() -> None:
+    """Rule 25."""
+    config = {**DENSE, "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    arrays = number({"mtp.0.embed_tokens.weight": (100, 2), "mtp.0.eh_proj.weight": (4, 8)})
+    arrays |= number({"mtp.0.mlp.down_proj.weight": (4, 8)})
+    held = store(config, arrays, 1, tp=2, draft=True)
+    assert {name: array.shape for name, array in held.items()} == {
+        "model.embed_tokens.weight": (64, 2),
+        "model.layers.1.eh_proj.weight": (4, 8),
+        "model.layers.1.mtp_block.mlp.down_proj.weight": (4, 4),
+    }
+
+
+def test_scales_are_cut_as_their_weights() -> None:
+    """Rule 28: fused_qkv_a has its parts' scale rows, one after the other; experts have a stack of scales."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**SPARSE, "quantization_config": quantization}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{LAYER}self_attn.q_a_proj.weight_scale_inv": (1, 2),
+        f"{LAYER}self_attn.kv_a_proj_with_mqa.weight_scale_inv": (2, 2),
+        f"{LAYER}mlp.experts.0.gate_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (4, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 6),
+    }
+    held = store(config, number(shapes), 1, tp=2)
+    assert {name: array.shape for name, array in held.items()} == {
+        f"{LAYER}self_attn.fused_qkv_a_proj.weight_scale_inv": (3, 2),
+        f"{LAYER}mlp.down_proj.weight_scale_inv": (2, 3),
+        f"{ROUTED}w13_weight_scale_inv": (1, 4, 2),
+    }
+    odd = number({f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (3, 2)})
+    with pytest.raises(StoreError, match="'etp' has 2 parts, and 'n' 3 to divide"):
+        store(config, odd, 1, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "logical", "native"),
     [
+        ("gpt_oss", "self_attn.o_proj.weight", "model.layers.0.attn.o_proj.weight"),
+        ("lfm2", "mlp.down_proj.weight", "model.layers.0.feed_forward.w2.weight"),
+        ("jamba", "self_attn.o_proj.weight", "model.layers.0.o_proj.weight"),
+        ("falcon_h1", "mixer.out_proj.weight", "model.layers.0.mamba.mamba.out_proj.weight"),
+        ("granitemoe", "mlp.gate.weight", "model.layers.0.block_sparse_moe.gate.weight"),
+        ("nemotron_h", "mlp.down_proj.weight", "model.layers.0.mixer.down_proj.weight"),
+        ("bloom", "self_attn.o_proj.weight", "transformer.h.0.self_attention.dense.weight"),
         (
-            lambda: engine({"lm_head.weight": ((6, 8), BF)}, ranks=range(3), tp=3),
-            LayoutError,
-            "dimension 0 of 'lm_head.weight', shape (6, 8), is stored as 64 and tp is 3; "
-            "choose tp to divide it, or vocab_multiple=3",
-        ),
-        (
-            lambda: engine(
-                {"lm_head.weight": ((6, 8), BF)}, ranks=range(3), tp=3, vocab_multiple=0
-            ),
-            LayoutError,
-            "vocab_multiple is 0; give a multiple of at least 1, which pads nothing",
-        ),
-        (
-            lambda: engine(model(), ranks=range(6), tp=4),
-            MeshError,
-            "6 ranks do not fall into engines of tp=4; choose a multiple of tp",
-        ),
-        (
-            lambda: engine(model(), ranks=range(4), tp=4, kv_heads=3),
-            LayoutError,
-            "3 key-value heads and tp=4: neither divides the other; "
-            "choose tp so that ranks hold whole heads, or each head lies on as many ranks",
-        ),
-        (
-            lambda: engine(model(), ranks=range(4), tp=4, kv_heads=0),
-            LayoutError,
-            "0 key-value heads and tp=4: neither divides the other; "
-            "choose tp so that ranks hold whole heads, or each head lies on as many ranks",
-        ),
-        (
-            lambda: engine({"norm.weight": ((4,), "float3")}, ranks=range(2), tp=2),
-            LayoutError,
-            "tensor 'norm.weight' of shape (4,): unknown dtype 'float3'; did you mean 'float32'?",
+            "Qwen3_5MoeText",
+            "mlp.shared_experts.down_proj.weight",
+            "model.layers.0.mlp.shared_expert.down_proj.weight",
         ),
     ],
 )
-def test_errors(make, error: type[Exception], message: str, fails) -> None:
-    fails(make, error, message)
+def test_kinds_call_modules_otherwise(kind: str, logical: str, native: str) -> None:
+    """Rule 29."""
+    arrays = number({f"{LAYER}{logical}": (4, 4)})
+    assert list(store({**DENSE, "model_type": kind}, arrays, 0)) == [native]
+
+
+def test_some_kinds_have_all_ends_on_all_stages() -> None:
+    arrays = number({"model.embed_tokens.weight": (100, 2), "lm_head.weight": (100, 2)})
+    config = {**SPARSE, "num_hidden_layers": 2}
+    assert set(store(config, arrays, 0, pp=2)) == set(store(config, arrays, 1, pp=2)) == set(arrays)
+    dense = {**config, "model_type": "llama"}
+    assert list(store(dense, arrays, 1, pp=2)) == ["lm_head.weight"]
+
+
+def test_unknown_tensors_are_refused_or_whole() -> None:
+    arrays = number({f"{LAYER}mlp.own.3.weight": (4, 4), "model.own": (2,)})
+    with pytest.raises(StoreError, match="no row stores"):
+        store(DENSE, arrays, 0, tp=2)
+    held = store(DENSE, arrays, 1, tp=2, unknown="replicate")
+    assert all(np.array_equal(held[name], array) for name, array in arrays.items())
+
+
+def test_words_that_are_none(fails: Fails) -> None:
+    fails(
+        lambda: vllm(DENSE, ranks=range(2), unknown="guess"),
+        MeshError,
+        "2 ranks for a mesh dp=1 pp=1 tp=1 of 1; give one rank for each coordinate",
+    )
+    fails(
+        lambda: vllm(DENSE, ranks=range(1), unknown="guess"),
+        StoreError,
+        "unknown='guess'; use one of refuse, replicate",
+    )
+    fails(
+        lambda: vllm(DENSE, ranks=range(1), placement="random"),
+        StoreError,
+        "placement='random'; use one of linear, round_robin",
+    )
+
+
+@pytest.mark.parametrize("make", [vllm, sglang])
+@pytest.mark.parametrize(
+    ("kind", "queries", "keys", "own"),
+    [
+        ("cohere", (4, 8), (2, 8), [(2, 8), (1, 8)]),
+        ("minimax_m2", (32,), (16,), [(16,), (8,)]),
+    ],
+)
+def test_norms_of_all_heads_are_cut_as_heads_are(
+    make: Callable[..., Stored],
+    kind: str,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    own: list[tuple[int, ...]],
+) -> None:
+    """As `commandr.py` and `minimax_m2.py` of both engines load them."""
+    config = {"model_type": kind, "num_hidden_layers": 1, "hidden_size": 32}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    prefix = "model.layers.0.self_attn."
+    shapes = {
+        f"{prefix}q_norm.weight": (queries, "bfloat16"),
+        f"{prefix}k_norm.weight": (keys, "bfloat16"),
+    }
+    bound = bind(make(config, ranks=range(2), tp=2), shapes)
+    assert list(bound.natives(1).values()) == own

@@ -11,8 +11,8 @@ import pytest
 import shardmath as sm
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill, gather
-from shardmath.models.systems.hf_core import hf_checkpoint, logical_shapes
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
+from shardmath.models.systems.vllm import vllm
 from tests.refits.carrying import LAYER, Arrays, number
 
 CONFIG = {
@@ -79,7 +79,7 @@ def test_what_is_fused_on_disk_is_split_and_then_cut() -> None:
     shapes = logical_shapes(
         config, {name: (array.shape, "int64") for name, array in natives.items()}
     )
-    disk = bind(hf_checkpoint(config, natives), shapes)
+    disk = bind(hugging_face(config, natives), shapes)
     logical = gather(disk, {0: {(0, name): array for name, array in natives.items()}}, [0])
     (held,) = store("phi3", logical, 0, tp=2).values()
     q, k, v = np.split(fused, [16, 20])

@@ -4,7 +4,7 @@
    the logical names.
 2. `q=queries` is a component of so many positions. Components without a number have equal parts of what is left.
 3. One table may have several ways to store a tensor, such as experts one by one or stacked: the names of a checkpoint
-   decide (`hf_core`).
+   decide (`hugging_face`).
 
 Source: transformers 5, `modeling_*.py` and `conversion_mapping.py`.
 

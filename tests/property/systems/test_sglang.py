@@ -13,8 +13,8 @@ import shardmath as sm
 from shardmath import MeshError, ShardError, StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill
-from shardmath.models.systems.sglang_core import sglang
-from shardmath.models.systems.vllm_core import vllm
+from shardmath.models.systems.sglang import sglang
+from shardmath.models.systems.vllm import vllm
 
 Fails = Callable[[Callable[[], object], type[ShardError], str], None]
 

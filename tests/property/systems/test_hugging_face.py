@@ -9,7 +9,7 @@ import pytest
 from shardmath import StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.systems.config import Config
-from shardmath.models.systems.hf_core import hf_checkpoint, logical_shapes
+from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
 
 LAYER = "model.layers.0."
 SIZES = {
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_read_backwards_and_forwards(kind: str) -> None:
     checkpoint = {f"{LAYER}{name}": (shape, "bfloat16") for name, shape in own.items()}
     logical = logical_shapes(config, checkpoint)
     assert logical == {f"{LAYER}{name}": (shape, "bfloat16") for name, shape in expected.items()}
-    forwards = bind(hf_checkpoint(config, checkpoint), logical).natives(0)
+    forwards = bind(hugging_face(config, checkpoint), logical).natives(0)
     assert forwards == {(0, name): shape for name, (shape, _) in checkpoint.items()}
 
 

@@ -1,6 +1,6 @@
 """Hugging Face checkpoints: how one stores a model, and which logical tensors it has.
 
-1. A checkpoint is one rank that stores everything. Read forwards, its rows (`hf_rows`) say how to make the
+1. A checkpoint is one rank that stores everything. Read forwards, its rows (`hugging_face_rows`) say how to make the
    checkpoint's tensors; read backwards, which logical tensors there are, and their shapes.
 2. The numbers of rows come from the configuration: a mapping of its fields, or an object that has them.
 
@@ -15,20 +15,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from shardmath.base.moved import forward_names
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
 from shardmath.models.storage.names import STARS, split
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Spot, Stored
 from shardmath.models.systems.config import Config
-from shardmath.models.systems.hf_rows import table
+from shardmath.models.systems.hugging_face_rows import table
 from shardmath.models.systems.reading import read_logical
 
-__all__ = ["hf_checkpoint", "logical_shapes"]
+__all__ = ["hugging_face", "logical_shapes"]
+
+if not TYPE_CHECKING:  # A type checker would believe that the module has every name.
+    __getattr__ = forward_names(
+        __name__, {"hf_checkpoint": "shardmath.models.systems.hugging_face.hugging_face"}
+    )
 
 
-def hf_checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
+def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
     """How the checkpoint of a model of this configuration stores it, on one rank.
 
     `names` are those of the checkpoint's tensors: rows of other names are left out. Without them there are no fused
@@ -55,7 +62,7 @@ def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
 
     Raises StoreError for shapes that the configuration's numbers do not fit.
     """
-    return read_logical(hf_checkpoint(config, checkpoint), checkpoint)
+    return read_logical(hugging_face(config, checkpoint), checkpoint)
 
 
 def _list_layers(config: Config) -> dict[str, tuple[Spot, ...]]:
