@@ -67,7 +67,6 @@ PUBLIC = {
     "shardmath.models.systems.sglang",
     "shardmath.models.systems.hf_plans",
     "shardmath.models.systems.megatron",
-    "shardmath.models.systems.megatron_shapes",
     "shardmath.models.systems.vllm",
     "shardmath.pictures",
     "shardmath.testing",
