@@ -26,14 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Before", "key_of"]
+__all__ = ["Before", "describe", "key_of"]
 
 _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
     """The same for all tensors in one memory, while any of them lives."""
-    return int(tensor.untyped_storage()._cdata)
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
 
 
 class Before:
@@ -112,14 +113,14 @@ class _Tensor:
         storage = memory.untyped_storage()
         if storage.nbytes() != self.size:
             storage.resize_(self.size)
-        if _describe(self.tensor) != _describe(memory):
+        if describe(self.tensor) != describe(memory):
             self.tensor.data = memory
 
 
-def _describe(tensor: Tensor) -> tuple[object, ...]:
+def describe(tensor: Tensor) -> tuple[object, ...]:
     """Which cells of which memory, and as what."""
-    where = key_of(tensor), tensor.storage_offset(), tensor.dtype
-    return *where, tensor.shape, tensor.stride()
+    where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *where, tensor.dtype
 
 
 def _see_bytes(tensor: Tensor) -> Tensor:
