@@ -88,6 +88,7 @@ class _Tensor:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.kind = type(tensor)
+        self.attributes = vars(tensor)
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
         is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
@@ -102,6 +103,8 @@ class _Tensor:
             tensor.__class__ = self.kind
         if self.memory is not None:
             self._take_memory(self.memory)
+        if vars(tensor) is not self.attributes:
+            tensor.__dict__ = self.attributes
         if not tensor.is_leaf:
             return
         if tensor.requires_grad != self.requires_grad:
@@ -113,8 +116,12 @@ class _Tensor:
         storage = memory.untyped_storage()
         if storage.nbytes() != self.size:
             storage.resize_(self.size)
-        if describe(self.tensor) != describe(memory):
-            self.tensor.data = memory
+        if describe(self.tensor) == describe(memory):
+            return
+        if self.tensor.device != memory.device:
+            # A loader has swapped it for one without data, as torch's own may.
+            torch.utils.swap_tensors(self.tensor, torch.empty_like(memory).as_subclass(self.kind))
+        self.tensor.data = memory
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:

@@ -570,3 +570,19 @@ def test_a_loader_that_reads_a_target_keeps_its_values() -> None:
 
     with pytest.raises(sm.StoreError, match="'places' differs from one run to the next"):
         record(load_again, into)
+
+
+def test_a_parameter_that_the_loader_swaps_is_put_back() -> None:
+    into = nn.Linear(4, 4, bias=False)
+    before, values, memory = into.weight, into.weight.tolist(), into.weight.data_ptr()
+    before.mark = "weight"  # type: ignore[attr-defined]
+
+    def load(given: dict[str, Tensor]) -> None:
+        torch.utils.swap_tensors(into.weight, nn.Parameter(given["w"].t().contiguous()))
+
+    found = smt.record(load, {"w": ((4, 4), "float32")}, into)
+    logical = np.arange(16).reshape(4, 4)
+    assert (found.fill({"w": logical})["weight"] == logical.T).all()
+    assert into.weight is before and isinstance(before, nn.Parameter) and before.requires_grad
+    assert (before.tolist(), before.data_ptr()) == (values, memory)
+    assert vars(before) == {"mark": "weight"}
