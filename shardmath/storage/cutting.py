@@ -235,6 +235,11 @@ class _Layer:
         dealt = [word for word in right if self.frame.is_axis(word)]
         if not dealt:
             return [range(start, stop)]
+        if len(dealt) > 1:
+            axes = " and ".join(str(word) for word in dealt)
+            raise LayoutError(
+                f"{axes} both deal blocks of one component; write one of them left of it"
+            )
         (cut,) = self._list_cuts(dealt[0])
         first = start + cut.at
         own = range(first, stop, cut.parts)

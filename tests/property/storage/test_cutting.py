@@ -151,6 +151,7 @@ def test_axes_are_in_the_order_of_the_mesh() -> None:
             "'up q' needs one component, and has up and q; "
             "components: q; mesh axes: tp; numbers: hd, rep",
         ),
+        ("(q tp tp)", "tp and tp both deal blocks of one component; write one of them left of it"),
         ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2"),
         ("(q=hd)", "'q=hd': 7 positions do not fit 3"),
         ("(q=many)", "unknown number 'many'; numbers of this side are hd, rep"),
