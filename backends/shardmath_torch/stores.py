@@ -13,7 +13,7 @@ from shardmath_torch.compat import Group, PrefixStore, Store, TCPStore, store_of
 from shardmath_torch.joint_group import JointGroup
 from shardmath_torch.ports import find_listened_ports
 
-__all__ = ["apart_from", "check_served", "serves_store"]
+__all__ = ["apart_from", "check_served", "connect_anew", "serves_store"]
 
 CONNECT_S = 1.0
 """For a connection to a server that is there."""
@@ -35,6 +35,14 @@ def apart_from(store: Store) -> Store:
         clone = getattr(store, "clone", None)
         _apart[store] = store if clone is None else clone()
     return _apart[store]
+
+
+def connect_anew(store: Store) -> Store:
+    """The same store by a connection that no other call uses, in torch or of ours; itself where it has none.
+
+    The server ends with the store that was given, and not with this. Raises RuntimeError where it does not answer.
+    """
+    return store if _find_server(store) is None else store.clone()
 
 
 def check_served(store: Store) -> None:
