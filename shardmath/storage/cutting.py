@@ -169,6 +169,7 @@ class _Layer:
         """The term with its component found. Raises LayoutError where there is none, or more than one."""
         frame = self.frame
         if term.group:
+            self._check_marks(term, term.words)
             return _Term(term.words, None, ())
         free = []
         for i, word in enumerate(term.words):
@@ -182,7 +183,28 @@ class _Layer:
                 f"'{term}' needs one component, and has {found}; {self._list_meanings()}"
             )
         at = free[0]
-        return _Term(term.words[:at], term.words[at], term.words[at + 1 :])
+        leaf, others = term.words[at], (*term.words[:at], *term.words[at + 1 :])
+        self._check_marks(term, others)
+        if leaf.over is not None or leaf.balanced:
+            raise LayoutError(
+                f"'{leaf}' in '{term}': / and ~ say how an axis or a number cuts, and {leaf.name} is cut; "
+                f"leave the mark out"
+            )
+        return _Term(term.words[:at], leaf, term.words[at + 1 :])
+
+    def _check_marks(self, term: Term, cutting: Iterable[Word]) -> None:
+        """Raise LayoutError for marks of a component on words that cut one, and for neighbours of a number."""
+        for word in cutting:
+            if (word.stored, word.tile, word.cycle) != (None, None, None):
+                raise LayoutError(
+                    f"'{word}' in '{term}': =, ^ and % say how a component is stored, and {word.name} is not one; "
+                    f"write the mark at the component"
+                )
+            if word.over is not None and not self.frame.is_axis(word):
+                raise LayoutError(
+                    f"'{word}' in '{term}': / says which neighbours along an axis keep the same, and {word.name} is "
+                    f"not a mesh axis; leave the mark out"
+                )
 
     def _list_meanings(self) -> str:
         """What words may be here, for people."""

@@ -304,6 +304,9 @@ def _check(row: Row, line: str) -> None:
     """Raise NotationError where the two names do not fit each other."""
     _check_numbers(row, line)
     logical = {index.name for index in row.logical.indices}
+    if len(logical) < len(row.logical.indices):
+        what = f"an index twice in the logical name {row.logical}"
+        raise NotationError(what, line, 0, "give each number of a name an index of its own")
     for index in row.native.indices:
         known = logical if len(index.words) == 1 else set()
         if not known.issuperset({index.name}) and not logical.intersection(index.words):
