@@ -185,11 +185,7 @@ class _Layer:
         at = free[0]
         leaf, others = term.words[at], (*term.words[:at], *term.words[at + 1 :])
         self._check_marks(term, others)
-        if leaf.over is not None or leaf.balanced:
-            raise LayoutError(
-                f"'{leaf}' in '{term}': / and ~ say how an axis or a number cuts, and {leaf.name} is cut; "
-                f"leave the mark out"
-            )
+        _check_cut(term, leaf)
         return _Term(term.words[:at], leaf, term.words[at + 1 :])
 
     def _check_marks(self, term: Term, cutting: Iterable[Word]) -> None:
@@ -343,6 +339,15 @@ class _Layer:
         step = -(-n // cut.parts)  # rounded up, as torch.chunk
         lo = min(n, cut.at * step)
         return start + lo, start + min(n, lo + step)
+
+
+def _check_cut(term: Term, leaf: Word) -> None:
+    """Raise LayoutError for a mark of what cuts on the component, which is cut."""
+    if leaf.over is not None or leaf.balanced:
+        raise LayoutError(
+            f"'{leaf}' in '{term}': / and ~ say how an axis or a number cuts, and {leaf.name} is cut; "
+            f"leave the mark out"
+        )
 
 
 def _count(piece: _Piece) -> int:
