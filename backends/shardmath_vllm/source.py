@@ -143,9 +143,10 @@ def watch_modules(source: Source) -> list[Watched]:
     return watched
 
 
-def check_kept(watched: list[Watched]) -> None:
-    """Raise StoreError where a module no longer has one of these."""
-    gone = find_replaced(watched) or find_removed(watched)
+def check_kept(watched: list[Watched], source: Source) -> None:
+    """Raise StoreError where the source's modules no longer have one of these."""
+    # Without modules, nothing was found in any.
+    gone = find_replaced(watched) or find_removed(watched, source.modules)
     if gone is not None:
         raise StoreError(
             f"{gone} is no longer what its module has, as after load_state_dict(assign=True); "

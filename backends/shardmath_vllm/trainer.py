@@ -151,7 +151,7 @@ class Trainer:
 
     def _check(self) -> None:
         """Raise StoreError where this rank's tensors are not what was planned, or not what is trained."""
-        check_kept(self._watched)
+        check_kept(self._watched, self.source)
         place = self.link.place
         shapes = {}
         for chunk, named in enumerate(_list_chunks(self.source.tensors)):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCore
 
+from shardmath import ExchangeError
 from shardmath_vllm.workers.caches import drop_caches
 
 
@@ -32,6 +33,7 @@ def test_caches_go_with_the_weights(backend: str, images: bool) -> None:
 
     core: Any = EngineCore.__new__(EngineCore)
     core.model_executor = SimpleNamespace(collective_rpc=ask)
+    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(is_multimodal_model=images),
@@ -60,6 +62,7 @@ def test_what_cannot_be_dropped_does_not_keep_the_rest() -> None:
 
     core: Any = EngineCore.__new__(EngineCore)
     core.model_executor = SimpleNamespace(collective_rpc=lambda method: [method])
+    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend="shardmath"),
         model_config=SimpleNamespace(is_multimodal_model=True),
@@ -69,3 +72,18 @@ def test_what_cannot_be_dropped_does_not_keep_the_rest() -> None:
     with pytest.raises(RuntimeError, match="requests are under way"):
         core.collective_rpc("update_weights")
     assert dropped == ["encoder"]
+
+
+def test_keys_that_vllm_cannot_drop_keep_weights_out() -> None:
+    """Those of a session that waits for its next input would go on under new weights, and so would all prompts'."""
+    drop_caches()
+    asked: list[str] = []
+    core: Any = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(collective_rpc=asked.append)
+    core.scheduler = SimpleNamespace(kv_holding_waiting=[SimpleNamespace(request_id="talk")])
+    core.vllm_config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend="shardmath"),
+    )
+    with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
+        core.collective_rpc("update_weights")
+    assert not asked

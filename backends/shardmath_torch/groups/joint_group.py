@@ -54,7 +54,8 @@ _alive: WeakSet[JointGroup] = WeakSet()
 class JointGroup(ProcessGroup):
     """A process group of several jobs, in a run that they share.
 
-    `leave` has the store forget this rank; `serves_store`: this process serves the store, None where that is not known.
+    `leave` has the store forget this rank; `serves_store`: this process serves the store, None where that is not known;
+    `origin`: what is kept as long as the group, as the store's server may end with it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class JointGroup(ProcessGroup):
         run: str,
         leave: Callable[[], None],
         serves_store: bool | None = None,
+        origin: object = None,
     ) -> None:
         # Without a store, which this would keep for as long as itself.
         super().__init__(channel.rank(), channel.size())  # type: ignore[call-arg]
@@ -74,6 +76,7 @@ class JointGroup(ProcessGroup):
         self.run = run
         self.serves_store = serves_store
         self.store: Store | None = store
+        self._origin = origin
         self._open: ProcessGroup | None = channel
         self._leave: Callable[[], None] | None = leave
         _alive.add(self)
@@ -105,7 +108,7 @@ class JointGroup(ProcessGroup):
                 channel.abort()
         if leave is not None:
             leave()
-        self.store = None
+        self.store = self._origin = None
 
 
 def _delegate(name: str) -> Callable[..., Any]:

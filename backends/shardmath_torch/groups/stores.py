@@ -13,7 +13,7 @@ from shardmath_torch.groups.compat import Group, PrefixStore, Store, TCPStore, s
 from shardmath_torch.groups.joint_group import JointGroup
 from shardmath_torch.groups.ports import find_listened_ports
 
-__all__ = ["apart_from", "check_served", "serves_store"]
+__all__ = ["apart_from", "check_served", "connect_anew", "serves_store"]
 
 CONNECT_S = 1.0
 """For a connection to a server that is there."""
@@ -35,6 +35,18 @@ def apart_from(store: Store) -> Store:
         clone = getattr(store, "clone", None)
         _apart[store] = store if clone is None else clone()
     return _apart[store]
+
+
+def connect_anew(store: Store) -> Store:
+    """The same store by a connection that no other call uses, in torch or of ours; itself where it has none.
+
+    The server ends with the store that was given, and not with this. Raises RuntimeError where it does not answer.
+    """
+    if _find_server(store) is None:
+        return store
+    # torch's stubs lack it.
+    fresh: Store = store.clone()  # type: ignore[attr-defined]
+    return fresh
 
 
 def check_served(store: Store) -> None:

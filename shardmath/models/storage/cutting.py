@@ -169,6 +169,7 @@ class _Layer:
         """The term with its component found. Raises LayoutError where there is none, or more than one."""
         frame = self.frame
         if term.group:
+            self._check_marks(term, term.words)
             return _Term(term.words, None, ())
         free = []
         for i, word in enumerate(term.words):
@@ -182,7 +183,24 @@ class _Layer:
                 f"'{term}' needs one component, and has {found}; {self._list_meanings()}"
             )
         at = free[0]
-        return _Term(term.words[:at], term.words[at], term.words[at + 1 :])
+        leaf, others = term.words[at], (*term.words[:at], *term.words[at + 1 :])
+        self._check_marks(term, others)
+        _check_cut(term, leaf)
+        return _Term(term.words[:at], leaf, term.words[at + 1 :])
+
+    def _check_marks(self, term: Term, cutting: Iterable[Word]) -> None:
+        """Raise LayoutError for marks of a component on words that cut one, and for neighbours of a number."""
+        for word in cutting:
+            if (word.stored, word.tile, word.cycle) != (None, None, None):
+                raise LayoutError(
+                    f"'{word}' in '{term}': =, ^ and % say how a component is stored, and {word.name} is not one; "
+                    f"write the mark at the component"
+                )
+            if word.over is not None and not self.frame.is_axis(word):
+                raise LayoutError(
+                    f"'{word}' in '{term}': / says which neighbours along an axis keep the same, and {word.name} is "
+                    f"not a mesh axis; leave the mark out"
+                )
 
     def _list_meanings(self) -> str:
         """What words may be here, for people."""
@@ -235,6 +253,11 @@ class _Layer:
         dealt = [word for word in right if self.frame.is_axis(word)]
         if not dealt:
             return [range(start, stop)]
+        if len(dealt) > 1:
+            axes = " and ".join(str(word) for word in dealt)
+            raise LayoutError(
+                f"{axes} both deal blocks of one component; write one of them left of it"
+            )
         (cut,) = self._list_cuts(dealt[0])
         first = start + cut.at
         own = range(first, stop, cut.parts)
@@ -316,6 +339,15 @@ class _Layer:
         step = -(-n // cut.parts)  # rounded up, as torch.chunk
         lo = min(n, cut.at * step)
         return start + lo, start + min(n, lo + step)
+
+
+def _check_cut(term: Term, leaf: Word) -> None:
+    """Raise LayoutError for a mark of what cuts on the component, which is cut."""
+    if leaf.over is not None or leaf.balanced:
+        raise LayoutError(
+            f"'{leaf}' in '{term}': / and ~ say how an axis or a number cuts, and {leaf.name} is cut; "
+            f"leave the mark out"
+        )
 
 
 def _count(piece: _Piece) -> int:

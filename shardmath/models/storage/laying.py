@@ -151,6 +151,9 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
         if index is not None and stack is not None:
             stored.append(stack)
             continue
+        if isinstance(word, str) and word in frame.axes:
+            fix = f"write ({word} n) where it divides one"
+            raise LayoutError(f"dimension {word!r} of '{row}' is a mesh axis; {fix}")
         d = next(shown)
         lengths = {name: shape[d] for name, shape in shapes.items()}
         spans = tuple(lengths.items())

@@ -291,7 +291,11 @@ def _check_conditions(row: Row, line: str) -> None:
 
 
 def _check_numbers(row: Row, line: str) -> None:
-    """Raise NotationError for one layer or expert by its number: every number of a logical name is an index's."""
+    """Raise NotationError for a layer or expert by its number: each number of a logical name is an index of its own."""
+    indices = [index.name for index in row.logical.indices]
+    if len(set(indices)) < len(indices):
+        what = f"an index twice in the logical name {row.logical}"
+        raise NotationError(what, line, 0, "give each number of a name an index of its own")
     _, numbers = names.split(str(row.logical).removesuffix(names.REST))
     if numbers:
         what = f"number {numbers[0]} in the logical name {row.logical}"

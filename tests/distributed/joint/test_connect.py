@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -347,6 +349,22 @@ def test_a_store_of_the_caller_s() -> None:
         assert smt.digest(layout, ONES, group=group) == sm.digest_of(layout, {0: ONES.numpy()})
         smt.disconnect(group)
     assert store.num_keys() == 0
+
+
+def test_a_store_in_which_another_thread_waits() -> None:
+    """As one does that connects, too: torch lets nobody else use that connection meanwhile."""
+    store = make_store("tcp", Path())
+    waiting = Thread(target=ends, args=(partial(store.wait, ["key"], timedelta(seconds=30)),))
+    waiting.start()
+    time.sleep(0.2)
+    group = smt.connect(store, 0, 1, timeout=3.0)
+    asked = dist.TCPStore("127.0.0.1", store.port, None, False)
+    del store
+    asked.set("key", "")
+    waiting.join()
+    # The server, which ends with the store that was given, is there as long as the group.
+    assert asked.num_keys() > 1
+    smt.disconnect(group)
 
 
 def test_a_host_of_no_address() -> None:

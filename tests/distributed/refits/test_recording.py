@@ -496,3 +496,93 @@ def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: A
         )
     with pytest.raises(sm.StoreError, match="'a' is gone once it is loaded"):
         record(lambda given: both.pop("a"), both, ways=ways)
+
+
+@pytest.mark.parametrize("ways", [("views", "numbers"), ("numbers",)])
+def test_a_target_that_is_seen_transposed_once_it_is_stored(ways: Any) -> None:
+    """The memory is the same, and its strides are not."""
+    shapes = {"w": ((4, 4), "float32")}
+    into = nn.Linear(4, 4, bias=False)
+
+    def load(given: dict[str, Tensor]) -> None:
+        into.weight.data.copy_(given["w"])
+        into.weight = nn.Parameter(into.weight.data.t())
+
+    found = smt.record(load, shapes, into, ways=ways)
+    logical = np.arange(16).reshape(4, 4)
+    assert (found.fill({"w": logical})["weight"] == logical.T).all()
+
+
+def test_targets_of_one_memory_that_change_places() -> None:
+    flat = torch.zeros(24)
+    into = {"a": flat[:12].view(4, 3), "b": flat[12:].view(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        into["b"].copy_(given["k"])
+        into["a"], into["b"] = into["b"], into["a"]
+
+    names = [native.pieces[0].tensor for native in record(load, into).natives]
+    assert names == ["k", "q"]
+
+
+@pytest.mark.parametrize("place", [Tensor.data_ptr, lambda t: t.untyped_storage().data_ptr()])
+def test_a_loader_that_tells_tensors_by_their_addresses(place: Callable[[Tensor], int]) -> None:
+    into = {"q": torch.zeros(4, 3), "k": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        known = set()
+        for name in into:
+            if place(given[name]) not in known:
+                into[name].copy_(given[name])
+            known.add(place(given[name]))
+
+    assert not record(load, into).unwritten
+
+
+def test_a_loader_that_leaves_out_tensors_without_data() -> None:
+    into = {"q": torch.zeros(4, 3), "k": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        for name, target in into.items():
+            if given[name].device.type != "meta":
+                target.copy_(given[name])
+
+    assert not record(load, into).unwritten
+
+
+def test_a_loader_that_reads_a_target_keeps_its_values() -> None:
+    """As engines read a map of experts to find the place of each."""
+    into = {"a": torch.zeros(4, 3), "places": torch.tensor([2, 0, 3, 1])}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][into["places"]] = given["q"]
+
+    found = record(load, into)
+    logical = np.arange(12).reshape(4, 3)
+    assert (found.fill({"q": logical})["a"][[2, 0, 3, 1]] == logical).all()
+    assert found.unwritten == {"places": 4}
+
+    def load_again(given: dict[str, Tensor]) -> None:
+        load(given)
+        if given["q"].device.type != "meta":
+            into["places"].fill_(0)
+
+    with pytest.raises(sm.StoreError, match="'places' differs from one run to the next"):
+        record(load_again, into)
+
+
+def test_a_parameter_that_the_loader_swaps_is_put_back() -> None:
+    into = nn.Linear(4, 4, bias=False)
+    before, values, memory = into.weight, into.weight.tolist(), into.weight.data_ptr()
+    before.mark = "weight"  # type: ignore[attr-defined]
+
+    def load(given: dict[str, Tensor]) -> None:
+        torch.utils.swap_tensors(into.weight, nn.Parameter(given["w"].t().contiguous()))
+
+    found = smt.record(load, {"w": ((4, 4), "float32")}, into)
+    logical = np.arange(16).reshape(4, 4)
+    assert (found.fill({"w": logical})["weight"] == logical.T).all()
+    assert into.weight is before and isinstance(before, nn.Parameter) and before.requires_grad
+    assert (before.tolist(), before.data_ptr()) == (values, memory)
+    assert vars(before) == {"mark": "weight"}

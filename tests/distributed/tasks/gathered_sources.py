@@ -15,14 +15,15 @@ def read(rank: int) -> tuple[str, bool]:
     """What is said of the module between a forward and `reshard`; and whether its shards are a source all the while."""
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     sharded = fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
-    watched = watch_modules(read_source(sharded))
+    source = read_source(sharded)
+    watched = watch_modules(source)
     sharded(torch.ones(1, 4))
-    check_kept(watched)
+    check_kept(watched, source)
     said = ""
     try:
         read_source(sharded)
     except ExchangeError as error:
         said = str(error)
     sharded.reshard()
-    check_kept(watched)
+    check_kept(watched, source)
     return said, read_source(sharded).rank == rank

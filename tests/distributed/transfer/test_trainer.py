@@ -320,6 +320,12 @@ def delete(module: nn.Module) -> None:
     del module.get_submodule("0").weight
 
 
+def replace_module(module: nn.Module) -> None:
+    """The one before has its parameters as they were, and nobody trains them."""
+    vars(module)["kept"] = [module.get_submodule("0")]
+    module.add_module("0", nn.Linear(4, 6))
+
+
 def halve(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.data = parameter.data.half()
@@ -327,7 +333,12 @@ def halve(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(assign, "no longer what its module has"), (delete, "no longer"), (halve, "is float16")],
+    [
+        (assign, "no longer what its module has"),
+        (delete, "no longer"),
+        (replace_module, "'0.weight' is no longer what its module has"),
+        (halve, "is float16"),
+    ],
 )
 def test_other_parameters_than_were_met_with(
     pair: Pair, change: Callable[[nn.Module], None], said: str

@@ -274,3 +274,11 @@ def test_numbers_that_divide_nothing_are_refused_at_once(dims: str, exact: bool)
 def test_shapes_as_json_has_them() -> None:
     side = Stored(rows.parse("a = q : (tp n)"), (Mesh(tp=2),))
     assert bind(side, {"q": ([4], "torch.bfloat16")}).layouts["q"].dtype == "bfloat16"  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("text", ["tp n", "tp", "n tp"])
+def test_an_axis_without_parentheses_is_no_dimension(text: str) -> None:
+    """Every rank would store the whole."""
+    side = Stored(rows.parse(f"x = a : {text}"), (Mesh(tp=2),))
+    with pytest.raises(ShardError, match=r"dimension 'tp' of .* is a mesh axis; write \(tp n\)"):
+        bind(side, {"a": ((4,) * len(text.split()), "float32")})

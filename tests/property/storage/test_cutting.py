@@ -138,6 +138,13 @@ def test_axes_are_in_the_order_of_the_mesh() -> None:
     assert axes_of(parse("(tp dp n)"), frame) == ("dp", "tp")
 
 
+AT_COMPONENT = (
+    "=, ^ and % say how a component is stored, and {} is not one; write the mark at the component"
+)
+NEIGHBORS = "/ says which neighbours along an axis keep the same, and 4 is not a mesh axis; leave the mark out"
+CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mark out"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -151,6 +158,15 @@ def test_axes_are_in_the_order_of_the_mesh() -> None:
             "'up q' needs one component, and has up and q; "
             "components: q; mesh axes: tp; numbers: hd, rep",
         ),
+        ("(q tp tp)", "tp and tp both deal blocks of one component; write one of them left of it"),
+        ("(tp=8 q)", f"'tp=8' in 'tp=8 q': {AT_COMPONENT.format('tp')}"),
+        ("(tp^8 q)", f"'tp^8' in 'tp^8 q': {AT_COMPONENT.format('tp')}"),
+        ("(2=8 q)", f"'2=8' in '2=8 q': {AT_COMPONENT.format('2')}"),
+        ("(q tp=2)", f"'tp=2' in 'q tp=2': {AT_COMPONENT.format('tp')}"),
+        ("(tp=8 (q))", f"'tp=8' in 'tp=8 (q)': {AT_COMPONENT.format('tp')}"),
+        ("(4/2 q)", f"'4/2' in '4/2 q': {NEIGHBORS}"),
+        ("(tp q/2)", f"'q/2' in 'tp q/2': {CUTTING}"),
+        ("(tp q~)", f"'q~' in 'tp q~': {CUTTING}"),
         ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2"),
         ("(q=hd)", "'q=hd': 7 positions do not fit 3"),
         ("(q=many)", "unknown number 'many'; numbers of this side are hd, rep"),

@@ -83,3 +83,9 @@ def test_a_condition_is_one_tensor(text: str, said: str) -> None:
     with pytest.raises(NotationError) as caught:
         rows.parse(text)
     assert str(caught.value).startswith(said)
+
+
+def test_an_index_stands_once_in_a_logical_name() -> None:
+    """Its last number would win: `y.0.1` be stored as `x.1`."""
+    with pytest.raises(NotationError, match=r"an index twice in the logical name y\.\{l\}\.\{l\}"):
+        rows.parse("x.{l} = y.{l}.{l}")

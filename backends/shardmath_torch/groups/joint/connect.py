@@ -112,7 +112,7 @@ def connect(
         raise
     channel.set_timeout(timedelta(seconds=float(timeout)))
     serves_store = serves if isinstance(place, Address) else None
-    group = JointGroup(channel, own, backend, name, met.run, leave, serves_store)
+    group = JointGroup(channel, own, backend, name, met.run, leave, serves_store, place)
     # The store below the meeting is the group's alone, so the goodbyes need no name.
     turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
     return group

@@ -16,6 +16,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath_torch.groups.agreement import threads
 from shardmath_torch.groups.compat import Store, TCPStore
+from shardmath_torch.groups.stores import connect_anew
 
 __all__ = ["Address", "meet_at", "read_where"]
 
@@ -79,18 +80,30 @@ def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[
 
     Raises ExchangeError where it cannot be served, or is not there in time; and what `meet` does.
     """
+    if isinstance(where, Store):
+        return _meet_in(where, until, meet)
     while True:
-        store = _open(where, serves, until) if isinstance(where, Address) else where
+        store = _open(where, serves, until)
         try:
             return meet(store)
         except RuntimeError as error:
-            if not isinstance(where, Address):
-                raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error
             if time.monotonic() >= until:
                 raise _make_lost_error(where, error) from error
         # Closed before another is opened.
         del store
         time.sleep(LOOK_AGAIN_S)
+
+
+def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
+    """What `meet` gives in the caller's store. Other threads may wait in that, which locks its connection.
+
+    So do two threads that connect at once: each would wait for the other rank, and hold what the other thread needs.
+    """
+    left = max(0.0, until - time.monotonic())
+    try:
+        return meet(threads.within(left + GRACE_S, partial(connect_anew, given)))
+    except RuntimeError as error:
+        raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error
 
 
 def _open(address: Address, serves: bool, until: float) -> Store:

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Before", "key_of"]
+__all__ = ["Before", "describe", "key_of"]
 
 _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
     """The same for all tensors in one memory, while any of them lives."""
-    return int(tensor.untyped_storage()._cdata)
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
 
 
 class Before:
@@ -87,6 +88,7 @@ class _Tensor:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.kind = type(tensor)
+        self.attributes = vars(tensor)
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
         is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
@@ -101,6 +103,8 @@ class _Tensor:
             tensor.__class__ = self.kind
         if self.memory is not None:
             self._take_memory(self.memory)
+        if vars(tensor) is not self.attributes:
+            tensor.__dict__ = self.attributes
         if not tensor.is_leaf:
             return
         if tensor.requires_grad != self.requires_grad:
@@ -112,14 +116,18 @@ class _Tensor:
         storage = memory.untyped_storage()
         if storage.nbytes() != self.size:
             storage.resize_(self.size)
-        if _describe(self.tensor) != _describe(memory):
-            self.tensor.data = memory
+        if describe(self.tensor) == describe(memory):
+            return
+        if self.tensor.device != memory.device:
+            # A loader has swapped it for one without data, as torch's own may.
+            torch.utils.swap_tensors(self.tensor, torch.empty_like(memory).as_subclass(self.kind))
+        self.tensor.data = memory
 
 
-def _describe(tensor: Tensor) -> tuple[object, ...]:
+def describe(tensor: Tensor) -> tuple[object, ...]:
     """Which cells of which memory, and as what."""
-    where = key_of(tensor), tensor.storage_offset(), tensor.dtype
-    return *where, tensor.shape, tensor.stride()
+    where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *where, tensor.dtype
 
 
 def _see_bytes(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@
    another name, and makes what is used of it. Entries may be missing in the mapping that was given, and in some of the
    modules that had a tensor, as where weights were tied.
 3. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
-   state dict), and in modules that came into the place of others.
+   state dict), and in modules that came into the place of others, unless it is said which modules are meant
+   (`find_removed`).
 4. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
    are what is trained, and what is moved into (`gathered`), so these are no others.
 
@@ -49,7 +50,8 @@ class _Place(NamedTuple):
 
     look: Callable[[str], object]
     key: str
-    in_module: bool = False
+    holder: dict[str, Tensor] | None = None
+    """The module's own parameters or buffers; None in a mapping that was given."""
     keeper: object = None
     """What FSDP2 keeps of the tensor; None without."""
 
@@ -90,7 +92,7 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
         # A list at once: other threads may make modules meanwhile.
         for key, tensor in list(dict.items(holder)):
             for one in by_id.get(id(tensor), []):
-                one.places.append(_Place(holder.get, key, True, keepers.get(id(tensor))))
+                one.places.append(_Place(holder.get, key, holder, keepers.get(id(tensor))))
 
 
 def _list_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -155,13 +157,24 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
     return None
 
 
-def find_removed(watched: Iterable[Watched]) -> str | None:
-    """The name of a tensor in whose place nothing is in any of the modules that had it; None without."""
+def find_removed(
+    watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
+) -> str | None:
+    """The name of a tensor in whose place nothing is in any of the modules that had it; None without.
+
+    A module that had it counts as long as it is one of `modules`, or in one; by default as long as it is alive.
+    """
+    held = None if modules is None else {id(one) for one in _list_holders(_list_parts(modules))}
     for one in watched:
-        places = [place for place in one.places if place.in_module]
-        if places and all(place.look(place.key) is None for place in places):
+        places = [place for place in one.places if place.holder is not None]
+        if places and all(_is_gone(place, held) for place in places):
             return one.name
     return None
+
+
+def _is_gone(place: _Place, held: set[int] | None) -> bool:
+    """Whether nothing is there, or the module is none of those whose holders these are, by id."""
+    return place.look(place.key) is None or (held is not None and id(place.holder) not in held)
 
 
 def _is_replaced(one: Watched, place: _Place) -> bool:

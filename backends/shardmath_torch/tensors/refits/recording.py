@@ -29,7 +29,8 @@ from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
-from shardmath_torch.tensors.refits.before import key_of
+from shardmath_torch.tensors.probes.patterns import as_words
+from shardmath_torch.tensors.refits.before import describe, key_of
 from shardmath_torch.tensors.refits.numbering import Numbering, Reading
 from shardmath_torch.tensors.refits.targets import Into, Kept
 from shardmath_torch.tensors.refits.watching import Watch, Write
@@ -175,7 +176,12 @@ class _Recording:
         finally:
             kept.before.put_back()
             self._keep_seen(watch)
-        return {name for name, writes in found.items() if not self._take(name, writes)}
+        unexplained = {name for name, writes in found.items() if not self._take(name, writes)}
+        # A loader that stores nothing may have seen that there is no data.
+        if not any(found.values()) and not watch.filled:
+            self.ways.clear()
+            return set(found)
+        return unexplained
 
     def _keep_seen(self, watch: Watch) -> None:
         """What was seen of targets; of a run that failed, what it wrote until then."""
@@ -190,7 +196,8 @@ class _Recording:
         """What was written into a target, or put in its place, where these are now."""
         target = self.kept.memory[name]
         own = now[name]
-        if key_of(own) != key_of(target):
+        # Other strides of the same memory are another tensor, too: a weight is stored, and then seen transposed.
+        if describe(own) != describe(target):
             where = torch.empty(target.shape, dtype=target.dtype, device="meta")
             return [watch.explain(own, where)]
         return _shift_all(watch.writes[key_of(target)], target)
@@ -273,7 +280,7 @@ class _Recording:
     def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
         """Note what targets have after a run of the loader."""
         kept = self.kept
-        kept.occupy(run.byte)
+        left = kept.occupy(run.byte, self._list_read())
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
             self._call(tensors)
@@ -282,7 +289,7 @@ class _Recording:
             for name, reading in readings.items():
                 reading.add(run, now[name])
             if run == numbering.runs[0]:
-                self._compare(numbering, run, now)
+                self._compare(numbering, run, left, now)
         # A loader may refuse what is not finite.
         except Exception:
             if run.way not in SPECIAL:
@@ -290,10 +297,25 @@ class _Recording:
         finally:
             kept.before.put_back()
 
-    def _compare(self, numbering: Numbering, run: Run, now: Mapping[str, Tensor]) -> None:
+    def _list_read(self) -> set[str]:
+        """Targets that the loader may read, as a map of experts: without data it wrote others, and not these."""
+        return {name for name, way in self.ways.items() if not way and name not in self.filled}
+
+    def _compare(
+        self,
+        numbering: Numbering,
+        run: Run,
+        left: Mapping[str, Tensor],
+        now: Mapping[str, Tensor],
+    ) -> None:
         """Raise StoreError where a target explained by views is not, in a run on numbers, what it was seen to be."""
         for name in self.ways:
-            fault = self._find_difference(name, numbering, run, now[name])
+            if name not in left:
+                fault = self._find_difference(name, numbering, run, now[name])
+            elif torch.equal(as_words(now[name]), left[name]):
+                continue
+            else:
+                fault = "it is written, too"
             if fault:
                 raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
 
@@ -345,7 +367,7 @@ class _Recording:
     def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError where the loader parted what is in one memory."""
         for alias, name in self.kept.aliases.items():
-            if alias not in now or key_of(now[alias]) != key_of(now[name]):
+            if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
                 raise _Computed(
                     f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
                     f"record into tensors that do not share it"

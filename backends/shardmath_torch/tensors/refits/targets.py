@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -71,8 +71,11 @@ class Kept:
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
-    def occupy(self, byte: int) -> None:
-        """This byte all over the targets, with memory for those that have none."""
+    def occupy(self, byte: int, read: Collection[str] = ()) -> dict[str, Tensor]:
+        """This byte all over the targets, with memory for those that have none.
+
+        Returns the words of those that are to be `read`, which keep what they have.
+        """
         self.before.keep_bytes()
         # What lies in one memory does so here, too.
         storages: dict[int, torch.UntypedStorage] = {}
@@ -83,8 +86,12 @@ class Kept:
             if key not in storages:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
             self.place(name, _materialise(target, storages[key]))
-        for target in self.find().values():
-            as_words(target.data).fill_(repeat(byte, target.dtype))
+        left = [name for name in read if not self.targets[name].is_meta]
+        for name, target in self.find().items():
+            if self.aliases.get(name, name) not in left:
+                as_words(target.data).fill_(repeat(byte, target.dtype))
+        # Copied last, as others may lie in the same memory.
+        return {name: as_words(self.targets[name]).clone() for name in left}
 
 
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]

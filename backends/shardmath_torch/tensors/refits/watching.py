@@ -34,6 +34,8 @@ COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
 """What makes the same elements in new memory."""
 STORES = {aten.copy_.default, aten.fill_.Tensor}
 """What puts its second argument into its first."""
+ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage}
+"""What tells where a tensor is; without data, all tensors are in one place."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """What fills padding before or after the weights are written."""
 
@@ -298,6 +300,8 @@ def _make_class(watch: Watch) -> type[Tensor]:
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             try:
+                if func in ADDRESSES and watch.thread is not None:
+                    raise StoreError("a tensor without data is nowhere; load it by numbers")
                 if watch.thread in (None, threading.get_ident()):
                     return _carry_out(cls, func, args, kwargs)
                 with _Elsewhere(watch):
