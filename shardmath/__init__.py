@@ -6,20 +6,43 @@ need is imported when it is first asked for.
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+from warnings import warn
 
 from shardmath.base.errors import (
-    DigestError,
-    ExchangeError,
-    FormatError,
-    LayoutError,
-    MeshError,
-    NotationError,
-    ParamLayoutError,
-    PlacementError,
-    PlanError,
-    RunsError,
+    DigestError as DigestError,
+)
+from shardmath.base.errors import (
+    ExchangeError as ExchangeError,
+)
+from shardmath.base.errors import (
+    FormatError as FormatError,
+)
+from shardmath.base.errors import (
+    LayoutError as LayoutError,
+)
+from shardmath.base.errors import (
+    MeshError as MeshError,
+)
+from shardmath.base.errors import (
+    NotationError as NotationError,
+)
+from shardmath.base.errors import (
+    ParamLayoutError as ParamLayoutError,
+)
+from shardmath.base.errors import (
+    PlacementError as PlacementError,
+)
+from shardmath.base.errors import (
+    PlanError as PlanError,
+)
+from shardmath.base.errors import (
+    RunsError as RunsError,
+)
+from shardmath.base.errors import (
     ShardError,
-    StoreError,
+)
+from shardmath.base.errors import (
+    StoreError as StoreError,
 )
 from shardmath.base.memo import clear_caches
 from shardmath.base.moved import forward
@@ -40,15 +63,28 @@ from shardmath.layouts.placement import (
 )
 
 if TYPE_CHECKING:
+    from shardmath import buffers as buffers
+    from shardmath import content as content
+    from shardmath import errors as errors
+    from shardmath import formats as formats
+    from shardmath import models as models
+    from shardmath import pictures as pictures
+    from shardmath import rules as rules
+    from shardmath import storage as storage
+    from shardmath import store as store
+    from shardmath import traces as traces
+    from shardmath import transforms as transforms
     from shardmath.layouts.edits import window
     from shardmath.layouts.fitting import from_holdings
     from shardmath.layouts.holdings import equivalent
-    from shardmath.models.recordings.recorded import Recorded
-    from shardmath.models.recordings.sides import RecordedSide
+    from shardmath.models.recordings.recorded import Recorded as Recorded
+    from shardmath.models.recordings.sides import RecordedSide as RecordedSide
     from shardmath.models.refits.dividing import divide
     from shardmath.models.refits.refit import Refit, refit
-    from shardmath.plans.adjoint import Transposed, adjoint
-    from shardmath.plans.collectives.collective import Collective, recognise
+    from shardmath.plans.adjoint import Transposed as Transposed
+    from shardmath.plans.adjoint import adjoint
+    from shardmath.plans.collectives.collective import Collective as Collective
+    from shardmath.plans.collectives.collective import recognise
     from shardmath.plans.flows.certificate import Certificate
     from shardmath.plans.flows.topology import Topology
     from shardmath.plans.membership.leaving import without
@@ -56,54 +92,65 @@ if TYPE_CHECKING:
     from shardmath.plans.programs.certify import certify, crossing_bytes
     from shardmath.plans.programs.program import Program
     from shardmath.plans.programs.scheduling import schedule
-    from shardmath.plans.relabelling.relabelling import Relabelling, relabel
+    from shardmath.plans.relabelling.relabelling import Relabelling as Relabelling
+    from shardmath.plans.relabelling.relabelling import relabel
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
-    from shardmath.values.amaxes.amaxes import Amaxes, plan_amaxes
-    from shardmath.values.digests.content import Difference, digest_of, find_difference
-    from shardmath.values.transforms.transformed import Transformed, transformed
+    from shardmath.values.amaxes.amaxes import Amaxes as Amaxes
+    from shardmath.values.amaxes.amaxes import plan_amaxes as plan_amaxes
+    from shardmath.values.digests.content import Difference as Difference
+    from shardmath.values.digests.content import digest_of as digest_of
+    from shardmath.values.digests.content import find_difference as find_difference
+    from shardmath.values.transforms.transformed import Transformed as Transformed
+    from shardmath.values.transforms.transformed import transformed as transformed
 
     __version__: str
 
 LATE = {
-    "Amaxes": "values.amaxes.amaxes",
     "Certificate": "plans.flows.certificate",
     "Collective": "plans.collectives.collective",
-    "Difference": "values.digests.content",
     "Plan": "plans.plan",
     "Program": "plans.programs.program",
-    "Recorded": "models.recordings.recorded",
-    "RecordedSide": "models.recordings.sides",
     "Refit": "models.refits.refit",
     "Relabelling": "plans.relabelling.relabelling",
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
-    "Transformed": "values.transforms.transformed",
     "Transposed": "plans.adjoint",
     "adjoint": "plans.adjoint",
     "certify": "plans.programs.certify",
     "crossing_bytes": "plans.programs.certify",
-    "digest_of": "values.digests.content",
     "divide": "models.refits.dividing",
     "equivalent": "layouts.holdings",
-    "find_difference": "values.digests.content",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
-    "plan_amaxes": "values.amaxes.amaxes",
     "recognise": "plans.collectives.collective",
     "refit": "models.refits.refit",
     "relabel": "plans.relabelling.relabelling",
     "schedule": "plans.programs.scheduling",
     "simulate": "proofs.simulate",
-    "transformed": "values.transforms.transformed",
     "verify": "proofs.verify",
     "window": "layouts.edits",
     "without": "plans.membership.leaving",
 }
 """Where names are that are imported on use."""
 
+FORMER = {
+    "Amaxes": "formats",
+    "Difference": "content",
+    "Recorded": "storage",
+    "RecordedSide": "storage",
+    "Transformed": "transforms",
+    "digest_of": "content",
+    "find_difference": "content",
+    "plan_amaxes": "formats",
+    "transformed": "transforms",
+}
+"""Names that are in a face now, and in which."""
+
 FACES = (
     "buffers",
+    "content",
+    "errors",
     "formats",
     "models",
     "pictures",
@@ -147,6 +194,10 @@ def __getattr__(name: str) -> object:
     """What is imported on its first use. Raises AttributeError for what is not here."""
     if name in LATE:
         value = getattr(import_module(f"shardmath.{LATE[name]}"), name)
+    elif name in FORMER:
+        face = FORMER[name]
+        warn(f"shardmath.{name} is shardmath.{face}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(f"shardmath.{face}"), name)
     elif name == "families":
         value = import_module("shardmath.families")
     elif name in FACES:
@@ -175,64 +226,41 @@ def _version() -> str:
 
 
 __all__ = [
-    "Amaxes",
+    "Mesh",
+    "Layout",
+    "Placement",
+    "Shard",
+    "StridedShard",
+    "Replicate",
+    "Partial",
+    "Ragged",
     "Balanced",
     "BlockCyclic",
-    "Certificate",
-    "Collective",
-    "Difference",
-    "DigestError",
-    "ExchangeError",
-    "FormatError",
-    "Layout",
-    "LayoutError",
-    "Mesh",
-    "MeshError",
-    "NotationError",
     "Packed",
-    "ParamLayoutError",
-    "Partial",
-    "Placement",
-    "PlacementError",
-    "Plan",
-    "PlanError",
-    "Program",
-    "Ragged",
-    "Recorded",
-    "RecordedSide",
-    "Refit",
-    "Relabelling",
-    "Replicate",
-    "Runs",
-    "RunsError",
-    "Shard",
-    "ShardError",
-    "StoreError",
-    "StridedShard",
     "Table",
-    "Topology",
-    "Transfer",
-    "Transformed",
-    "Transposed",
-    "adjoint",
-    "certify",
-    "clear_caches",
-    "crossing_bytes",
-    "digest_of",
-    "divide",
-    "equivalent",
-    "find_difference",
-    "from_holdings",
+    "Runs",
     "from_ranges",
+    "from_holdings",
+    "window",
+    "equivalent",
     "plan",
-    "plan_amaxes",
-    "recognise",
-    "refit",
+    "Plan",
+    "Transfer",
+    "verify",
+    "simulate",
+    "adjoint",
     "relabel",
     "schedule",
-    "simulate",
-    "transformed",
-    "verify",
-    "window",
+    "Program",
+    "certify",
+    "Certificate",
+    "crossing_bytes",
+    "Topology",
+    "recognise",
+    "refit",
+    "Refit",
+    "divide",
     "without",
+    "ShardError",
+    "clear_caches",
 ]

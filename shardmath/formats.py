@@ -1,4 +1,7 @@
-"""`shardmath.formats`: weights as numbers of few bits, and scales that blocks of them share."""
+"""`shardmath.formats`: weights as numbers of few bits, the scales that blocks of them share, and their amaxes."""
 
+from shardmath.values.amaxes.amaxes import Amaxes, plan_amaxes
 from shardmath.values.formats import *  # noqa: F403
-from shardmath.values.formats import __all__ as __all__
+from shardmath.values.formats import __all__ as _formats
+
+__all__ = [*_formats, "Amaxes", "plan_amaxes"]

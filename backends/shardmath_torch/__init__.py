@@ -3,7 +3,7 @@
 move = compile(plan)                        # collective; every rank of the group, once
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
-move = compile_transformed(sm.transformed(src, dst, rules))   # where what travels is not what is held
+move = compile_transformed(sm.transforms.transformed(src, dst, rules))   # where what travels is not what is held
 quantise = compile_quantise(format, layout)                   # where ranks cut blocks that share a scale
 data, scales = quantise(tensor)
 with commit(move, other):                   # several moves: all in place on all ranks, or none on any

@@ -10,7 +10,7 @@
 >>> from shardmath.models.recordings.pieces import Piece
 >>> from shardmath.models.recordings.recorded import Native
 >>> second = Native("experts.1.weight", (2,), "int64", (Piece("experts", 0, 2, ((2, 1, 1),)),), "views", "")
->>> recorded = sm.Recorded((("experts", (3, 2), "int64"), ("norm", (1,), "int64")), (second,))
+>>> recorded = sm.storage.Recorded((("experts", (3, 2), "int64"), ("norm", (1,), "int64")), (second,))
 >>> given = {"experts": torch.arange(6).reshape(3, 2)}
 >>> list(convert(recorded, given.items()))
 [('experts.1.weight', tensor([2, 3]))]
@@ -35,7 +35,7 @@ from shardmath.models.systems.hugging_face import hugging_face
 __all__ = ["convert", "declare_conversion"]
 
 
-def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
+def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | None:
     """What checkpoints of a model of Hugging Face's configuration have of logical tensors of these shapes and dtypes;
     None where that is the tensors themselves.
     """
@@ -48,7 +48,7 @@ def declare_conversion(config: object, shapes: Shapes) -> sm.Recorded | None:
 
 
 def convert(
-    recorded: sm.Recorded, pairs: Iterable[tuple[str, Tensor]]
+    recorded: sm.storage.Recorded, pairs: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """A checkpoint's tensors, each as soon as all that it is made of has come."""
     waiting: dict[str, list[tuple[Native, set[str]]]] = {}

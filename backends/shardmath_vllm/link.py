@@ -67,7 +67,7 @@ class Link:
     place: int
     planned: sm.Refit
     refits: tuple[smt.Refit, ...]
-    recorded: sm.Recorded | None
+    recorded: sm.storage.Recorded | None
     trainers: int
     timeout: float
     acknowledges: bool = False

@@ -40,7 +40,7 @@ class Given:
 
     told: Told | None = None
     engine: int = 0
-    record: Callable[[Told], sm.Recorded] | None = None
+    record: Callable[[Told], sm.storage.Recorded] | None = None
     is_joint: bool = False
 
 
@@ -185,7 +185,7 @@ def _show_difference(one: Told, other: Told, what: str) -> str:
     return ""
 
 
-def _record(given: Given, told: Told) -> sm.Recorded | None:
+def _record(given: Given, told: Told) -> sm.storage.Recorded | None:
     """What this rank's loader stores, if it is a worker."""
     if given.record is None:
         return None
@@ -194,12 +194,12 @@ def _record(given: Given, told: Told) -> sm.Recorded | None:
 
 def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
     """The refit to all engines, proved."""
-    engines: dict[str, dict[int, sm.Recorded]] = {}
+    engines: dict[str, dict[int, sm.storage.Recorded]] = {}
     for place, (engine, text) in enumerate(texts):
         if text is not None:
             recorded = engines.setdefault(f"engine {engine}", {})
-            recorded[place] = sm.Recorded.from_json(text)
-    sides = {name: sm.RecordedSide(ranks) for name, ranks in engines.items()}
+            recorded[place] = sm.storage.Recorded.from_json(text)
+    sides = {name: sm.storage.RecordedSide(ranks) for name, ranks in engines.items()}
     rules = told.rules or None
     served = told.served if rules else None
     planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)

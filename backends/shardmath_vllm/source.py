@@ -56,7 +56,7 @@ class Source:
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
     served: Shapes | None = None
-    checkpoint: sm.Recorded | None = None
+    checkpoint: sm.storage.Recorded | None = None
     modules: tuple[nn.Module, ...] = ()
     rank: int | None = None
 
@@ -73,7 +73,7 @@ class Told:
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
     served: Shapes
-    checkpoint: sm.Recorded | None
+    checkpoint: sm.storage.Recorded | None
 
     @property
     def rules(self) -> dict[str, Cast]:

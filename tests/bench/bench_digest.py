@@ -58,7 +58,7 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         text = " ".join("nh"[: array.ndim])
         layout = sm.Layout(array.shape, sm.Mesh(), text, dtype=dtype)
         ways: list[Callable[[], object]] = [
-            lambda layout=layout, array=array: sm.digest_of(layout, {0: array}),  # type: ignore[misc]
+            lambda layout=layout, array=array: sm.content.digest_of(layout, {0: array}),  # type: ignore[misc]
             lambda array=array: array.sum(dtype=np.uint64),  # type: ignore[misc]
         ]
         if array.flags.c_contiguous:

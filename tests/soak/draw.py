@@ -73,7 +73,9 @@ def draw_sides(rng: Rng, kind: str) -> tuple[dict[str, sm.Layout], dict[str, sm.
 
 def cast(src: dict[str, sm.Layout], dst: dict[str, sm.Layout]) -> transforms.Transformed:
     """The same tensors, which travel in bfloat16."""
-    return sm.transformed(src, dst, dict.fromkeys(src, transforms.Cast("bfloat16", lossy=True)))
+    return sm.transforms.transformed(
+        src, dst, dict.fromkeys(src, transforms.Cast("bfloat16", lossy=True))
+    )
 
 
 def draw_content(rng: Rng, layout: sm.Layout) -> torch.Tensor:

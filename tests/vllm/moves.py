@@ -41,14 +41,16 @@ class Asked(NamedTuple):
     loaded: list[Path]
     rules: Mapping[str, transforms.Transform] | None
 
-    def plan(self, recorded: sm.Recorded | None) -> smt.Refit:
+    def plan(self, recorded: sm.storage.Recorded | None) -> smt.Refit:
         """The refit, once each rank knows what those of the engine have recorded."""
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, recorded and recorded.to_json())
-        ranks = {rank: sm.Recorded.from_json(text) for rank, text in enumerate(texts) if text}
+        ranks = {
+            rank: sm.storage.Recorded.from_json(text) for rank, text in enumerate(texts) if text
+        }
         held = checkpoints.shapes_of(self.held[0])
         served = self.list_served() if self.rules else None
-        side = sm.RecordedSide(ranks)
+        side = sm.storage.RecordedSide(ranks)
         planned = sm.refit(
             checkpoints.lay_out(held, TRAINERS), side, held, served=served, rules=self.rules
         )

@@ -117,7 +117,7 @@ def _serve(place: int, info: TrainerInfo, asked: Asked) -> tuple[Link, float]:
         record_metadata_for_reloading(model)
         loading = Loading(model, get_current_vllm_config().model_config)
 
-        def record(told: Told) -> sm.Recorded:
+        def record(told: Told) -> sm.storage.Recorded:
             return loading.record(told.served, told.checkpoint)
 
         start = time.process_time()
@@ -125,7 +125,7 @@ def _serve(place: int, info: TrainerInfo, asked: Asked) -> tuple[Link, float]:
         return link, time.process_time() - start
 
 
-def _count_stored(recorded: sm.Recorded | None) -> int:
+def _count_stored(recorded: sm.storage.Recorded | None) -> int:
     """Bytes that a worker's loader stores; 0 of a trainer."""
     if recorded is None:
         return 0

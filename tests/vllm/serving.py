@@ -88,7 +88,7 @@ def _refit(
         recorded = smt.record(model.load_weights, shapes, model, form="pairs")
         own = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
     checkpoint = Stored(parse(CHECKPOINT), (sm.Mesh(one=1, ranks=range(1)),))
-    moved = smt.Refit(sm.refit(checkpoint, sm.RecordedSide({0: recorded}), shapes))
+    moved = smt.Refit(sm.refit(checkpoint, sm.storage.RecordedSide({0: recorded}), shapes))
     moved.prepare(src=weights, dst=own)
     moved()
     return own

@@ -58,7 +58,7 @@ LARGEST_S = 10.0
 
 def record(
     folder: Path, shapes: checkpoints.Shapes, rank: int, tp: int, **more: Any
-) -> sm.Recorded:
+) -> sm.storage.Recorded:
     """What vLLM's loader stores on a rank."""
     with engine.built(folder, rank, tp, **more) as model:
         names = [name for name, _ in model.named_parameters()]
@@ -194,7 +194,7 @@ def test_a_rank_of_qwen3_30b_is_recorded_in_seconds(tmp_path: Path) -> None:
         start = time.process_time()
         found = smt.record(model.load_weights, shapes, model, form="pairs")
     recorded = time.process_time()
-    seen = sm.RecordedSide({0: found}).bind(shapes)
+    seen = sm.storage.RecordedSide({0: found}).bind(shapes)
     bound = time.process_time()
     print(
         f"Qwen3-30B-A3B, rank 1 of TP 4, {len(shapes)} tensors: "

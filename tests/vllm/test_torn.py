@@ -42,11 +42,11 @@ def plan(given: dict[int, str]) -> sm.Refit:
                 piece for name, (at, piece) in PIECES.items() if at == native and name in own
             )
             natives.append(Native(native, (4,), "float32", pieces, "views", ""))
-        ranks[place] = sm.Recorded(
+        ranks[place] = sm.storage.Recorded(
             tuple((name, shape, dtype) for name, (shape, dtype) in tensors.items()), tuple(natives)
         )
     side = {name: sm.Layout(shape, sm.Mesh(ranks=[0]), "n") for name, (shape, _) in tensors.items()}
-    return sm.refit(side, {"engine 0": sm.RecordedSide(ranks)}, tensors)
+    return sm.refit(side, {"engine 0": sm.storage.RecordedSide(ranks)}, tensors)
 
 
 class Model(nn.Module):

@@ -51,7 +51,7 @@ def check_stays(parallel: ParallelConfig) -> None:
         )
 
 
-def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) -> None:
+def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
     """Raise StoreError with all tensors that are not written whole; the model has them as they are loaded."""
     faults = []
     for native, left in recorded.unwritten.items():
@@ -65,7 +65,7 @@ def check_coverage(recorded: sm.Recorded, model: nn.Module, own: Sequence[str]) 
         )
 
 
-def check_types(recorded: sm.Recorded) -> None:
+def check_types(recorded: sm.storage.Recorded) -> None:
     """Raise StoreError with all tensors that come as another type than that in which they are stored."""
     shapes = recorded.shapes
     faults = []

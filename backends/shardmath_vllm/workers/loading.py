@@ -61,9 +61,9 @@ class Loading:
     def record(
         self,
         shapes: Shapes,
-        checkpoint: sm.Recorded | None = None,
-        check: Callable[[sm.Recorded], None] = lambda recorded: None,
-    ) -> sm.Recorded:
+        checkpoint: sm.storage.Recorded | None = None,
+        check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
+    ) -> sm.storage.Recorded:
         """What the model's own loader stores where, of tensors of these shapes; it is given the `checkpoint` of them.
 
         `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
@@ -87,7 +87,7 @@ class Loading:
         finally:
             self.undo()
 
-    def _check_kept(self, recorded: sm.Recorded) -> None:
+    def _check_kept(self, recorded: sm.storage.Recorded) -> None:
         """Raise StoreError where an engine has something of its own beside what is written that no update can keep."""
         written = [native.name for native in recorded.natives if native.pieces or native.function]
         for module, names in self._find_modules(written):

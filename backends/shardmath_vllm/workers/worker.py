@@ -91,11 +91,11 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
                 f"give its number of workers in TrainerInfo"
             )
 
-        def record(told: Told) -> sm.Recorded:
+        def record(told: Told) -> sm.storage.Recorded:
             check_stays(parallel)
             return self._loading.record(told.served, told.checkpoint, check)
 
-        def check(recorded: sm.Recorded) -> None:
+        def check(recorded: sm.storage.Recorded) -> None:
             check_types(recorded)
             check_coverage(recorded, self.model, init_info.own)
 

@@ -92,7 +92,7 @@ class Extension:
         return sum(sizes.values()), max(layers)
 
 
-def _count_bytes(native: Any, recorded: sm.Recorded) -> int:
+def _count_bytes(native: Any, recorded: sm.storage.Recorded) -> int:
     """Those of a stored tensor that are written."""
     written = math.prod(native.shape) - recorded.unwritten.get(native.name, 0)
     return int(written * dtype_of(native.dtype).itemsize)

@@ -1,4 +1,4 @@
-"""smt.digest gives the numbers of sm.digest_of, and every rank hears of what one has wrong."""
+"""smt.digest gives the numbers of sm.content.digest_of, and every rank hears of what one has wrong."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_same_numbers(pool: Pool) -> None:
         make_case(every),
     ]
     expected = [
-        sm.digest_of(held, arrays, seed=i) for i, ((held, _, _), arrays) in enumerate(cases)
+        sm.content.digest_of(held, arrays, seed=i) for i, ((held, _, _), arrays) in enumerate(cases)
     ]
     assert pool.run(digest_cases, [case for case, _ in cases]) == [expected] * 8
 
 
 def test_groups_of_some_ranks(pool: Pool) -> None:
     layout = sm.Layout((5, 4), sm.Mesh(tp=2, ranks=(5, 1)), "(tp n) h")
-    expected = sm.digest_of(
+    expected = sm.content.digest_of(
         layout, {5: np.ones((3, 4), np.float32), 1: np.ones((2, 4), np.float32)}
     )
     found = pool.run(digest_in_group, layout, (5, 3, 1, 7))
@@ -92,6 +92,6 @@ def test_errors_are_errors_on_all_ranks(pool: Pool) -> None:
     ]
     for text, start in zip(said, starts, strict=True):
         assert text.startswith(start), text
-    assert int(digest) == sm.digest_of(
+    assert int(digest) == sm.content.digest_of(
         ROWS, {rank: np.ones((4, 6), np.float32) for rank in range(8)}
     )

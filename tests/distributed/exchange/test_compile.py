@@ -218,7 +218,7 @@ def test_plans_that_differ(pool: Pool) -> None:
     for error in pool.run(compile_with, [SAME] * 7 + [None], [{}], tuple(range(8))):
         assert "rank 7: compile takes a Plan, got NoneType; pass shardmath.plan(src, dst)" in error
     layouts = {"w": sm.Layout((8,), sm.Mesh(tp=8), "(tp n)")}
-    transformed = sm.transformed(layouts, layouts, {"w": transforms.Cast("bfloat16")})
+    transformed = sm.transforms.transformed(layouts, layouts, {"w": transforms.Cast("bfloat16")})
     for error in pool.run(compile_with, [SAME] * 7 + [transformed], [{}], tuple(range(8))):
         assert "rank 7: compile takes a Plan, got Transformed; call compile_transformed" in error
 

@@ -346,7 +346,9 @@ def test_a_store_of_the_caller_s() -> None:
     second = smt.connect(store, 0, 1, name="a")
     layout = sm.Layout((4, 4), sm.Mesh(tp=1), "n h")
     for group in (first, second):
-        assert smt.digest(layout, ONES, group=group) == sm.digest_of(layout, {0: ONES.numpy()})
+        assert smt.digest(layout, ONES, group=group) == sm.content.digest_of(
+            layout, {0: ONES.numpy()}
+        )
         smt.disconnect(group)
     assert store.num_keys() == 0
 

@@ -85,7 +85,7 @@ def refit(path: Path, tell: Any) -> None:
 
 
 def transformed(path: Path, tell: Any) -> None:
-    cast = sm.transformed(
+    cast = sm.transforms.transformed(
         {"weight": WHOLE}, {"weight": NARROW}, {"weight": transforms.Cast("bfloat16")}
     )
     out = {"weight": torch.zeros(WHOLE.shape).bfloat16()}

@@ -339,7 +339,7 @@ def test_a_cast_to_what_is_stored_is_recorded_alike_by_both_ways_or_named_by_bot
     into = {"a": torch.zeros(9, dtype=getattr(torch, wanted), device="meta")}
     shapes = {"q": ((9,), given)}
 
-    def record(way: Any) -> sm.Recorded:
+    def record(way: Any) -> sm.storage.Recorded:
         return smt.record(lambda named: into["a"].copy_(named["q"]), shapes, into, ways=(way,))
 
     is_part = given.startswith("complex") and not wanted.startswith("complex")

@@ -64,8 +64,10 @@ def test_chunks_with_equal_names() -> None:
         smt.record(load, shapes, chunks)
     found = smt.record(load, shapes, chunks, functions={"A of chunk 1": "neg_exp"})
     assert found.unwritten == {"A of chunk 1": 1}
-    assert sm.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
-    bound = sm.RecordedSide({0: found}).bind(shapes)
+    assert (
+        sm.storage.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
+    )
+    bound = sm.storage.RecordedSide({0: found}).bind(shapes)
     assert bound.natives(0) == {(0, "A"): (4,), (1, "A"): (5,)}
     slots = bound.slots(0)
     assert [(slots[name].chunk, slots[name].function) for name in "pq"] == [(0, ""), (1, "neg_exp")]
@@ -137,7 +139,9 @@ def test_a_module_with_loaders_of_its_own(device: str, ways: Any) -> None:
     assert found.aliases == (("head", "embed"),)
     assert found.unwritten == {"scale": 1}
     assert [native.name for native in found.natives] == ["embed", "scale", "qk.weight"]
-    assert sm.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
+    assert (
+        sm.storage.Recorded.from_json(found.to_json()) == found == pickle.loads(pickle.dumps(found))
+    )
     assert {n: id(p) for n, p in module.named_parameters()} == {n: id(p) for n, p in before.items()}
     assert device == "meta" or module.scale == 1  # type: ignore[comparison-overlap]
 
@@ -464,7 +468,7 @@ def test_transformers_own_conversion_of_experts() -> None:
 
     found = smt.record(load, shapes, into)
     assert not found.unwritten
-    seen = sm.RecordedSide({0: found}).bind(shapes)
+    seen = sm.storage.RecordedSide({0: found}).bind(shapes)
     layer = "model.layers.{l}.mlp.experts."
     row = f"{layer}gate_up_proj = {layer}{{e}}.[gate up]_proj.weight : e (gate + up) h"
     fused = {n: s for n, s in shapes.items() if n.endswith(("gate_proj.weight", "up_proj.weight"))}

@@ -20,7 +20,7 @@ SHAPES = dict.fromkeys("qk", ((4, 3), "float32"))
 BOTH = "views", "numbers"
 
 
-def record(load: Callable[[Given], object], into: Any, **more: Any) -> sm.Recorded:
+def record(load: Callable[[Given], object], into: Any, **more: Any) -> sm.storage.Recorded:
     return smt.record(load, SHAPES, into, **more)
 
 

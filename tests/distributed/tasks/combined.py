@@ -64,7 +64,7 @@ def _try_sides(rng: random.Random, kind: str) -> Sides:
     rules = {}
     if kind == "transformed":
         rules = {"w": transforms.Cast("bfloat16", at=rng.choice(("source", "destination")))}
-        sm.transformed(src, dst, rules)
+        sm.transforms.transformed(src, dst, rules)
     sm.plan({"v": src["v"]}, {"v": dst["v"]})
     return Sides(src, dst, rules)
 
@@ -102,7 +102,7 @@ class Twin:
     def _compile(self, options: dict[str, Any], group: Any, is_plain: bool = False) -> Any:
         src, dst, rules = self._sides
         if rules:
-            t = sm.transformed(src, dst, rules)
+            t = sm.transforms.transformed(src, dst, rules)
             return smt.compile_transformed(t, group=group, timeout=30.0, **options)
         plan = sm.plan(src, dst)
         if is_plain or self.kind == "plain":

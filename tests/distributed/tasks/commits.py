@@ -178,7 +178,9 @@ class Two:
             return smt.compile_changes(self.plan, **options)
         if self.kind == "transformed":
             same = transforms.Cast("float64", at="source")
-            return smt.compile_transformed(sm.transformed(*self._sides, {"w": same}), **options)
+            return smt.compile_transformed(
+                sm.transforms.transformed(*self._sides, {"w": same}), **options
+            )
         return smt.compile(self.plan, **options)
 
     def scale(self, times: float) -> None:

@@ -114,7 +114,7 @@ def plan_to(engines: Mapping[str, Stored], served: Mapping[str, Any], **unused: 
     return sm.refit(lay_trainer(), engines, list_held(), served=served, rules=RULES, **unused)
 
 
-def _record(declared: Stored) -> sm.RecordedSide:
+def _record(declared: Stored) -> sm.storage.RecordedSide:
     """The same engine by its loader."""
     served = list_served()
     bound = bind(declared, served)
@@ -125,7 +125,7 @@ def _record(declared: Stored) -> sm.RecordedSide:
             dtype = getattr(torch, _find_dtype(name))
             own[name] = torch.empty(shape, dtype=dtype, device="meta")
         ranks[rank] = smt.record(partial(_load, own, tp), served, own)
-    return sm.RecordedSide(ranks)
+    return sm.storage.RecordedSide(ranks)
 
 
 def _find_dtype(native: str) -> str:

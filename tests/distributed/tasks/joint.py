@@ -65,7 +65,7 @@ def moves(group: dist.ProcessGroup, place: int, engine: str) -> list[Said]:
     number = smt.digest(rows.plan.dst[""], rows.out, group=group)
     whole = torch.arange(float(16 * 4 * group.size())).view(16, -1)
     alone = sm.Layout(tuple(whole.shape), sm.Mesh(tp=1), "n h")
-    wanted = sm.digest_of(alone, {0: whole.numpy()})
+    wanted = sm.content.digest_of(alone, {0: whole.numpy()})
     found.append("" if number == wanted else "another digest")
     found.append("" if gather(place, group) == list(range(group.size())) else "other ranks")
     total = torch.tensor([place])

@@ -203,7 +203,7 @@ def others(rank: int) -> list[Any]:
     wide = sm.Layout((8, 32), sm.Mesh(tp=8), "(tp n) h")
     narrow = sm.Layout((8, 32), sm.Mesh(tp=8), "n (tp h)", dtype="bfloat16")
     to_narrow = {"w": sm.transforms.Cast("bfloat16")}
-    cast = smt.compile_transformed(sm.transformed({"w": wide}, {"w": narrow}, to_narrow))
+    cast = smt.compile_transformed(sm.transforms.transformed({"w": wide}, {"w": narrow}, to_narrow))
     told: Told = []
     src, out = torch.ones(1, 32), torch.zeros(8, 4, dtype=torch.bfloat16)
     cast({"w": src}, out={"w": out}, progress=lambda *numbers: told.append(numbers))

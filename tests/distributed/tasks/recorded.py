@@ -163,7 +163,7 @@ def _load_mlp(given: Tensors, own: Into, src: str, dst: str, tp: int) -> None:
 
 def record(
     side: Stored, load: Loader, first: int, device: str = "meta", **more: Any
-) -> sm.RecordedSide:
+) -> sm.storage.RecordedSide:
     """What the loader stores on each rank of a side, into tensors of the shapes that the side has."""
     shapes = refits.shapes()
     bound = bind(side, shapes)
@@ -183,7 +183,7 @@ def record(
         )
         held = [tensor for chunk in chunks for tensor in chunk.values() if not tensor.is_meta]
         assert all((tensor == 7).all() for tensor in held)
-    return sm.RecordedSide(ranks)
+    return sm.storage.RecordedSide(ranks)
 
 
 def move(rank: int, declared: bool) -> Any:

@@ -255,7 +255,9 @@ def what_else_moves(rank: int, kind: str) -> list[Said]:
         move = smt.compile_changes(p, timeout=30.0)
     else:
         sides = [{name: windows[0] for name, windows in side.items()} for side in (p.src, p.dst)]
-        move = smt.compile_transformed(sm.transformed(*sides, {}), p, timeout=30.0, commit="all")
+        move = smt.compile_transformed(
+            sm.transforms.transformed(*sides, {}), p, timeout=30.0, commit="all"
+        )
     said = [held.move(move, 0), held.move(move, 1)]
     for step, plan in enumerate((rest, p), 1):
         said.append(ends(lambda plan=plan: move.replan(plan)))  # type: ignore[misc]

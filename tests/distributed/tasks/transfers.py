@@ -135,7 +135,7 @@ def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
     said = _get_default_store().get(f"told/{port}")
     told = infos.Joining(**json.loads(said))
 
-    def record(trainers: Told) -> sm.Recorded:
+    def record(trainers: Told) -> sm.storage.Recorded:
         if how == "record" and rank == TRAINERS:
             raise ArithmeticError("cannot be recorded")
         return _record(rank - TRAINERS, trainers)
@@ -158,14 +158,14 @@ def _work(rank: int, port: int, how: str, made: list[Any]) -> None:
     link.leave()
 
 
-def _record(column: int, told: Told) -> sm.Recorded:
+def _record(column: int, told: Told) -> sm.storage.Recorded:
     """A loader that takes a column of each tensor."""
     natives = []
     for name in told.shapes:
         piece = Piece(name, 0, column, ((ROWS, 1, 2),))
         natives.append(Native(name, (ROWS, 1), "float32", (piece,), "views", ""))
     shapes = tuple((name, shape, dtype) for name, (shape, dtype) in told.shapes.items())
-    return sm.Recorded(shapes, tuple(natives))
+    return sm.storage.Recorded(shapes, tuple(natives))
 
 
 # A trainer's rank that was started anew

@@ -35,7 +35,7 @@ def move_transformed(rank: int, cases: Sequence[Moved]) -> list[tuple[dict[str, 
     for case in cases:
         src = tensors_of(case.tensors_src.get(rank), case.lying)
         dst = tensors_of(case.tensors_dst.get(rank), case.lying)
-        t = sm.transformed(case.src, case.dst, case.rules)
+        t = sm.transforms.transformed(case.src, case.dst, case.rules)
         given: Any = None
         if case.nodes:
             nodes = sm.Topology(ranks_per_node=8 // case.nodes)
@@ -108,7 +108,7 @@ def go_wrong(
         return lambda values: (bad if broken[0] and rank == who else good)(values)
 
     functions = switch(same, WRONG[how][0]), switch(same, WRONG[how][1])
-    t = sm.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom(functions)})
+    t = sm.transforms.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom(functions)})
     move = smt.compile_transformed(t, timeout=20.0, **options)
     src, dst = locals_of(rank)
     move(src, out=dst, acknowledge=True)
@@ -242,7 +242,7 @@ def compile_hook(hook: Hook, dst: sm.Layout) -> Any:
     transform = smt.megatron_hook(hook, HALVES)
     here = {"a.weight": ROWS, "a.bias": sm.Layout((3,), ROWS.mesh, "n")}
     there = {"a.weight": dst, "a.bias": sm.Layout((3,), dst.mesh, "n")}
-    t = sm.transformed(here, there, {"*.weight": transform})
+    t = sm.transforms.transformed(here, there, {"*.weight": transform})
     return smt.compile_transformed(t, timeout=20.0)
 
 
@@ -251,7 +251,7 @@ def compile_apart(rank: int, how: str) -> str:
     at = "destination" if rank == 3 and how == "transforms" else "source"
     wide = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h", dtype="float32")
     narrow = sm.Layout((8, 6), sm.Mesh(tp=2), "(tp n) h", dtype="bfloat16")
-    given: Any = sm.transformed(
+    given: Any = sm.transforms.transformed(
         {"w": wide}, {"w": narrow}, {"w": transforms.Cast("bfloat16", at=at)}
     )
     plan = None
@@ -268,7 +268,9 @@ def compile_apart(rank: int, how: str) -> str:
 
 def memory(rank: int, case: Moved) -> tuple[int, bytes]:
     """Bytes of wire buffers, and the destination of a move in its own memory."""
-    move = smt.compile_transformed(sm.transformed(case.src, case.dst, case.rules), timeout=30.0)
+    move = smt.compile_transformed(
+        sm.transforms.transformed(case.src, case.dst, case.rules), timeout=30.0
+    )
     src, dst = tensors_of(case.tensors_src.get(rank)), tensors_of(case.tensors_dst.get(rank))
     # A trainer's parameters need gradients; a backward that needs what a destination was has to see that it changed.
     for tensor in (src or {}).values():
@@ -290,13 +292,14 @@ def cut_apart(rank: int) -> tuple[str, str, bool]:
     errors = []
     for held in (cut, apart):
         try:
-            t = sm.transformed({"a.weight": held}, {"a.weight": whole}, {"*": hook})
+            t = sm.transforms.transformed({"a.weight": held}, {"a.weight": whole}, {"*": hook})
             smt.compile_transformed(t, timeout=20.0)
             errors.append("")
         except sm.ShardError as error:
             errors.append(str(error))
     move = smt.compile_transformed(
-        sm.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom((same, same))}), timeout=20.0
+        sm.transforms.transformed({"w": ROWS}, {"w": COLUMNS}, {"w": custom((same, same))}),
+        timeout=20.0,
     )
     src, dst = locals_of(rank)
     move(src, out=dst)

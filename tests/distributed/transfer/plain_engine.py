@@ -43,7 +43,7 @@ class PlainEngine:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing."""
 
-    def _record(self, told: Told) -> sm.Recorded:
+    def _record(self, told: Told) -> sm.storage.Recorded:
         def load(named: Mapping[str, Tensor]) -> None:
             for name, tensor in named.items():
                 self.module.get_parameter(name).data.copy_(tensor)

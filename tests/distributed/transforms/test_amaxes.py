@@ -98,7 +98,7 @@ def test_parts_are_those_of_the_whole_tensor(pool: Pool, count: int) -> None:
     got = pool.run(tasks.quantise, [case for case, _ in cases], timeout=60.0 * count)
     moved = 0
     for i, (case, wanted) in enumerate(cases):
-        amaxes = sm.plan_amaxes(case.format, case.layout, "w")
+        amaxes = sm.formats.plan_amaxes(case.format, case.layout, "w")
         planned = sm.plan(amaxes.src, amaxes.dst).received_bytes()
         for rank in range(8):
             made, same, received = got[rank][i]

@@ -141,7 +141,7 @@ def test_functions_cannot_write_to_the_source() -> None:
         prepare(custom, form, form, (held,), (torch.empty(4),))
     layout = sm.Layout((4,), sm.Mesh(), "n")
     with pytest.raises(ValueError, match="read-only"):
-        sm.transformed(layout, layout, {"*": custom}).prepare(0, array)
+        sm.transforms.transformed(layout, layout, {"*": custom}).prepare(0, array)
     assert held.tolist() == array.tolist() == [1.0] * 4
 
 

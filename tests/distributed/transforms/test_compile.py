@@ -26,7 +26,7 @@ def make(
     rng = np.random.default_rng(seed)
     here, there = (random_arrays(side, rng) for side in sides)
     case = Moved(src, dst, rules, as_bytes(here, sides[0]), as_bytes(there, sides[1]), **rest)
-    t = sm.transformed(src, dst, rules)
+    t = sm.transforms.transformed(src, dst, rules)
     with np.errstate(all="ignore"):
         prepared = {rank: t.prepare(rank, arrays) for rank, arrays in here.items()}
         arrived: Any = sm.simulate(sm.plan(t.src, t.dst), prepared)
@@ -191,7 +191,7 @@ def test_what_fails_after_arrival_is_this_rank_s_failure() -> None:
     [
         ("transforms", "ranks disagree"),
         ("plan", "the plan is of other tensors: 'w' is not alike"),
-        ("type", "transforms are Plan; pass what sm.transformed(src, dst, rules) gives"),
+        ("type", "transforms are Plan; pass what sm.transforms.transformed(src, dst, rules) gives"),
     ],
 )
 def test_ranks_agree_on_transforms(pool: Pool, how: str, words: str) -> None:

@@ -84,7 +84,7 @@ def test_a_hook_takes_whole_blocks() -> None:
         Hook({}), (Component("low", "uint8"), Component("high", "uint8", (4,)))
     )
     apart = sm.Layout((8,), sm.Mesh(), "(n)=<2:4 -1 0:2 4:8>", dtype="bfloat16")
-    t = sm.transformed({"w": apart}, {"w": apart}, {"w": blocks})
+    t = sm.transforms.transformed({"w": apart}, {"w": apart}, {"w": blocks})
     job = next(t.jobs(0, "source"))
     with pytest.raises(sm.ShardError) as caught:
         blocks.make_worker(job._replace(tensor="a.weight"), 0, "source", torch.device("cpu"))
@@ -97,7 +97,7 @@ def test_what_a_hook_is() -> None:
     hook = smt.megatron_hook(Hook({}), HALVES)
     assert str(hook) == "a Megatron hook of low uint8, high uint8"
     assert hook.rules(["a.weight", "a.bias"]) == {"a.weight": hook}
-    t = sm.transformed({"w": PLAIN}, {"w": PLAIN}, {"w": hook})
+    t = sm.transforms.transformed({"w": PLAIN}, {"w": PLAIN}, {"w": hook})
     job = next(t.jobs(1, "source"))
     for make, words in (
         (lambda: smt.megatron_hook(torch, HALVES), "module has no should_transform, prepare_send,"),
@@ -127,7 +127,7 @@ def test_buffers_of_a_hook_are_received_into_where_nobody_shares_them(scratch: b
     hook.prepare_recv = lambda name, slices: list(picks[name])  # type: ignore[method-assign]
     transform = smt.megatron_hook(hook, HALVES)
     side = dict.fromkeys(picks, PLAIN)
-    t = sm.transformed(side, side, transform.rules(side))
+    t = sm.transforms.transformed(side, side, transform.rules(side))
     cpu = torch.device("cpu")
     workers = [
         transform.make_worker(job, 1, "destination", cpu) for job in t.jobs(1, "destination")
@@ -150,7 +150,9 @@ def test_buffers_elsewhere_are_refused() -> None:
         torch.empty(8, 3, dtype=torch.uint8, device="meta") for _ in range(2)
     ]
     transform = smt.megatron_hook(hook, HALVES)
-    t = sm.transformed({"a.weight": PLAIN}, {"a.weight": PLAIN}, transform.rules(["a.weight"]))
+    t = sm.transforms.transformed(
+        {"a.weight": PLAIN}, {"a.weight": PLAIN}, transform.rules(["a.weight"])
+    )
     (job,) = t.jobs(1, "destination")
     with pytest.raises(sm.ExchangeError) as caught:
         transform.make_worker(job, 1, "destination", torch.device("cpu"))

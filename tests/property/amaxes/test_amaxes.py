@@ -64,7 +64,9 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
-def exchange(amaxes: sm.Amaxes, x: np.ndarray) -> tuple[dict[int, Any], dict[int, Any], sm.Plan]:
+def exchange(
+    amaxes: sm.formats.Amaxes, x: np.ndarray
+) -> tuple[dict[int, Any], dict[int, Any], sm.Plan]:
     """What every rank has measured, and what has arrived there, by a plan that is proved."""
     ranks = amaxes.layout.mesh.ranks
     own = {rank: amaxes.measure(rank, take(amaxes.layout, rank, x)) for rank in ranks}
@@ -79,7 +81,7 @@ def exchange(amaxes: sm.Amaxes, x: np.ndarray) -> tuple[dict[int, Any], dict[int
 def check_parts(one: Format, layout: sm.Layout, x: np.ndarray) -> sm.Plan:
     """Every rank's parts are those of the whole; the plan by which they learned the amaxes."""
     whole = one.quantise(x)
-    amaxes = sm.plan_amaxes(one, layout, "w")
+    amaxes = sm.formats.plan_amaxes(one, layout, "w")
     own, arrived, plan = exchange(amaxes, x)
     assert amaxes.layouts == one.layouts(layout, duplicated=True)
     for rank in layout.mesh.ranks:
@@ -134,7 +136,7 @@ def count_bytes(one: Format, layout: sm.Layout) -> int:
 @EACH
 @given(layout=layouts())
 def test_bytes_are_those_of_slots_that_ranks_lack(one: Format, layout: sm.Layout) -> None:
-    amaxes = sm.plan_amaxes(one, layout, "w")
+    amaxes = sm.formats.plan_amaxes(one, layout, "w")
     plan = sm.plan(amaxes.src, amaxes.dst)
     assert sum(plan.received_bytes().values()) == count_bytes(one, layout)
 
@@ -158,9 +160,11 @@ def test_only_blocks_that_are_cut_travel() -> None:
 def test_tensors_share_a_plan() -> None:
     mesh = sm.Mesh(tp=4)
     every = {
-        "up": sm.plan_amaxes(FP8Blocks(), sm.Layout((100, 64), mesh, "(tp n) k"), "up"),
-        "down": sm.plan_amaxes(FP8("channel"), sm.Layout((64, 100), mesh, "n (tp k)"), "down"),
-        "none": sm.plan_amaxes(MXFP8(), sm.Layout((64, 128), mesh, "n (tp k)"), "none"),
+        "up": sm.formats.plan_amaxes(FP8Blocks(), sm.Layout((100, 64), mesh, "(tp n) k"), "up"),
+        "down": sm.formats.plan_amaxes(
+            FP8("channel"), sm.Layout((64, 100), mesh, "n (tp k)"), "down"
+        ),
+        "none": sm.formats.plan_amaxes(MXFP8(), sm.Layout((64, 128), mesh, "n (tp k)"), "none"),
     }
     src: dict[str, Any] = {}
     dst: dict[str, Any] = {}
@@ -187,7 +191,7 @@ def test_tensors_share_a_plan() -> None:
 
 def test_plans_stay_small_where_many_rows_are_cut() -> None:
     layout = sm.Layout((512, 720), sm.Mesh(tp=12), "n (tp k)")
-    amaxes = sm.plan_amaxes(MXFP8(), layout, "w")
+    amaxes = sm.formats.plan_amaxes(MXFP8(), layout, "w")
     for rank in range(12):
         assert len(amaxes.src["w"].runs(rank)[0].segments) <= 2
         assert len(amaxes.dst["w"].runs(rank)[0].segments) <= 2
@@ -200,15 +204,19 @@ def test_equivalent_layouts_have_the_same_slots() -> None:
     assert sm.equivalent(one, other)
     plans = []
     for layout in (one, other):
-        amaxes = sm.plan_amaxes(FP8Blocks((4, 32)), layout, "w")
+        amaxes = sm.formats.plan_amaxes(FP8Blocks((4, 32)), layout, "w")
         plans.append(sm.plan(amaxes.src, amaxes.dst))
     assert plans[0].digest == plans[1].digest
 
 
 def test_they_are_values() -> None:
     layout = sm.Layout((4, 96), sm.Mesh(tp=2), "n (tp k)")
-    one = sm.plan_amaxes(MXFP8(), layout, "w")
-    assert one == sm.plan_amaxes(MXFP8(), layout, "w") != sm.plan_amaxes(MXFP8(), layout)
+    one = sm.formats.plan_amaxes(MXFP8(), layout, "w")
+    assert (
+        one
+        == sm.formats.plan_amaxes(MXFP8(), layout, "w")
+        != sm.formats.plan_amaxes(MXFP8(), layout)
+    )
     x = draw_numbers((4, 96), 1)
     copy = pickle.loads(pickle.dumps(one))
     assert copy == one
@@ -224,40 +232,40 @@ OWN = np.zeros((4, 2), np.float32)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sm.plan_amaxes("MXFP8", LAYOUT), "give one such as formats.MXFP8()"),
-        (lambda: sm.plan_amaxes(MXFP8(), "n k"), "give the layout of the tensor"),
+        (lambda: sm.formats.plan_amaxes("MXFP8", LAYOUT), "give one such as formats.MXFP8()"),
+        (lambda: sm.formats.plan_amaxes(MXFP8(), "n k"), "give the layout of the tensor"),
         (
-            lambda: sm.plan_amaxes(FP8(), sm.Layout((), sm.Mesh(tp=2), ""), "w"),
+            lambda: sm.formats.plan_amaxes(FP8(), sm.Layout((), sm.Mesh(tp=2), ""), "w"),
             "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantised",
         ),
         (
-            lambda: sm.plan_amaxes(MXFP8(), sm.Layout((8,), sm.Mesh(tp=2), {"tp": sm.Partial()}), "w"),
+            lambda: sm.formats.plan_amaxes(MXFP8(), sm.Layout((8,), sm.Mesh(tp=2), {"tp": sm.Partial()}), "w"),
             "is Partial; reduce it before it is quantised",
         ),
         (
-            lambda: sm.plan_amaxes(NVFP4(), sm.Layout((6,), sm.Mesh(tp=2), "(tp n)"), "w"),
+            lambda: sm.formats.plan_amaxes(NVFP4(), sm.Layout((6,), sm.Mesh(tp=2), "(tp n)"), "w"),
             "data of NVFP4 1-D is cut every 2: the nearest cuts to 3 are 2 and 4",
         ),
         (
-            lambda: sm.plan_amaxes(MXFP8(), LOST, "w"),
+            lambda: sm.formats.plan_amaxes(MXFP8(), LOST, "w"),
             "tensor 'w': nobody holds position 3 of dimension 0",
         ),
-        (lambda: sm.plan_amaxes(MXFP8(), LAYOUT, "w").measure(2, ROW), "its ranks are [0, 1]"),
+        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(2, ROW), "its ranks are [0, 1]"),
         (
-            lambda: sm.plan_amaxes(MXFP8(), LAYOUT, "w").measure(1, ROW[:2]),
+            lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(1, ROW[:2]),
             "tensor 'w': rank 1: the local array has shape (2, 48); pass one of (4, 48)",
         ),
         (
-            lambda: sm.plan_amaxes(MXFP8(), LAYOUT).measure(1, ROW.astype(np.float64)),
+            lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT).measure(1, ROW.astype(np.float64)),
             "rank 1: the local array has dtype float64; pass an array of float32",
         ),
-        (lambda: sm.plan_amaxes(MXFP8(), LAYOUT).send(1, OWN[:2]), "pass one of (4, 2)"),
+        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT).send(1, OWN[:2]), "pass one of (4, 2)"),
         (
-            lambda: sm.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {}),
+            lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {}),
             "rank 1: slots 'w' are missing; give what has arrived, by local name",
         ),
         (
-            lambda: sm.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {"w": OWN[0]}),
+            lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {"w": OWN[0]}),
             "rank 1: what has arrived has shape (2,); pass one of (8,)",
         ),
     ],

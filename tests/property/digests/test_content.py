@@ -20,7 +20,7 @@ def alone(array: np.ndarray, dtype: str | None = None, seed: int = 0) -> int:
     """The digest of a whole array on one rank."""
     text = " ".join("nhk"[: array.ndim])
     layout = sm.Layout(array.shape, ONE, text, dtype=dtype or array.dtype)
-    return sm.digest_of(layout, {0: array}, seed=seed)
+    return sm.content.digest_of(layout, {0: array}, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [*NUMPY, "bfloat16", "float8_e4m3fn"])
@@ -108,20 +108,20 @@ def test_layouts_of_one_tensor() -> None:
     ]
     whole = alone(values, "bfloat16")
     for layout in layouts:
-        assert sm.digest_of(layout, hold(layout, values)) == whole
+        assert sm.content.digest_of(layout, hold(layout, values)) == whole
     mesh = sm.Mesh(tp=2)
     row = sm.Layout((9, 6), mesh, "(tp n) h", dtype="bfloat16")
     windows = (sm.window(row, ((0, 7), (0, 6))), sm.window(row, ((3, 9), (0, 6))))
     local = [hold(one, values) for one in windows]
     arrays = {rank: {"w[0]": local[0][rank], "w[1]": local[1][rank]} for rank in (0, 1)}
-    assert sm.digest_of({"w": windows}, arrays) == {"w": whole}
+    assert sm.content.digest_of({"w": windows}, arrays) == {"w": whole}
     unnamed = {rank: {"[0]": local[0][rank], "[1]": local[1][rank]} for rank in (0, 1)}
-    assert sm.digest_of(windows, unnamed) == whole
+    assert sm.content.digest_of(windows, unnamed) == whole
     arrays[0]["w[1]"][3, 2] ^= 1
     with pytest.raises(
         sm.DigestError, match=r"tensor 'w': rank 0 holds other bits in \[3:4, 2:3\] than rank 0"
     ):
-        sm.digest_of({"w": windows}, arrays)
+        sm.content.digest_of({"w": windows}, arrays)
 
 
 def hold(layout: sm.Layout, values: np.ndarray) -> dict[int, np.ndarray]:
@@ -145,7 +145,7 @@ def test_replicas_that_differ(fails) -> None:
     held = hold(layout, np.arange(24, dtype=np.uint8).reshape(4, 6))
     held[3][1, 2:5] ^= 1
     fails(
-        lambda: sm.digest_of(layout, held),
+        lambda: sm.content.digest_of(layout, held),
         sm.DigestError,
         "the tensor: rank 3 holds other bits in [3:4, 2:5] than rank 1; make replicas alike, or lay them out as "
         "addends by Partial",
@@ -165,8 +165,10 @@ def test_where_sides_differ() -> None:
     there = {
         rank: {"a": array, "b": changed[rank]} for rank, array in hold(columns, values).items()
     }
-    assert sm.find_difference(src, here, dst, there) == sm.Difference("b", ((17, 32), (20, 51)))
-    assert sm.find_difference(src, here, src, here) is None
+    assert sm.content.find_difference(src, here, dst, there) == sm.content.Difference(
+        "b", ((17, 32), (20, 51))
+    )
+    assert sm.content.find_difference(src, here, src, here) is None
 
 
 def test_what_has_no_digest(fails) -> None:
@@ -176,51 +178,51 @@ def test_what_has_no_digest(fails) -> None:
     part = sm.window(layout, ((0, 3), (0, 6)))
     wrong = [
         (
-            lambda: sm.digest_of(partial, held),
+            lambda: sm.content.digest_of(partial, held),
             f"the tensor is Partial, and its addends have no content in common: "
             f"{partial}; reduce it first, by a plan to a layout without Partial",
         ),
         (
-            lambda: sm.digest_of(part, held),
+            lambda: sm.content.digest_of(part, held),
             f"the tensor: no rank holds element (3, 0) under {part}; "
             "a digest is of a whole tensor, so cover it",
         ),
         (
-            lambda: sm.digest_of(layout, {0: held[0]}),
+            lambda: sm.content.digest_of(layout, {0: held[0]}),
             f"the array of rank 1 is missing; give what every rank of {layout} holds",
         ),
         (
-            lambda: sm.digest_of({"w": layout}, held),
+            lambda: sm.content.digest_of({"w": layout}, held),
             f"rank 0: array 'w' is missing; give what every rank of {layout} holds",
         ),
         (
-            lambda: sm.digest_of(layout, {0: held[0], 1: held[1][:1]}),
+            lambda: sm.content.digest_of(layout, {0: held[0], 1: held[1][:1]}),
             f"the array of rank 1 has shape (1, 6), {layout} "
             "has (2, 6) there; pass that local array",
         ),
         (
-            lambda: sm.digest_of(cast(layout, "bfloat16"), held),
+            lambda: sm.content.digest_of(cast(layout, "bfloat16"), held),
             "the array of rank 0 has elements of dtype float32, 4 B "
             f"each; {cast(layout, 'bfloat16')} has 2 B; pass bfloat16, or its bits as integers of that size",
         ),
         (
-            lambda: sm.digest_of(layout, {0: held[0].astype(">f4"), 1: held[1]}),
+            lambda: sm.content.digest_of(layout, {0: held[0].astype(">f4"), 1: held[1]}),
             "the array of rank 0 has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))",
         ),
         (
-            lambda: sm.digest_of(layout, [held]),
+            lambda: sm.content.digest_of(layout, [held]),
             f"arrays are {[held]!r}; give a mapping from rank to array",
         ),
         (
-            lambda: sm.digest_of(layout, {0: held[0].tolist(), 1: held[1]}),
+            lambda: sm.content.digest_of(layout, {0: held[0].tolist(), 1: held[1]}),
             "the array of rank 0 is list; give a numpy array",
         ),
         (
-            lambda: sm.find_difference({"a": layout}, {}, {"b": layout}, {}),
+            lambda: sm.content.find_difference({"a": layout}, {}, {"b": layout}, {}),
             "one side alone has ['a', 'b']; compare sides of the same names",
         ),
         (
-            lambda: sm.find_difference(layout, held, cast(layout, "int32"), held),
+            lambda: sm.content.find_difference(layout, held, cast(layout, "int32"), held),
             f"the tensor: {layout} on one side, "
             f"{cast(layout, 'int32')} on the other; compare tensors of one shape and dtype",
         ),
@@ -228,8 +230,8 @@ def test_what_has_no_digest(fails) -> None:
     for make, message in wrong:
         fails(make, sm.DigestError, message)
     with pytest.raises(sm.DigestError, match="seed"):
-        sm.digest_of(layout, held, seed="x")
+        sm.content.digest_of(layout, held, seed="x")
     with pytest.raises(sm.DigestError, match="give a Layout"):
-        sm.digest_of("n h", held)
+        sm.content.digest_of("n h", held)
     with pytest.raises(sm.DigestError, match="not of one tensor"):
-        sm.digest_of((layout, cast(layout, "int32")), held)
+        sm.content.digest_of((layout, cast(layout, "int32")), held)

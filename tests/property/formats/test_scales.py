@@ -98,7 +98,7 @@ def test_an_element_of_two_numbers_has_two() -> None:
     with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) parts 2"):
         NVFP4().layouts(layout, "w")
     with pytest.raises(sm.FormatError, match="has to be a multiple of 2"):
-        sm.plan_amaxes(NVFP4(), layout)
+        sm.formats.plan_amaxes(NVFP4(), layout)
 
 
 def test_one_scale_is_on_every_rank() -> None:

@@ -88,7 +88,9 @@ def test_what_overlaps(listed: list[list[int]]) -> None:
     assert (overlap(pieces, 2) is None) == (len(set(cells)) == len(cells))
 
 
-def record(shapes: Mapping[str, tuple[tuple[int, ...], str]], **natives: Ids) -> sm.Recorded:
+def record(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], **natives: Ids
+) -> sm.storage.Recorded:
     """A rank that stores these numbers, which count through all tensors."""
     start = 0
     starts = {}
@@ -103,7 +105,7 @@ def record(shapes: Mapping[str, tuple[tuple[int, ...], str]], **natives: Ids) ->
             pieces += pieces_of(np.where((local >= 0) & (local < np.prod(shape)), local, -1), name)
         own.append(Native(native, numbers.shape, "int64", pieces, "numbers", ""))
     tensors = tuple((name, *entry) for name, entry in shapes.items())
-    return sm.Recorded(tensors, tuple(own))  # type: ignore[arg-type]
+    return sm.storage.Recorded(tensors, tuple(own))  # type: ignore[arg-type]
 
 
 @given(stored())
@@ -112,7 +114,7 @@ def record(shapes: Mapping[str, tuple[tuple[int, ...], str]], **natives: Ids) ->
 def test_a_part_of_each_dimension_is_a_view(case: tuple[tuple[int, ...], Ids]) -> None:
     shape, cells = case
     shapes = {"q": (shape, "int64")}
-    bound = sm.RecordedSide({3: record(shapes, w=cells)}).bind(shapes)
+    bound = sm.storage.RecordedSide({3: record(shapes, w=cells)}).bind(shapes)
     numbers = np.arange(np.prod(shape)).reshape(shape)
     assert np.array_equal(
         fill(bound, {"q": numbers}, 3, empty=-1)[0, "w"].reshape(cells.shape), cells
@@ -153,12 +155,12 @@ def test_a_side_of_recorded_ranks_is_what_rows_say() -> None:
         natives = {name: ids for (_, name), ids in fill(declared, arrays, rank, empty=-1).items()}
         ranks[rank] = record(SHAPES, **natives)
     assert len(set(ranks.values())) == 4
-    seen = sm.RecordedSide(ranks).bind(SHAPES)
+    seen = sm.storage.RecordedSide(ranks).bind(SHAPES)
     for rank in declared.ranks:
         assert declared.natives(rank) == seen.natives(rank)
         for native, ids in fill(declared, arrays, rank, empty=-1).items():
             np.testing.assert_array_equal(fill(seen, arrays, rank, empty=-1)[native], ids)
-    moved = sm.refit(sm.RecordedSide(ranks), sm.RecordedSide(ranks), SHAPES)
+    moved = sm.refit(sm.storage.RecordedSide(ranks), sm.storage.RecordedSide(ranks), SHAPES)
     assert not any(moved.plan.received_bytes().values())
     assert "recorded: int64[6, 4] by numbers: q.weight, k.weight, v.weight" in moved.explain(
         "qkv.weight", rank=1
@@ -174,7 +176,7 @@ def test_many_experts_of_many_layers_are_bound_at_once() -> None:
     for n in range(layers):
         pieces = tuple(Piece(f"{n}.{e}", 24 * e, 0, ((24, 1, 1),)) for e in range(experts))
         natives.append(Native(f"w{n}", (experts, 4, 6), "int8", pieces, "views", ""))
-    side = sm.RecordedSide({0: sm.Recorded(tensors, tuple(natives))})
+    side = sm.storage.RecordedSide({0: sm.storage.Recorded(tensors, tuple(natives))})
     bound = side.bind({name: (shape, dtype) for name, shape, dtype in tensors})
     assert bound.slots(0)["47.255"].cut == (255, slice(0, 4, 1), slice(0, 6, 1))
 
@@ -193,17 +195,17 @@ Q = {"q": ((4, 6), "int64")}
     ],
 )
 def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
-    side = sm.RecordedSide({5: record(Q, w=cells)})
+    side = sm.storage.RecordedSide({5: record(Q, w=cells)})
     with pytest.raises(sm.StoreError, match=f"rank 5: 'q' is not a view of 'w': .*{what}"):
         side.bind(Q)
 
 
 def test_all_that_does_not_fit_is_one_error() -> None:
     whole = np.arange(24).reshape(4, 6)
-    side = sm.RecordedSide({0: record(Q, w=whole, again=whole), 1: record(Q, w=whole)})
+    side = sm.storage.RecordedSide({0: record(Q, w=whole, again=whole), 1: record(Q, w=whole)})
     with pytest.raises(sm.StoreError, match="rank 0: 'q' lies in 'w' and again in 'again'"):
         side.bind(Q)
-    side = sm.RecordedSide({0: record(Q, w=whole)})
+    side = sm.storage.RecordedSide({0: record(Q, w=whole)})
     with pytest.raises(sm.StoreError, match=r"'q' was recorded as .*int64.* and is .*int8"):
         side.bind({"q": ((4, 6), "int8")})
     stored_apart = Stored(parse("q = q"), (sm.Mesh(),))
@@ -213,9 +215,9 @@ def test_all_that_does_not_fit_is_one_error() -> None:
     with pytest.raises(sm.StoreError, match="trainer: no rank stores k"):
         sm.refit(side, stored_apart, more, unused=["k"])
     with pytest.raises(sm.StoreError, match="no rank is recorded"):
-        sm.RecordedSide({})
+        sm.storage.RecordedSide({})
     with pytest.raises(sm.StoreError, match="rank 0 is recorded as 'x'"):
-        sm.RecordedSide({0: "x"})  # type: ignore[dict-item]
+        sm.storage.RecordedSide({0: "x"})  # type: ignore[dict-item]
     with pytest.raises(sm.StoreError, match="rank 7 is not recorded; ranks are"):
         side.bind(Q).slots(7)
 
@@ -234,22 +236,22 @@ OUTSIDE = {
 def test_pieces_that_reach_outside(what: str) -> None:
     native = Native("w", (4,), "int8", (OUTSIDE[what],), "views", "")
     with pytest.raises(sm.StoreError, match=what):
-        sm.Recorded(FOUR, (native,))
+        sm.storage.Recorded(FOUR, (native,))
 
 
 @pytest.mark.parametrize("count", [0, -2])
 def test_pieces_of_nothing(count: int) -> None:
     native = Native("w", (4,), "int8", (Piece("q", 1, 1, ((count, 1, 1),)),), "views", "")
     with pytest.raises(sm.StoreError, match=r"'w' has .* fills no cell"):
-        sm.Recorded(FOUR, (native,))
+        sm.storage.Recorded(FOUR, (native,))
 
 
 def test_stored_tensors_of_one_name() -> None:
     """In other chunks they are others."""
     halves = [Native("w", (2,), "int8", (Piece("q", 0, i, ((2, 1, 1),)),), "", "") for i in (0, 2)]
     with pytest.raises(sm.StoreError, match="'w' is recorded twice"):
-        sm.Recorded(FOUR, tuple(halves))
-    sm.Recorded(FOUR, (halves[0], halves[1]._replace(chunk=1)))
+        sm.storage.Recorded(FOUR, tuple(halves))
+    sm.storage.Recorded(FOUR, (halves[0], halves[1]._replace(chunk=1)))
 
 
 def test_very_many_cells() -> None:
@@ -257,19 +259,19 @@ def test_very_many_cells() -> None:
     n = 10**12
     many = (("q", (3 * n,), "int8"),)
     native = Native("w", (2 * n,), "int8", (Piece("q", 0, 0, ((n, 2, 3),)),), "views", "")
-    side = sm.RecordedSide({0: sm.Recorded(many, (native,))})
+    side = sm.storage.RecordedSide({0: sm.storage.Recorded(many, (native,))})
     with pytest.raises(sm.StoreError, match="'q' is not a view of 'w': a dimension of it is in"):
         side.bind({"q": ((3 * n,), "int8")})
     twice = native._replace(pieces=(Piece("q", 0, 0, ((n, 0, 3),)),), shape=(2,))
     with pytest.raises(sm.StoreError, match="1000000000000 cells of 'w' are written, which has 2"):
-        sm.Recorded(many, (twice,))
+        sm.storage.Recorded(many, (twice,))
 
 
 def test_parts_that_some_ranks_share() -> None:
     """Two heads over three ranks are no mesh of a dimension and copies, and one layout all the same."""
     whole = np.arange(24).reshape(4, 6)
     parts = [whole[:2], whole[:2], whole[2:]]
-    side = sm.RecordedSide({rank: record(Q, w=part) for rank, part in enumerate(parts)})
+    side = sm.storage.RecordedSide({rank: record(Q, w=part) for rank, part in enumerate(parts)})
     layout = side.bind(Q).layouts["q"]
     assert [layout.runs(rank)[0].extent for rank in range(3)] == [2, 2, 4]
 
@@ -277,7 +279,7 @@ def test_parts_that_some_ranks_share() -> None:
 def test_an_axis_of_one_that_is_stored_or_not() -> None:
     """A convolution's (C, 1, k) is (C, k) in some versions of an engine."""
     shapes = {"c": ((4, 1, 3), "int64")}
-    side = sm.RecordedSide({0: record(shapes, conv=np.arange(12).reshape(4, 3))})
+    side = sm.storage.RecordedSide({0: record(shapes, conv=np.arange(12).reshape(4, 3))})
     bound = side.bind(shapes)
     assert bound.natives(0) == {(0, "conv"): (4, 3, 1)}
     moved = sm.refit(side, Stored(parse("c = c"), (sm.Mesh(),)), shapes)
@@ -287,7 +289,7 @@ def test_an_axis_of_one_that_is_stored_or_not() -> None:
 def test_text_that_was_changed_is_refused() -> None:
     recorded = record(Q, w=np.arange(24).reshape(4, 6))
     text = recorded.to_json()
-    assert sm.Recorded.from_json(text) == recorded
+    assert sm.storage.Recorded.from_json(text) == recorded
     changed = json.loads(text)
     changed["natives"][0][0] = "v"
     outside, endless = json.loads(text), json.loads(text)
@@ -305,13 +307,13 @@ def test_text_that_was_changed_is_refused() -> None:
         (json.dumps(outside), "reaches from 1 to 24 in 'q' of 24"),
     ):
         with pytest.raises(sm.StoreError, match=what):
-            sm.Recorded.from_json(broken)
+            sm.storage.Recorded.from_json(broken)
 
 
 def test_what_is_filled_has_the_type_of_its_own_pieces() -> None:
     """float64, which would hold all of these types, loses the number."""
     native = Native("x", (2,), "int64", (Piece("a", 0, 0, ()),), "views", "")
-    found = sm.Recorded((("a", (1,), "int64"), ("b", (1,), "float32")), (native,))
+    found = sm.storage.Recorded((("a", (1,), "int64"), ("b", (1,), "float32")), (native,))
     large = np.array([2**60 + 1])
     filled = found.fill({"a": large, "b": np.zeros(1, np.float32)})
     assert filled["x"].tolist() == [2**60 + 1, 0]

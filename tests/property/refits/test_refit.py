@@ -115,8 +115,8 @@ def test_an_engine_holds_tensors_whole(beside: bool) -> None:
     """One that is too small, as where its loader cuts off the rest, is refused even where another engine is not."""
     piece = Piece("w", 0, 0, ((6, 1, 1),))
     native = recorded.Native("w", (6,), "int8", (piece,), "views", "")
-    small = sm.RecordedSide({4: sm.Recorded((("w", (8,), "int8"),), (native,))})
-    engines: dict[str, Stored | sm.RecordedSide] = {"small": small}
+    small = sm.storage.RecordedSide({4: sm.storage.Recorded((("w", (8,), "int8"),), (native,))})
+    engines: dict[str, Stored | sm.storage.RecordedSide] = {"small": small}
     if beside:
         engines["large"] = Stored(parse("w = w"), (sm.Mesh(dp=2, ranks=(5, 6)),))
     held = Stored(parse("... = ..."), (sm.Mesh(dp=2),))
@@ -188,7 +188,7 @@ def test_a_recorded_trainer_that_stores_a_function() -> None:
         recorded.Native("k", (4,), "float32", piece["k"], "views", ""),
     )
     tensors = tuple((name, *entry) for name, entry in shapes.items())
-    side = sm.RecordedSide({0: sm.Recorded(tensors, natives)})
+    side = sm.storage.RecordedSide({0: sm.storage.Recorded(tensors, natives)})
     whole = Stored(parse("q = q\nk = k"), (sm.Mesh(),))
     with pytest.raises(sm.StoreError, match="trainer: 'A' of chunk 1 stores neg_exp"):
         sm.refit(side, whole, shapes)

@@ -91,7 +91,7 @@ def test_what_is_made_of_parts_is_part_of_what_is_made_of_all(
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     given: Any = quantise(values) if was else values
     made: Any = function(given)
-    t = sm.transformed(src, dst, {"w": transform})
+    t = sm.transforms.transformed(src, dst, {"w": transform})
     plan = sm.plan(t.src, t.dst)
     sm.verify(plan)
 
@@ -117,7 +117,7 @@ def test_what_is_made_of_parts_is_part_of_what_is_made_of_all(
 
 def refusal(src: Any, dst: Any, rule: Custom = AT_SOURCE) -> str:
     with pytest.raises(sm.PlanError) as caught:
-        sm.transformed(src, dst, {"w": rule})
+        sm.transforms.transformed(src, dst, {"w": rule})
     return str(caught.value)
 
 
@@ -154,16 +154,16 @@ def test_rules_take_companions_with_them() -> None:
     mesh = sm.Mesh(tp=2)
     src, dst = lay(mesh, "(tp n) h", True), lay(mesh, "n (tp h)", False)
     del src["norm"], dst["norm"]
-    t = sm.transformed(src, dst, {"*": BACK})
+    t = sm.transforms.transformed(src, dst, {"*": BACK})
     assert list(t.wired) == ["w"] and set(t.src) == {"w.data", "w.scale"}
     assert t.find_held({"w.data": 0}) == ["w"]
     assert str(t).splitlines() == [
         "w: int8[8, 16] to float32[8, 16] by Custom('to numbers': data int8, scale float32 per 4 "
         "from w_scale to w) as data int8, scale float32 per 4"
     ]
-    assert t.digest == sm.transformed(src, dst, {"w": BACK}).digest
+    assert t.digest == sm.transforms.transformed(src, dst, {"w": BACK}).digest
     moved = dst | {"w": sm.Layout(SHAPE, mesh, "(tp n) h")}
-    assert t.digest != sm.transformed(src, moved, {"w": BACK}).digest
+    assert t.digest != sm.transforms.transformed(src, moved, {"w": BACK}).digest
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def carry(
     given: dict[str, Any],
 ) -> dict[int, Any]:
     """What ranks of the destination then hold."""
-    t = sm.transformed(src, dst, {"w": transform})
+    t = sm.transforms.transformed(src, dst, {"w": transform})
     plan = sm.plan(t.src, t.dst)
     sm.verify(plan)
     sent = {}
@@ -183,7 +183,7 @@ def test_half_the_bytes_travel() -> None:
     src = hold(None, HERE, "(tp dp n) k", "bfloat16")
     for at, per_number in (("source", 1 + 1 / 32), ("destination", 2)):
         dst = hold(FORMATS["MXFP8"], sm.Mesh(tp=2, ranks=(4, 5)), "(tp n) k", "uint8")
-        t = sm.transformed(src, dst, {"w": Quantise(FORMATS["MXFP8"], at, ("_scales",))})
+        t = sm.transforms.transformed(src, dst, {"w": Quantise(FORMATS["MXFP8"], at, ("_scales",))})
         plan = sm.plan(t.src, t.dst)
         sent = sum(plan.sent_bytes().values())
         assert sent == 512 * 512 * per_number
@@ -196,7 +196,7 @@ def test_certificates_count_what_travels() -> None:
         src = sm.Layout((4096, 4096), HERE, "(tp dp n) k", dtype="bfloat16")
         dst = sm.Layout((4096, 4096), sm.Mesh(tp=2, ranks=(8, 9)), "(tp n) k", dtype="uint8")
         both = {"w": dst, "w_scale": formats.MXFP8().scale_layout(dst)}
-        t = sm.transformed({"w": src}, both, {"w": Quantise(formats.MXFP8(), at)})  # type: ignore[arg-type]
+        t = sm.transforms.transformed({"w": src}, both, {"w": Quantise(formats.MXFP8(), at)})  # type: ignore[arg-type]
         certificate = sm.certify(sm.schedule(sm.plan(t.src, t.dst), topology=sm.Topology()))
         bounds.append(certificate.bound_s)
     here, there = bounds
@@ -207,7 +207,7 @@ def refusal(transform: Any, here: str, there: str, dtype: str = "bfloat16") -> s
     src = hold(None, HERE, here, dtype)
     dst = hold(transform.format, THERE, there, "uint8")
     with pytest.raises(sm.PlanError) as caught:
-        sm.transformed(src, dst, {"w": transform})
+        sm.transforms.transformed(src, dst, {"w": transform})
     return str(caught.value)
 
 
@@ -217,15 +217,15 @@ def test_cuts_that_part_blocks_are_errors() -> None:
     src = {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="bfloat16")}
     dst = hold(tiles, THERE, "n k", "uint8")
     with pytest.raises(sm.PlanError) as caught:
-        sm.transformed(src, dst, {"w": Quantise(tiles, suffixes=("_scales",))})
+        sm.transforms.transformed(src, dst, {"w": Quantise(tiles, suffixes=("_scales",))})
     assert "tensor 'w': rank 0 holds positions 0:64 of dimension 1" in str(caught.value)
     assert "the nearest cuts to 64 are 0 and 128" in str(caught.value)
     # At the destination blocks are whole.
-    sm.transformed(src, dst, {"w": Quantise(tiles, "destination", ("_scales",))})
+    sm.transforms.transformed(src, dst, {"w": Quantise(tiles, "destination", ("_scales",))})
     fine = dst | {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="uint8")}
     fine["w_scales"] = sm.Layout((4, 4), wide, "n (tp k)")
     with pytest.raises(sm.PlanError, match=r"'companion float32 per 128 x 128' is cut every 128"):
-        sm.transformed(src, fine, {"w": Quantise(tiles, "destination", ("_scales",))})
+        sm.transforms.transformed(src, fine, {"w": Quantise(tiles, "destination", ("_scales",))})
 
 
 def test_what_shares_a_scale_is_whole() -> None:
@@ -263,7 +263,7 @@ def test_a_rank_without_rows_cannot_tell_an_amax() -> None:
         rule = {"w": Quantise(format, suffixes=suffixes(format))}
         dst = dict(zip(names, lies, strict=True))
         with pytest.raises(sm.PlanError, match=r"divides dimension 0, and .* are of all of it"):
-            sm.transformed(src, dst, rule)
+            sm.transforms.transformed(src, dst, rule)
 
 
 def test_scales_lie_where_data_do() -> None:
@@ -275,11 +275,11 @@ def test_scales_lie_where_data_do() -> None:
     src = {"w": sm.Layout((2, 64), here, "n k", dtype="bfloat16")}
     rule = {"w": Quantise(mx)}
     with pytest.raises(sm.PlanError, match="'w_scale' has 1 window, and 'w' 2 at the destination"):
-        sm.transformed(src, {"w": (data, away), "w_scale": (scales,)}, rule)
+        sm.transforms.transformed(src, {"w": (data, away), "w_scale": (scales,)}, rule)
     with pytest.raises(sm.PlanError, match="rank 0 has one of them"):
-        sm.transformed(src, {"w": data, "w_scale": scales_away}, rule)
+        sm.transforms.transformed(src, {"w": data, "w_scale": scales_away}, rule)
     with pytest.raises(sm.PlanError, match=r"'w_scale' .* at the source, .* rank 0 has one"):
-        sm.transformed({"w": data, "w_scale": scales_away}, src, {"w": Dequantise(mx)})
+        sm.transforms.transformed({"w": data, "w_scale": scales_away}, src, {"w": Dequantise(mx)})
 
 
 def test_bytes_of_two_numbers_and_numbers_alone() -> None:
@@ -295,10 +295,10 @@ def test_bytes_of_two_numbers_and_numbers_alone() -> None:
     data["w_scale_2"] = lay((1, 1), "float32")
     for src, dst, rule in ((odd, data, Quantise(four)), (data, odd, Dequantise(four))):
         with pytest.raises(sm.PlanError, match=r"\[2, 63\] parts the numbers of one byte"):
-            sm.transformed(src, dst, {"w": rule})
+            sm.transforms.transformed(src, dst, {"w": rule})
     alone = {"w": lay((), "uint8"), "w_scale": lay((), "float32")}
     with pytest.raises(sm.PlanError, match="numbers alone are not quantised"):
-        sm.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantise(formats.FP8())})
+        sm.transforms.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantise(formats.FP8())})
 
 
 def test_scales_are_of_one_tensor() -> None:
@@ -311,14 +311,14 @@ def test_scales_are_of_one_tensor() -> None:
     dst = {"w": lay(64, "uint8"), "w_a": lay(64, "uint8"), "w_a_b": lay(2, "uint8")}
     first, last = (Quantise(formats.MXFP8(), suffixes=(one,)) for one in ("_a_b", "_b"))
     with pytest.raises(sm.PlanError, match="'w_a_b' lies beside 'w_a' and another tensor"):
-        sm.transformed(src, dst, {"w": first, "w_a": last})
+        sm.transforms.transformed(src, dst, {"w": first, "w_a": last})
     four = Quantise(formats.NVFP4(), suffixes=("_s", "_s"))
     there = {"w": lay(32, "uint8"), "w_s": lay(4, "uint8")}
     with pytest.raises(sm.PlanError, match="has 'w_s' twice beside 'w'"):
-        sm.transformed({"w": src["w"]}, there, {"w": four})
+        sm.transforms.transformed({"w": src["w"]}, there, {"w": four})
     nothing: Any = {"w": lay(64, "uint8"), "w_a_b": None}
     with pytest.raises(sm.PlanError, match="'beside w' is None"):
-        sm.transformed({"w": src["w"]}, nothing, {"w": first})
+        sm.transforms.transformed({"w": src["w"]}, nothing, {"w": first})
 
 
 def test_an_engine_with_scales_alone() -> None:
@@ -359,7 +359,9 @@ def test_what_does_not_fit_is_named() -> None:
         ),
     ):
         with pytest.raises(sm.PlanError) as caught:
-            sm.transformed(src, dst | {"w": wrong}, {"w": Quantise(mx, suffixes=("_scales",))})
+            sm.transforms.transformed(
+                src, dst | {"w": wrong}, {"w": Quantise(mx, suffixes=("_scales",))}
+            )
         assert said in str(caught.value)
     for make, said in (
         (lambda: Quantise("MXFP8"), "'MXFP8' is no format"),

@@ -179,7 +179,7 @@ def test_a_plan_to_a_finer_grain() -> None:
     parts = old.quantise(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32))
     given = dict(zip(src, parts, strict=True))
     wanted = dict(zip(dst, new.quantise(old.dequantise(*parts)), strict=True))
-    moved = sm.transformed(src, dst, {"w": Requantise(old, new, "source")})
+    moved = sm.transforms.transformed(src, dst, {"w": Requantise(old, new, "source")})
     plan = sm.plan(moved.src, moved.dst)
     sm.verify(plan)
     sent = {}
@@ -192,4 +192,4 @@ def test_a_plan_to_a_finer_grain() -> None:
         for name, layout in dst.items():
             np.testing.assert_array_equal(found[name], cut(layout, rank, wanted[name]))
     with pytest.raises(sm.PlanError, match="the nearest cuts to 4 are 0 and 8"):
-        sm.transformed(src, dst, {"w": Requantise(old, new, "destination")})
+        sm.transforms.transformed(src, dst, {"w": Requantise(old, new, "destination")})

@@ -30,7 +30,7 @@ def blocks(*sizes: int) -> Custom:
 def test_wire_tensors_follow_from_the_layouts() -> None:
     src = sm.Layout((8, 128), TP, "n (tp h)")
     dst = sm.Layout((8, 128), TP, "(tp n) h", dtype="uint8")
-    t = sm.transformed({"w": src, "b": WIDE}, {"w": dst, "b": WIDE}, {"w": blocks(32)})
+    t = sm.transforms.transformed({"w": src, "b": WIDE}, {"w": dst, "b": WIDE}, {"w": blocks(32)})
     assert t.src == {
         "w.data": sm.Layout((8, 128), TP, "n (tp h)", dtype="uint8"),
         "w.scale": sm.Layout((8, 4), TP, "n (tp h)", dtype="uint8"),
@@ -46,7 +46,7 @@ def test_what_travels_is_a_plan_like_any_other() -> None:
     """A collective of the narrow type, with a certificate."""
     sharded = sm.Layout((8, 64), TP, "(tp n) h")
     whole = sm.Layout((8, 64), TP, "n h", dtype="bfloat16")
-    t = sm.transformed({"w": sharded}, {"w": whole}, {"w": CAST})
+    t = sm.transforms.transformed({"w": sharded}, {"w": whole}, {"w": CAST})
     found: Any = sm.recognise(t.src["w.data"], t.dst["w.data"])  # type: ignore[arg-type]
     assert found.kind == "all_gather"
     rack = sm.Topology(ranks_per_node=2)
@@ -56,7 +56,7 @@ def test_what_travels_is_a_plan_like_any_other() -> None:
 
 
 def test_two_layouts_have_components_alone() -> None:
-    t = sm.transformed(WIDE, NARROW, {"*": CAST})
+    t = sm.transforms.transformed(WIDE, NARROW, {"*": CAST})
     assert list(t.src) == list(t.dst) == ["data"]
     whole = np.arange(512, dtype=np.float32).reshape(8, 64) % 128
     held = {r: t.prepare(r, whole[:, 16 * r : 16 * r + 16]) for r in TP.ranks}
@@ -67,7 +67,7 @@ def test_two_layouts_have_components_alone() -> None:
 
 def test_tensors_without_a_rule_are_the_same_objects() -> None:
     held = {"w": WIDE, "b": (WIDE,)}
-    t = sm.transformed(held, {"w": NARROW, "b": WIDE}, {"w": CAST})
+    t = sm.transforms.transformed(held, {"w": NARROW, "b": WIDE}, {"w": CAST})
     assert t.src["b"] is held["b"]
     array = np.ones((8, 16), np.float32)
     made = t.prepare(0, {"w": array, "b": array})
@@ -78,17 +78,21 @@ def test_tensors_without_a_rule_are_the_same_objects() -> None:
 
 
 def test_where_nothing_is_done_nothing_is_copied() -> None:
-    late = sm.transformed({"w": WIDE}, {"w": NARROW}, {"w": Cast("bfloat16", at="destination")})
+    late = sm.transforms.transformed(
+        {"w": WIDE}, {"w": NARROW}, {"w": Cast("bfloat16", at="destination")}
+    )
     array = np.ones((8, 16), np.float32)
     assert late.prepare(0, {"w": array})["w.data"] is array
-    early = sm.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
+    early = sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
     arrived = np.ones((2, 64), np.uint16)
     assert early.finalize(0, {"w.data": arrived})["w"] is arrived
     # In its own place, holes included; what is made is without.
     padded = sm.Layout((8, 64), TP, "n (tp h)=80")
-    t = sm.transformed({"w": padded}, {"w": NARROW}, {"w": Cast("bfloat16", at="destination")})
+    t = sm.transforms.transformed(
+        {"w": padded}, {"w": NARROW}, {"w": Cast("bfloat16", at="destination")}
+    )
     assert t.src["w.data"] is padded
-    t = sm.transformed({"w": padded}, {"w": NARROW}, {"w": CAST})
+    t = sm.transforms.transformed({"w": padded}, {"w": NARROW}, {"w": CAST})
     assert t.src["w.data"].local_shape(3) == (8, 4)
 
 
@@ -96,7 +100,7 @@ def test_addends_are_added_before_they_are_cast() -> None:
     """In the source's dtype, and rounded once: another order would give 256."""
     src = sm.Layout((1,), sm.Mesh(dp=3), "n {sum: dp}")
     dst = sm.Layout((1,), sm.Mesh(dp=3), "n")
-    t = sm.transformed({"w": src}, {"w": dst}, {"w": Cast("bfloat16", at="destination")})
+    t = sm.transforms.transformed({"w": src}, {"w": dst}, {"w": Cast("bfloat16", at="destination")})
     parts = [256.0, 1.0, 1.0]
     held = {r: t.prepare(r, {"w": np.array([x], np.float32)}) for r, x in enumerate(parts)}
     arrived: Any = sm.simulate(sm.plan(t.src, t.dst), held)
@@ -104,15 +108,20 @@ def test_addends_are_added_before_they_are_cast() -> None:
 
 
 def test_values_print_compare_and_pickle() -> None:
-    t = sm.transformed({"w": WIDE, "b": WIDE}, {"w": NARROW, "b": WIDE}, {"w": CAST})
-    again = sm.transformed({"b": WIDE, "w": WIDE}, {"w": NARROW, "b": WIDE}, {"w*": CAST})
-    other = sm.transformed(
+    t = sm.transforms.transformed({"w": WIDE, "b": WIDE}, {"w": NARROW, "b": WIDE}, {"w": CAST})
+    again = sm.transforms.transformed(
+        {"b": WIDE, "w": WIDE}, {"w": NARROW, "b": WIDE}, {"w*": CAST}
+    )
+    other = sm.transforms.transformed(
         {"w": WIDE, "b": WIDE}, {"w": NARROW, "b": WIDE}, {"w": Cast("bfloat16", at="destination")}
     )
     assert t == again and hash(t) == hash(again) and t.digest == again.digest
     assert t != other and t.digest != other.digest
     spelled = sm.Layout((8, 64), TP, {"tp": sm.Shard(1)})
-    assert sm.transformed({"w": spelled, "b": WIDE}, t.held_dst, {"w": CAST}).digest == t.digest
+    assert (
+        sm.transforms.transformed({"w": spelled, "b": WIDE}, t.held_dst, {"w": CAST}).digest
+        == t.digest
+    )
     assert str(t).splitlines() == [
         "w: float32[8, 64] to bfloat16[8, 64] by Cast(dtype='bfloat16', at='source', lossy=False) as data bfloat16",
         "1 tensor as held",
@@ -125,7 +134,7 @@ def test_values_print_compare_and_pickle() -> None:
 
 def test_windows_keep_their_numbers() -> None:
     halves = tuple(window(WIDE, ((a, a + 4), (0, 64))) for a in (0, 4))
-    t = sm.transformed({"w": halves}, {"w": (NARROW,)}, {"w": CAST})
+    t = sm.transforms.transformed({"w": halves}, {"w": (NARROW,)}, {"w": CAST})
     array = np.ones((8, 16), np.float32)
     made = t.prepare(1, {"w[0]": array, "w[1]": array})
     assert {key: x.shape for key, x in made.items()} == {"w.data[0]": (4, 16), "w.data[1]": (4, 16)}
@@ -157,7 +166,7 @@ def test_windows_keep_their_numbers() -> None:
 )
 def test_cuts_inside_a_block(layout: sm.Layout, words: str) -> None:
     dst = sm.Layout(layout.shape, ONE, "...", dtype="uint8")
-    make = lambda: sm.transformed({"w": layout}, {"w": dst}, {"w": blocks(32)})  # noqa: E731
+    make = lambda: sm.transforms.transformed({"w": layout}, {"w": dst}, {"w": blocks(32)})  # noqa: E731
     if not words:
         assert make().src["w.scale"] == sm.Layout(
             (8, 3), layout.mesh, {"tp": sm.Ragged(1, (1, 2))}, dtype="uint8"
@@ -171,7 +180,7 @@ def test_cuts_inside_a_block(layout: sm.Layout, words: str) -> None:
 def test_a_block_that_lies_in_two_places_is_whole() -> None:
     """A rank has both halves of a block, the second before the first: packed, they are one."""
     split = sm.Layout((64,), ONE, "(n)=<16:32 0:16 -3 32:64>")
-    t = sm.transformed(
+    t = sm.transforms.transformed(
         {"w": split}, {"w": sm.Layout((64,), ONE, "n", dtype="uint8")}, {"w": blocks(32)}
     )
     assert t.src["w.scale"].local_shape(0) == (2,)
@@ -182,70 +191,76 @@ SUM = sm.Layout((8, 64), TP, "n h {sum: tp}")
 
 ERRORS = {
     "no rule": (
-        lambda: sm.transformed({"w": WIDE}, {"w": NARROW}, {}),
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {}),
         "tensor 'w': float32[8, 64] here, bfloat16[8, 64] there, and no rule takes it; "
         "give it a rule: {'w': transforms.Cast('bfloat16')}",
     ),
     "idle": (
-        lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"*": CAST, "w": CAST}),
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": CAST, "w": CAST}),
         "rule 'w' is idle: an earlier rule takes 'w' and all else it matches; move it before that rule, or remove it",
     ),
     "type": (
-        lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"*": "bfloat16"}),  # type: ignore[dict-item]
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": "bfloat16"}),  # type: ignore[dict-item]
         "rule '*' has 'bfloat16', no transform; give a value such as transforms.Cast('bfloat16')",
     ),
     "class": (
-        lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"*": Cast}),  # type: ignore[dict-item]
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": Cast}),  # type: ignore[dict-item]
         "rule '*' has <class 'shardmath.values.transforms.pointwise.Cast'>, no transform; "
         "give a value such as transforms.Cast('bfloat16')",
     ),
     "clash": (
-        lambda: sm.transformed(
+        lambda: sm.transforms.transformed(
             {"w": WIDE, "w.data": WIDE}, {"w": NARROW, "w.data": WIDE}, {"w": CAST}
         ),
         "'w.data' is a tensor, and a component of 'w'; rename the tensor, or the component",
     ),
     "integers": (
-        lambda: sm.transformed({"w": I64}, {"w": I32}, {"w": Cast("int32")}),
+        lambda: sm.transforms.transformed({"w": I64}, {"w": I32}, {"w": Cast("int32")}),
         "tensor 'w': Cast(dtype='int32', at='source', lossy=False) of int64[4] to int32[4]: int64 to int32: "
         "values could be lost; pass lossy=True if that is meant",
     ),
     "fractions": (
-        lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"w": Cast("int8", lossy=True)}),
+        lambda: sm.transforms.transformed(
+            {"w": WIDE}, {"w": WIDE}, {"w": Cast("int8", lossy=True)}
+        ),
         "tensor 'w': Cast(dtype='int8', at='source', lossy=True) of float32[8, 64] to float32[8, 64]: float32 to "
         "int8: what NaN and large numbers become differs between machines; write a Custom",
     ),
     "float8": (
-        lambda: sm.transformed({"w": WIDE}, {"w": WIDE}, {"w": Cast("float8_e4m3fn")}),
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"w": Cast("float8_e4m3fn")}),
         "tensor 'w': Cast(dtype='float8_e4m3fn', at='source', lossy=False) of float32[8, 64] to float32[8, 64]: "
         "float32 to float8_e4m3fn: float8_e4m3fn has no cast; write a Custom, with scales if it needs them",
     ),
     "exp": (
-        lambda: sm.transformed({"w": I64}, {"w": I64}, {"w": NegativeExp()}),
+        lambda: sm.transforms.transformed({"w": I64}, {"w": I64}, {"w": NegativeExp()}),
         "tensor 'w': NegativeExp(at='destination') of int64[4] to int64[4]: int64 has no exp; give floats",
     ),
     "addends": (
-        lambda: sm.transformed({"w": SUM}, {"w": NARROW}, {"w": CAST}),
+        lambda: sm.transforms.transformed({"w": SUM}, {"w": NARROW}, {"w": CAST}),
         "tensor 'w' is Partial at the source: float32[8, 64] n h {sum: tp} on tp=4; what is made of addends does not "
         "add up to what is made of their sum: transform it at the destination, after the reduction",
     ),
     "to addends": (
-        lambda: sm.transformed({"w": WIDE}, {"w": SUM}, {"w": CAST}),
+        lambda: sm.transforms.transformed({"w": WIDE}, {"w": SUM}, {"w": CAST}),
         "tensor 'w' is Partial at the destination: float32[8, 64] n h {sum: tp} on tp=4; transforms give values, not "
         "addends: reduce it to Replicate",
     ),
     "shapes": (
-        lambda: sm.transformed({"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": CAST}),
+        lambda: sm.transforms.transformed(
+            {"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": CAST}
+        ),
         "tensor 'w': component 'data bfloat16' is [8, 64] of float32[8, 64], and [8, 32] of float32[8, 32]; "
         "give shapes and grains that fit each other",
     ),
     "component shapes": (
-        lambda: sm.transformed({"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": blocks()}),
+        lambda: sm.transforms.transformed(
+            {"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": blocks()}
+        ),
         "tensor 'w': component 'data uint8' is [8, 64] of float32[8, 64], and [8, 32] of float32[8, 32]; "
         "give shapes and grains that fit each other",
     ),
     "held": (
-        lambda: sm.transformed(
+        lambda: sm.transforms.transformed(
             {"w": WIDE},
             {"w": WIDE},
             {"w": Custom("c", (Component("data", "int8"),), None, abs)},  # type: ignore[arg-type]
@@ -254,7 +269,7 @@ ERRORS = {
         "int8[8, 64]; give it a function at the source",
     ),
     "grain": (
-        lambda: sm.transformed({"w": I64}, {"w": I64}, {"w": blocks(2, 2)}),
+        lambda: sm.transforms.transformed({"w": I64}, {"w": I64}, {"w": blocks(2, 2)}),
         "component 'scale uint8 per 2x2' has a grain of 2 dimensions, the tensor 1; give a grain of 1 at most",
     ),
     "name": (
@@ -287,7 +302,7 @@ def test_errors(case: str, fails: Fails) -> None:
 
 
 def test_arrays_that_do_not_fit() -> None:
-    t = sm.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
+    t = sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
     cases: dict[str, Callable[[], object]] = {
         "rank 0 gives no array 'w'; it gives 'v'": lambda: t.prepare(0, {"v": np.zeros(3)}),
         "array 'w' has shape (8, 64), float32[8, 64] n (tp h) on tp=4 has (8, 16) there": (
@@ -317,7 +332,7 @@ def test_what_a_transform_makes_is_looked_at() -> None:
         "array 'w.data' has shape (16, 8)": lambda x: (x.T,),
     }
     for words, function in bad.items():
-        t = sm.transformed({"w": WIDE}, {"w": WIDE}, {"w": Custom("c", part, function)})
+        t = sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"w": Custom("c", part, function)})
         with pytest.raises(PlanError) as caught:
             t.prepare(0, array)
         assert words in str(caught.value)
@@ -327,7 +342,7 @@ def test_rules_are_kinds_and_globs_and_names() -> None:
     names = ("layers.0.fc1.weight", "layers.0.fc2.weight", "norm.weight", "a[0]")
     side = dict.fromkeys(names, WIDE)
     rules = {"column": CAST, "*norm*": NegativeExp(), "a[0]": Cast("float16")}
-    t = sm.transformed(side, side, rules)
+    t = sm.transforms.transformed(side, side, rules)
     assert {n: type(w.transform).__name__ for n, w in t.wired.items()} == {
         "layers.0.fc1.weight": "Cast",
         "norm.weight": "NegativeExp",

@@ -3,7 +3,7 @@
 1. Each rank weighs what it holds, where it is; what ranks tell each other is 8 bytes for each tensor.
 2. It is a turn of the group, as a move is: a rank's wrong tensor is an objection, hence an error on all
    ranks; so are replicas that differ.
-3. Numbers are those of `shardmath.digest_of`, on every device.
+3. Numbers are those of `shardmath.content.digest_of`, on every device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def digest(
 
     `held` is a layout, a tuple of them for a tensor in windows, or a mapping of either by name, the same
     on all ranks; `tensors` are this rank's, as a move takes them; None where it holds nothing. The numbers
-    are those of `shardmath.digest_of`. Collective over `group` (default: all ranks), which has every rank
+    are those of `shardmath.content.digest_of`. Collective over `group` (default: all ranks), which has every rank
     of the layouts. Raises ExchangeError on every rank: for tensors that do not fit, for replicas that
     differ, for a Partial layout, for one that leaves an element to nobody, or where ranks disagree.
     """

@@ -1,7 +1,7 @@
 """Recording: what a loader stores where, read off one run of it, instead of rows that say it.
 
 recorded = smt.record(model.load_weights, shapes, model, form="pairs")    # on each rank, without communication
-side = sm.RecordedSide({rank: recorded, ...})                             # in place of rows, for sm.refit
+side = sm.storage.RecordedSide({rank: recorded, ...})                             # in place of rows, for sm.refit
 
 1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this does
    not explain is read from runs on element numbers (`numbering`), which any movement of elements carries.

@@ -342,7 +342,7 @@ def _check_and_make(
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
         what = f"transforms are {type(t).__name__}"
-        raise ExchangeError(f"{what}; pass what sm.transformed(src, dst, rules) gives")
+        raise ExchangeError(f"{what}; pass what sm.transforms.transformed(src, dst, rules) gives")
     if given is None:
         given = plan(t.src, t.dst)
     else:
