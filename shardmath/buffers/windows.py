@@ -55,8 +55,21 @@ class WindowHolder(NamedTuple):
 _Divided: TypeAlias = tuple[Windows, list[WindowHolder]]
 """The windows of a tensor, and who holds each."""
 
-_GroupCut: TypeAlias = tuple[int, Cut]
-"""The number of a group, and a cut of its shares."""
+
+class _HeldCut(NamedTuple):
+    """A cut of the shares of the group of that number, and the rank that holds it."""
+
+    group: int
+    cut: Cut
+    rank: int
+
+
+class _Piece(NamedTuple):
+    """Elements start..stop-1 of what groups have of a tensor, and the cuts that have all of them."""
+
+    start: int
+    stop: int
+    cuts: list[_HeldCut]
 
 
 def make_windows(
@@ -118,29 +131,27 @@ def _divide(
     windows: list[Layout] = []
     holders: list[WindowHolder] = []
     for runs, cuts in _group_cuts(groups).items():
-        sizes = tuple(map(len, runs))
-        for lo, hi, having in _cut_pieces(cuts):
-            ranks = [groups[number].group[cut.shard] for number, cut in having]
-            mesh = _make_replicas(ranks)
-            at = lo
-            for box in flat_boxes(sizes, lo, hi):
-                holders += _list_holders(len(windows), having, ranks, at)
+        for piece in _cut_pieces(cuts):
+            mesh = _make_replicas([held.rank for held in piece.cuts])
+            for start, box in _list_boxes(runs, piece):
+                for group, cut, rank in piece.cuts:
+                    holder = WindowHolder(len(windows), group, cut, rank, start - cut.lo)
+                    holders.append(holder)
                 stored = _select_box(runs, box)
                 window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
                 windows.append(window)
-                at += volume(box)
     if not windows:
         return _make_empty(shape, groups[0], dtype)
     return Windows(windows), holders
 
 
-def _list_holders(
-    window: int, cuts: Sequence[_GroupCut], ranks: Sequence[int], at: int
-) -> Iterator[WindowHolder]:
-    """The ranks that hold a window which begins at element `at` of what their groups have."""
-    for (number, cut), rank in zip(cuts, ranks, strict=True):
-        within = at - cut.lo
-        yield WindowHolder(window, number, cut, rank, within)
+def _list_boxes(runs: Sequence[Runs], piece: _Piece) -> Iterator[tuple[int, Box]]:
+    """The boxes of a piece, each with the number of its first element among all that the runs hold."""
+    sizes = tuple(map(len, runs))
+    start = piece.start
+    for box in flat_boxes(sizes, piece.start, piece.stop):
+        yield start, box
+        start += volume(box)
 
 
 def _make_replicas(ranks: list[int]) -> Mesh:
@@ -169,27 +180,24 @@ def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:
     return stored
 
 
-def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_GroupCut]]:
+def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_HeldCut]]:
     """The cuts of all groups that have the same of the tensor, by what they have."""
-    by_runs: dict[tuple[Runs, ...], list[_GroupCut]] = {}
+    by_runs: dict[tuple[Runs, ...], list[_HeldCut]] = {}
     for number, one in enumerate(groups):
         cuts = by_runs.setdefault(one.runs, [])
         for cut in one.shares.cuts:
-            cuts.append((number, cut))
+            cuts.append(_HeldCut(number, cut, one.group[cut.shard]))
     return by_runs
 
 
-def _cut_pieces(cuts: Sequence[_GroupCut]) -> Iterator[tuple[int, int, list[_GroupCut]]]:
-    """The pieces lo..hi-1 between all borders of the cuts, and the cuts that have each."""
-    found: set[int] = set()
-    for _, cut in cuts:
-        found |= {cut.lo, cut.hi}
-    borders = sorted(found)
-    coming = sorted(cuts, key=lambda pair: pair[1].lo, reverse=True)
-    here: list[_GroupCut] = []
-    for lo, hi in itertools.pairwise(borders):
-        here = [pair for pair in here if pair[1].hi > lo]
-        while coming and coming[-1][1].lo <= lo:
+def _cut_pieces(cuts: Sequence[_HeldCut]) -> Iterator[_Piece]:
+    """The pieces between all borders of the cuts, without those that no cut has."""
+    borders = sorted({border for held in cuts for border in (held.cut.lo, held.cut.hi)})
+    coming = sorted(cuts, key=lambda held: held.cut.lo, reverse=True)
+    here: list[_HeldCut] = []
+    for start, stop in itertools.pairwise(borders):
+        here = [held for held in here if held.cut.hi > start]
+        while coming and coming[-1].cut.lo <= start:
             here.append(coming.pop())
         if here:
-            yield lo, hi, sorted(here)
+            yield _Piece(start, stop, sorted(here))

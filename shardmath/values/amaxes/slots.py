@@ -53,68 +53,65 @@ class Slots(NamedTuple):
     shares: list[Share]
 
 
+class _Has(NamedTuple):
+    """The blocks that a part touches, and those of them that it cuts: numbers among all blocks, ascending."""
+
+    touched: Ints
+    cut: Ints
+
+
 def number_slots(parts: Sequence[Part], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """The slots of the blocks of a tensor of that shape that some of these parts cut."""
     count = blocks.count(shape)
-    numbers = []
-    wanted = []
+    total = math.prod(count)
+    had = []
     for part in parts:
         touched = touch(part, blocks, shape)
-        own = touched.flat(count)
-        numbers.append(own.reshape(-1))
-        wanted.append(own[touched.cut])
-    is_wanted = np.zeros(math.prod(count), np.bool_)
-    for own in wanted:
-        is_wanted[own] = True
-    told = []
-    for part, own in zip(parts, numbers, strict=True):
-        blocks_of_it = _list_told(part, own, is_wanted)
-        told.append(blocks_of_it)
-    slots, block_of = _number(told, is_wanted.size)
-    shares = []
-    for i, own in enumerate(numbers):
-        sent = np.sort(slots[i])
-        received = _find_slots(block_of, wanted[i], is_wanted.size)
-        blocks_sent = block_of[sent]
-        blocks_received = block_of[received]
-        sources = np.searchsorted(own, blocks_sent)
-        targets = np.searchsorted(own, blocks_received)
-        share = Share(sources, sent, targets, received)
-        shares.append(share)
+        numbers = touched.flat(count)
+        had.append(_Has(numbers.reshape(-1), numbers[touched.cut]))
+    is_cut = _mark(np.concatenate([has.cut for has in had]), total)
+    sent = []
+    for part, has in zip(parts, had, strict=True):
+        # A part without positions takes scales of blocks that it touches, and has no amax of any.
+        has_amaxes = not part.is_empty
+        sent.append(has.touched[is_cut[has.touched] & has_amaxes])
+    slots, block_of = _number(sent, total)
+    shares = [_make_share(has, own, block_of, total) for has, own in zip(had, slots, strict=True)]
     return Slots(len(block_of), shares)
 
 
-def _list_told(part: Part, numbers: Ints, is_wanted: Bools) -> Ints:
-    """Of the blocks that a part touches, those of which others want to know what it has."""
-    # It takes the scales of what is whole in a dimension, and has nothing to say of them.
-    if part.is_empty:
-        return numbers[:0]
-    return numbers[is_wanted[numbers]]
+def _mark(numbers: Ints, total: int) -> Bools:
+    """Which of so many blocks are among these."""
+    is_one = np.zeros(total, np.bool_)
+    is_one[numbers] = True
+    return is_one
 
 
-def _number(told: Sequence[Ints], count: int) -> tuple[list[Ints], Ints]:
-    """The slots of each part, which has one for each of these blocks; and the block of each slot."""
-    lengths = [len(own) for own in told]
-    every = np.concatenate(told)
-    part_of = np.repeat(np.arange(len(told)), lengths)
-    first = np.full(count, len(told))
-    last = np.zeros(count, np.int64)
-    np.minimum.at(first, every, part_of)
-    np.maximum.at(last, every, part_of)
+def _number(sent: Sequence[Ints], total: int) -> tuple[list[Ints], Ints]:
+    """The slots of each part, one for each block of which it sends its amax; and the block of each slot."""
+    lengths = [len(blocks) for blocks in sent]
+    block = np.concatenate(sent)
+    part = np.repeat(np.arange(len(sent)), lengths)
+    first_part = np.full(total, len(sent))
+    last_part = np.zeros(total, np.int64)
+    np.minimum.at(first_part, block, part)
+    np.maximum.at(last_part, block, part)
     # Blocks that the same parts touch have the same first and last. Where others have, too, it is one more stretch.
-    order = np.lexsort((every, part_of, last[every], first[every]))
+    order = np.lexsort((block, part, last_part[block], first_part[block]))
     # The inverse of a permutation is what sorts it.
-    slot_of = np.argsort(order)
+    slot = np.argsort(order)
     ends = np.cumsum(lengths)
-    return np.split(slot_of, ends[:-1]), every[order]
+    return np.split(slot, ends[:-1]), block[order]
 
 
-def _find_slots(block_of: Ints, blocks: Ints, count: int) -> Ints:
-    """The slots of these blocks."""
-    is_one = np.zeros(count, np.bool_)
-    is_one[blocks] = True
-    found: Ints = np.flatnonzero(is_one[block_of])
-    return found
+def _make_share(has: _Has, slots: Ints, block_of: Ints, total: int) -> Share:
+    """The share of a part with these slots of its own; `block_of` has the block of each slot of all parts."""
+    sent = np.sort(slots)
+    received = np.flatnonzero(_mark(has.cut, total)[block_of])
+    # Touched blocks ascend, so that a block is found where it would be put in.
+    sources = np.searchsorted(has.touched, block_of[sent])
+    targets = np.searchsorted(has.touched, block_of[received])
+    return Share(sources, sent, targets, received)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:

@@ -13,7 +13,7 @@ import shardmath as sm
 from shardmath_torch.tensors.changes import comparing
 from shardmath_torch.tensors.changes.comparing import Changed, Snapshots, take
 from shardmath_torch.tensors.changes.differing import Scratch, find_different_there
-from shardmath_torch.tensors.changes.packets import Some, pack
+from shardmath_torch.tensors.changes.packets import Some, count_bytes, pack, unpack
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import changes as work
 from tests.distributed.tasks.cases import (
@@ -219,10 +219,12 @@ def test_snapshots_of_boxes_in_many_blocks(monkeypatch: pytest.MonkeyPatch) -> N
             assert list(snapshots.list_changed({"a": tensor, "b": tensor})) == []
 
 
-def test_packets_are_where_their_elements_are() -> None:
-    """Of sizes of which nothing changed there are tensors on the CPU: a packet is on the device of the others."""
+def test_packets_are_where_tensors_are() -> None:
+    """Of sizes of which nothing changed there are tensors on the CPU, wherever the others are."""
     nothing = Some(4, np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int32))
     numbers, words = np.arange(3), torch.arange(3, dtype=torch.int16)
-    assert pack([nothing, Some(2, numbers, words)]).device.type == "cpu"
-    elsewhere = Some(2, numbers, words.to("meta"))
-    assert pack([nothing, elsewhere]).device.type == "meta"
+    nbytes = count_bytes((4, 2), (0, 3))
+    packet = torch.zeros(nbytes, dtype=torch.uint8)
+    pack([nothing, Some(2, numbers, words)], packet)
+    assert unpack(packet, (4, 2), (0, 3))[1].words.equal(words)
+    pack([nothing, Some(2, numbers, words.to("meta"))], packet.to("meta"))

@@ -18,6 +18,7 @@ import torch
 import shardmath as sm
 from shardmath.plans.programs.messages import MOST_OPS
 from shardmath.plans.programs.part import Part, make_parts
+from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.exchange.engine import Exchange
 from shardmath_torch.moves.exchange.task import Task
 from shardmath_torch.moves.observing.stopwatch import Ledger, Stopwatch
@@ -183,12 +184,36 @@ def test_groups_of_what_changes_are_told_in_meet(most: int) -> None:
         for part in make_parts(plan):
             wire: Any = Recording()
             walker = Walker(Task(part, Group(), wire), *make_tensors(part))
-            walker.exchange_counts(walker.sort([]))
+            walker.exchange_counts(walker.sort([]), time_nothing())
             groups[part.rank] = wire.groups
         run_groups(groups)
         largest = max(largest, count_most(groups))
     assert largest <= most
     assert largest == FEW or most == MOST_OPS
+
+
+class Broken(Recording):
+    """A wire on which nothing goes."""
+
+    def send(self, memory: torch.Tensor, rank: int) -> Recording:
+        raise PeerFailure(rank, "its connection closed")
+
+
+def test_whoever_fails_in_telling_how_much_changed_fails_in_a_tensor() -> None:
+    """As in a whole move: the error says what was on its way, and the watch whom it waited for."""
+    a, b = sm.Mesh(), sm.Mesh(ranks=(1,))
+    plan = sm.plan({"w": sm.Layout((4,), a, "n")}, {"w": sm.Layout((4,), b, "n")})
+    first, second = make_parts(plan)
+    broken: Any = Broken()
+    whole: Any = Recording()
+    sender = Walker(Task(first, Group(), broken), *make_tensors(first))
+    with pytest.raises(PeerFailure) as failed:
+        sender.exchange_counts(sender.sort([]), time_nothing())
+    assert (failed.value.rank, failed.value.tensor) == (1, "w")
+    receiver = Walker(Task(second, Group(), whole), *make_tensors(second))
+    watch = time_nothing()
+    receiver.exchange_counts(receiver.sort([]), watch)
+    assert list(watch.sum_up().waited) == [0]
 
 
 def test_groups_that_each_rank_cuts_for_itself_do_not_meet() -> None:

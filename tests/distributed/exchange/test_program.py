@@ -404,19 +404,19 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
     import signal
 
     import shardmath_torch as smt
-    from shardmath_torch.moves.exchange.engine import Exchange
+    from shardmath_torch.moves.exchange.rounds import Rounds
 
     src, dst = tensors_of(case.src.get(rank)), tensors_of(case.dst.get(rank))
     move = smt.compile(case.plan, timeout=timeout)
     move(src, out=dst)
-    plain = Exchange._send
+    plain = Rounds._send
 
-    def send(self: Any, endpoint: Any, *rest: Any) -> Any:
-        if rank == victim and endpoint.message.relayed:
+    def send(self: Any, one: Any) -> Any:
+        if rank == victim and one.message.relayed:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, endpoint, *rest)
+        return plain(self, one)
 
-    Exchange._send = send  # type: ignore[method-assign]
+    Rounds._send = send  # type: ignore[method-assign]
     errors = []
     for _ in range(2):
         try:

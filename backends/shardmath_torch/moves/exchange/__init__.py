@@ -7,7 +7,8 @@ In reading order:
 - `overlaps`: whether tensors share memory;
 - `local`: a rank's tensors, checked against the plan;
 - `staging`: memory for messages on their way;
+- `rounds`: what a rank posts together, moved before its next round begins;
 - `views`: tensors and staging as copies from views to views;
 - `task`: what an engine is told;
-- `engine`: rounds of messages over any wire.
+- `engine`: a rank's part of a plan, moved over any wire.
 """

@@ -1,16 +1,14 @@
-"""The exchange: rounds of messages over any wire.
+"""The exchange: a rank's part of a plan, moved over any wire.
 
-A rank walks its rounds. In each it posts all receives, packs and posts all sends, copies what it
-keeps while the wire works, unpacks messages as they arrive, and at last folds what is reduced, in
-order of addend: so results do not depend on what arrives first, and are those of
-`shardmath.simulate` bit for bit. All of this is done before the next round packs, so what arrived
-in one may be relayed in the next. On a GPU "before" is the order of its streams: the host only says
-what is to be done, and waits once, at the end.
+A rank walks its rounds (`rounds`): results are those of `shardmath.simulate` bit for bit. A round is done before the
+next round packs, so what arrived in one may be relayed in the next. On a GPU "before" is the order of its streams: the
+host only says what is to be done, and waits once, at the end.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -18,36 +16,24 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardmath.plans.programs.messages import Message, Round
-from shardmath_torch.groups import dtypes
-from shardmath_torch.groups.agreement.wire import PeerFailure, Pending
+from shardmath.plans.programs.messages import Round
 from shardmath_torch.moves.exchange.endpoints import (
     BoundRound,
-    Endpoint,
     bind,
     count_staging_bytes,
     drop_sends,
     set_apart,
 )
+from shardmath_torch.moves.exchange.rounds import Rounds
 from shardmath_torch.moves.exchange.staging import Block, staging_of
 from shardmath_torch.moves.exchange.task import Task
-from shardmath_torch.moves.exchange.views import Fold, Staged, Views, divide, fill
-from shardmath_torch.moves.observing.laps import (
-    ARRIVED,
-    FOLDED,
-    KEPT,
-    LEFT,
-    PACKED,
-    POSTED,
-    UNPACKED,
-)
+from shardmath_torch.moves.exchange.views import Staged, Views, divide, fill
+from shardmath_torch.moves.observing.laps import FOLDED
 from shardmath_torch.moves.observing.stopwatch import Stopwatch
 
 __all__ = ["Exchange", "find_device"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
-
-_OnItsWay: TypeAlias = tuple[Endpoint, Pending]
 
 
 class Exchange:
@@ -128,16 +114,18 @@ class Exchange:
             for work in part.fills:
                 fill(work, dst)
                 watch.lap(FOLDED)
+            rounds = Rounds(self._task.wire, watch)
             for number, one in enumerate(self._rounds):
                 self._note_begun(number + 2)
-                self._run_round(one, views, watch)
+                receives = map(views.receive, one.receives)
+                sends = map(views.send, one.sends)
+                keeps = itertools.starmap(views.keep, one.keeps)
+                rounds.run(one.step, receives, sends, keeps)
             self._note_begun(part.steps)
             for work in part.divisions:
                 divide(work, dst)
                 watch.lap(FOLDED)
-            self._task.wire.finish()
-            if self._task.wire.device.type != "cpu":
-                watch.lap(ARRIVED)
+            rounds.finish()
             self.begun = part.steps + 1
 
     def _note_begun(self, steps: int) -> None:
@@ -156,84 +144,9 @@ class Exchange:
             self._views = Views(src, dst, staged, held=True)
         return self._views
 
-    def _run_round(self, one: BoundRound, views: Views, watch: Stopwatch) -> None:
-        """Move the messages of one round, all of them before the next round begins."""
-        # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = [self._receive(endpoint, views, watch) for endpoint in one.receives]
-        leaving = [self._send(endpoint, views, watch) for endpoint in one.sends]
-        self._task.wire.start()
-        folds: list[Fold] = []
-        for source, target in one.keeps:
-            folds += views.keep(source, target)
-            watch.lap(KEPT, source.message)
-        # Of many small pieces finding where they go takes as long as the wire does.
-        unpackings = [views.find_unpacking(endpoint) for endpoint, _ in arriving]
-        if unpackings:
-            watch.lap(UNPACKED)
-        for (endpoint, pending), unpack in zip(arriving, unpackings, strict=True):
-            message = endpoint.message
-            _wait(pending, message)
-            watch.waited(ARRIVED, message, message.src_rank)
-            if not endpoint.contiguous:
-                folds += unpack()
-                watch.lap(UNPACKED, message)
-        # What has not left must not change: a relayed message may be sent from a destination.
-        for endpoint, pending in leaving:
-            message = endpoint.message
-            _wait(pending, message)
-            watch.waited(LEFT, message, message.dst_rank)
-        # In order of addend, not of arrival: rounding depends on the order.
-        for fold in sorted(folds, key=lambda fold: fold.addend):
-            dtypes.fold(fold.op, fold.into, fold.piece)
-        watch.lap(FOLDED, one.step)
-
-    def _receive(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
-        """Post the receive of the message."""
-        message = endpoint.message
-        memory = views.find_bytes(endpoint, arriving=True)
-        with _Blame(message):
-            pending = self._task.wire.receive(memory, message.src_rank)
-        watch.lap(POSTED, message)
-        return endpoint, pending
-
-    def _send(self, endpoint: Endpoint, views: Views, watch: Stopwatch) -> _OnItsWay:
-        """Pack the message, and post the send of it."""
-        message = endpoint.message
-        if not endpoint.contiguous:
-            views.pack(endpoint)
-            watch.lap(PACKED, message)
-        memory = views.find_bytes(endpoint, arriving=False)
-        with _Blame(message):
-            pending = self._task.wire.send(memory, message.dst_rank)
-        watch.lap(POSTED, message)
-        return endpoint, pending
-
 
 def find_device(src: Tensors, dst: Tensors) -> torch.device:
     """Where the rank's tensors are, all of them on one device; the CPU where it has none."""
     for tensor in (*src.values(), *dst.values()):
         return tensor.device
     return torch.device("cpu")
-
-
-def _wait(pending: Pending, message: Message) -> None:
-    """Wait until the message has come or left."""
-    with _Blame(message):
-        pending.wait()
-
-
-class _Blame:
-    """A failure inside is one of this message's first tensor.
-
-    A class and no generator, since every message enters it twice.
-    """
-
-    def __init__(self, message: Message) -> None:
-        self._message = message
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, failure: object, trace: object) -> None:
-        if isinstance(failure, PeerFailure):
-            failure.tensor = self._message.pieces[0].tensor

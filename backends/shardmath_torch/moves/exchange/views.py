@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -29,25 +30,14 @@ from shardmath.plans.programs.messages import Message
 from shardmath.plans.programs.part import CellWork
 from shardmath_torch.groups import dtypes
 from shardmath_torch.moves.exchange.endpoints import Endpoint, StridedView, select
+from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Send, Unpacking
 
-__all__ = ["Fold", "Staged", "Typed", "Views", "divide", "fill"]
+__all__ = ["Staged", "Typed", "Views", "divide", "fill"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 MOST_PIECES = 1 << 17
 """Views of staging that are kept, at about half a kilobyte each."""
-
-
-class Fold(NamedTuple):
-    """A piece that has come, and what it is to be folded into."""
-
-    addend: int
-    op: str
-    into: Tensor
-    piece: Tensor
-
-
-Unpacking: TypeAlias = Callable[[], list[Fold]]
 
 
 class Typed:
@@ -159,7 +149,7 @@ class Views:
         apart._held = False
         return apart
 
-    def find_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
+    def _find_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
         """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""
         known = self._bytes.get(id(endpoint)) if self._held else None
         if known is None:
@@ -178,24 +168,29 @@ class Views:
         """The tensors from which the message is sent."""
         return self._dst if message.relayed else self._src
 
+    def receive(self, endpoint: Endpoint) -> Receive:
+        """The message, into its destination or into staging."""
+        memory = self._find_bytes(endpoint, arriving=True)
+        find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
+        return Receive(endpoint.message, memory, find)
+
+    def send(self, endpoint: Endpoint) -> Send:
+        """The message, out of its source or out of staging."""
+        memory = self._find_bytes(endpoint, arriving=False)
+        pack = None if endpoint.contiguous else partial(self.pack, endpoint)
+        return Send(endpoint.message, memory, pack)
+
+    def keep(self, source: Endpoint, target: Endpoint) -> Keep:
+        """The message, from its source to its destination."""
+        return Keep(source.message, self._find_copies("keep", source, target).run)
+
     def pack(self, endpoint: Endpoint) -> None:
-        """Copy the pieces into staging, unless they are sent in place."""
-        if not endpoint.contiguous:
-            self._find_copies("pack", endpoint).run()
+        """Copy the pieces into staging."""
+        self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """What copies the pieces out of staging, unless they come in place, and gives what is to be folded."""
-        if endpoint.contiguous:
-            return list
+        """What copies the pieces out of staging, and gives what is to be folded."""
         return self._find_copies("unpack", endpoint).run
-
-    def unpack(self, endpoint: Endpoint) -> list[Fold]:
-        """Copy the pieces out of staging, unless they came in place; give what is to be folded."""
-        return self.find_unpacking(endpoint)()
-
-    def keep(self, source: Endpoint, target: Endpoint) -> list[Fold]:
-        """Copy the rank's own pieces; give what is to be folded."""
-        return self._find_copies("keep", source, target).run()
 
     def _find_copies(
         self, kind: str, endpoint: Endpoint, target: Endpoint | None = None

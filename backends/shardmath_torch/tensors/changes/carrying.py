@@ -200,7 +200,7 @@ class Sparse:
 
     def _carry_changes(self, found: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
         assert self._walker is not None, "found by it"
-        counts = self._walker.exchange_counts(found)
+        counts = self._walker.exchange_counts(found, watch)
         watch.lap(laps.ARRIVED)
         if not self.is_beside:
             mark_written(ends.dst.values())

@@ -6,7 +6,8 @@
 3. How many elements of each size there are is told beforehand. A packet that would not be smaller than the message is
    not made: the message goes whole.
 
->>> packet = pack([Some(2, np.array([3, 7]), torch.tensor([1, -1], dtype=torch.int16))])
+>>> packet = torch.empty(count_bytes((2,), (2,)), dtype=torch.uint8)
+>>> pack([Some(2, np.array([3, 7]), torch.tensor([1, -1], dtype=torch.int16))], packet)
 >>> packet.nbytes, unpack(packet, (2,), (2,))[0].numbers
 (12, array([3, 7]))
 """
@@ -53,17 +54,13 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
     return nbytes
 
 
-def pack(given: Sequence[Some]) -> Tensor:
-    """The elements as bytes; sizes descend."""
+def pack(given: Sequence[Some], packet: Tensor) -> None:
+    """Write the elements, whose sizes descend, into a packet of `count_bytes` bytes."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
-    # None of a size are on the CPU, wherever the others are.
-    device = max(given, key=lambda some: len(some.numbers)).words.device
-    packet = torch.empty(count_bytes(sizes, counts), dtype=torch.uint8, device=device)
     for some, (numbers, words) in zip(given, _divide(packet, sizes, counts), strict=True):
         numbers.copy_(torch.from_numpy(some.numbers))
         words.copy_(some.words)
-    return packet
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:

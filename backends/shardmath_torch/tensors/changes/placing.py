@@ -54,13 +54,6 @@ class Incoming:
             lying[key] = Lying(numbers[where], int(words.storage_offset()), words.stride())
         return lying
 
-    def count_told(self) -> dict[int, int]:
-        """How many counts each sender tells."""
-        told: dict[int, int] = {}
-        for message, sizes in zip(self.messages, self.sizes, strict=True):
-            told[message.src_rank] = told.get(message.src_rank, 0) + len(sizes)
-        return told
-
     def read(self, told: Mapping[int, Sequence[int]]) -> list[Counts]:
         """The counts of each message, of what each sender has told."""
         rest = {rank: iter(counts) for rank, counts in told.items()}

@@ -1,12 +1,12 @@
 """Walking: the rounds of a plan, of which only what changed is sent.
 
 1. Ranks tell each other first how many elements each message has, so that both ends know how long packets are. A packet
-   of no elements is not sent. What is told of a pair's messages goes in the step of the first of them: so it is in one
-   step at both ends, and a step has no more of it than messages.
-2. Whole messages go as the exchange sends them: out of and into tensors, or through the group's staging. Packets have
-   memory of their own.
-3. Put in place later, what has come stays in memory of its own, whole messages too; so does what the rank keeps, since
-   its source may change before.
+   of no elements is not sent. What is told of a pair's messages is one notice, which goes in the step of the first of
+   them: so it is in one step at both ends, and a step has no more notices than messages.
+2. The exchange's loop runs both, notices and packets (`moves.exchange.rounds`). Packets have memory of their own.
+3. Whole messages go as the exchange sends them (`_InPlace`): out of and into tensors, or through the group's staging.
+   Put in place later (`_Beside`), what has come stays in memory of its own, whole messages too; so does what the rank
+   keeps, since its source may change before.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmath.plans.programs.messages import Message, Round, Step
-from shardmath_torch.groups.agreement.wire import Pending
+from shardmath.plans.programs.messages import Message, Round, Step, gather_rounds
 from shardmath_torch.moves.exchange.endpoints import BoundRound, Endpoint, bind, count_staging_bytes
 from shardmath_torch.moves.exchange.engine import find_device
+from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Rounds, Send, Unpacking
 from shardmath_torch.moves.exchange.staging import staging_of
 from shardmath_torch.moves.exchange.task import Task
 from shardmath_torch.moves.exchange.views import Staged, Views
-from shardmath_torch.moves.observing import laps
 from shardmath_torch.moves.observing.stopwatch import Stopwatch
 from shardmath_torch.moves.observing.traffic import Traffic, count_traffic
 from shardmath_torch.tensors.changes.comparing import Changed
 from shardmath_torch.tensors.changes.packets import pack, unpack
-from shardmath_torch.tensors.changes.parcels import Parcel, list_parcels
+from shardmath_torch.tensors.changes.parcels import Parcel, list_parcels, make_notices
 from shardmath_torch.tensors.changes.placing import Counts, Incoming
 from shardmath_torch.tensors.changes.sorting import Outgoing, Sorted
 
@@ -71,33 +70,68 @@ class Ends(NamedTuple):
     is_beside: bool = False
 
 
+class _InPlace:
+    """What comes is put in place as it comes."""
+
+    def __init__(self, views: Views) -> None:
+        self.receive = views.receive
+        self.keep = views.keep
+        self.puts: list[Put] = []
+
+    def put(self, put: Put) -> list[Fold]:
+        """Put it in place now; of what has changed nothing is to be folded."""
+        put()
+        return []
+
+
+class _Beside:
+    """What comes is put in place later, by `puts`."""
+
+    def __init__(self, views: Views) -> None:
+        self._views = views
+        self.puts: list[Put] = []
+
+    def put(self, put: Put) -> list[Fold]:
+        """Put it in place later."""
+        self.puts.append(put)
+        return []
+
+    def receive(self, endpoint: Endpoint) -> Receive:
+        """The whole message, into memory of its own."""
+        apart, memory = self._set_apart(endpoint)
+        staged = _stage(endpoint)
+
+        def find_unpacking() -> Unpacking:
+            return partial(self.put, apart.find_unpacking(staged))
+
+        return Receive(endpoint.message, memory, find_unpacking)
+
+    def keep(self, source: Endpoint, target: Endpoint) -> Keep:
+        """The whole message, copied as it is now."""
+        # Both live until views of both are found: staging knows endpoints by their identities.
+        here, there = _stage(source), _stage(target)
+
+        def copy() -> list[Fold]:
+            apart, _ = self._set_apart(source)
+            apart.pack(here)
+            return self.put(apart.find_unpacking(there))
+
+        return Keep(source.message, copy)
+
+    def _set_apart(self, endpoint: Endpoint) -> tuple[Views, Tensor]:
+        """The same tensors, with staging of the message alone."""
+        memory = self._views.staged.memory.new_empty(endpoint.message.nbytes)
+        return self._views.over(memory), memory
+
+
 class _Call(NamedTuple):
-    """What goes in one call, between which tensors, and the watch that times it."""
+    """What goes in one call, between which tensors, and how it is put in place."""
 
     given: Sorted
     counts: Sequence[Counts]
     parcels: _Parcels
     views: Views
-    is_beside: bool
-    watch: Stopwatch
-
-
-class _Arriving(NamedTuple):
-    """A message on its way here, and the packet's memory; None where it comes whole."""
-
-    number: int
-    endpoint: Endpoint
-    packet: Tensor | None
-    parcel: Message
-    pending: Pending
-
-
-class _OnItsWay(NamedTuple):
-    """Memory that has to stay while it is on its way."""
-
-    memory: Tensor
-    parcel: Message
-    pending: Pending
+    placing: _InPlace | _Beside
 
 
 class Walker:
@@ -107,9 +141,9 @@ class Walker:
         part = task.part
         self._wire = task.wire
         self._device = find_device(src, dst)
-        here = {key: tensor.stride() for key, tensor in src.items()}
-        there = {key: tensor.stride() for key, tensor in dst.items()}
-        bound = bind(part.rounds, here, there)
+        src_strides = {key: tensor.stride() for key, tensor in src.items()}
+        dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
+        bound = bind(part.rounds, src_strides, dst_strides)
         self._steps = list(_number(bound))
         self._needed = count_staging_bytes(bound)
         self._staging = staging_of(task.group, self._device)
@@ -120,34 +154,34 @@ class Walker:
         self.outgoing = Outgoing(shapes, sends, keeps)
         self._receives = Incoming(dst, receives)
         self._keeps = Incoming(dst, keeps)
+        notices = [*make_notices(sends), *make_notices(receives)]
+        self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """These changes by message. Makes room for messages that go whole."""
         self._staging.reserve(self._needed)
         return self.outgoing.sort(changed)
 
-    def exchange_counts(self, given: Sorted) -> list[Counts]:
+    def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
         """The counts of each message that is to come. Raises PeerFailure."""
-        incoming = self._receives.count_told()
-        outgoing = self.outgoing.tell(given)
-        sources = _find_first_steps((m.src_rank, m) for m in self._receives.messages)
-        targets = _find_first_steps((m.dst_rank, m) for m in self.outgoing.sends)
-        arrived = {}
-        for step in sorted({*sources.values(), *targets.values()}):
-            under_way = []
-            for rank in _list_ranks(sources, step):
-                memory = torch.zeros(incoming[rank], dtype=torch.int64, device=self._device)
-                under_way.append((memory, self._wire.receive(_as_bytes(memory), rank)))
-                arrived[rank] = memory
-            for rank in _list_ranks(targets, step):
-                memory = torch.tensor(outgoing[rank], dtype=torch.int64, device=self._device)
-                under_way.append((memory, self._wire.send(_as_bytes(memory), rank)))
-            self._wire.start()
-            for _, pending in under_way:
-                pending.wait()
-        # The host reads it, so it waits itself.
-        self._wire.finish()
-        return self._receives.read({rank: memory.tolist() for rank, memory in arrived.items()})
+        told = self.outgoing.tell(given)
+        rounds = Rounds(self._wire, watch)
+        arriving = {}
+        for one in self._notices:
+            receives = []
+            for notice in one.receives:
+                memory = torch.zeros(notice.nbytes, dtype=torch.uint8, device=self._device)
+                arriving[notice.src_rank] = memory.view(torch.int64)
+                receives.append(Receive(notice, memory, None))
+            sends = []
+            for notice in one.sends:
+                counts = told[notice.dst_rank]
+                memory = torch.tensor(counts, dtype=torch.int64, device=self._device)
+                sends.append(Send(notice, memory.view(torch.uint8), None))
+            rounds.run(one.step, receives, sends)
+        # The host reads what has come.
+        rounds.finish()
+        return self._receives.read({rank: memory.tolist() for rank, memory in arriving.items()})
 
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
@@ -155,15 +189,18 @@ class Walker:
         """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
-        puts: list[Put] = []
+        rounds = Rounds(self._wire, watch)
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
             views = Views(ends.src, ends.dst, Staged(block.memory))
-            call = _Call(given, counts, parcels, views, ends.is_beside, watch)
-            for step in self._steps:
-                puts += self._run_step(step, call)
-            self._wire.finish()
-            watch.lap(laps.ARRIVED)
-        return puts
+            placing = _Beside(views) if ends.is_beside else _InPlace(views)
+            call = _Call(given, counts, parcels, views, placing)
+            for one in self._steps:
+                receives = self._list_receives(one, call)
+                sends = self._list_sends(one, call)
+                keeps = self._list_keeps(one, call)
+                rounds.run(one.step, receives, sends, keeps)
+            rounds.finish()
+        return placing.puts
 
     def _list_parcels(self, given: Sorted, counts: Sequence[Counts]) -> _Parcels:
         """What goes of each message."""
@@ -171,86 +208,49 @@ class Walker:
         receives = list_parcels(self._receives.messages, self._receives.sizes, counts)
         return _Parcels(sends, receives, keeps)
 
-    def _run_step(self, step: _Step, call: _Call) -> list[Put]:
-        """Move what goes in the round; what puts in place what is for later."""
-        watch = call.watch
-        # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = list(self._receive(step, call))
-        leaving = list(self._send(step, call))
-        self._wire.start()
-        come: list[Put] = []
-        for number, ends in step.keeps:
-            come.append(self._keep(number, ends, call))
-            _run_unless(call.is_beside, come)
-            watch.lap(laps.KEPT, call.parcels.keeps[number])
-        for one in arriving:
-            one.pending.wait()
-            watch.waited(laps.ARRIVED, one.parcel, one.parcel.src_rank)
-            come.append(self._take_in(one, call))
-            _run_unless(call.is_beside, come)
-            watch.lap(laps.UNPACKED, one.parcel)
-        for _, parcel, pending in leaving:
-            pending.wait()
-            watch.waited(laps.LEFT, parcel, parcel.dst_rank)
-        watch.lap(laps.FOLDED, step.step)
-        return come
-
-    def _receive(self, step: _Step, call: _Call) -> Iterator[_Arriving]:
-        """Post the receives of the step."""
+    def _list_receives(self, step: _Step, call: _Call) -> Iterator[Receive]:
+        """What comes in the step."""
         for number, endpoint in step.receives:
             parcel = call.parcels.receives[number]
+            counts = call.counts[number]
             if parcel is None:
                 continue
-            packet: Tensor | None = None
-            if call.counts[number] is None and not call.is_beside:
-                memory = call.views.find_bytes(endpoint, arriving=True)
-            else:
-                memory = packet = self._make_packet(parcel)
-            pending = self._wire.receive(memory, parcel.src_rank)
-            call.watch.lap(laps.POSTED, parcel)
-            yield _Arriving(number, endpoint, packet, parcel, pending)
+            if counts is None:
+                yield call.placing.receive(endpoint)
+                continue
+            packet = self._make_packet(parcel)
+            place = partial(self._place, number, packet, counts)
+            yield _receive_packet(parcel, packet, call.placing, place)
+
+    def _list_sends(self, step: _Step, call: _Call) -> Iterator[Send]:
+        """What leaves in the step."""
+        for number, endpoint in step.sends:
+            parcel = call.parcels.sends[number]
+            elements = call.given.sends[number]
+            if parcel is None:
+                continue
+            if elements is None:
+                yield call.views.send(endpoint)
+                continue
+            packet = self._make_packet(parcel)
+            yield Send(parcel, packet, partial(pack, elements, packet))
+
+    def _list_keeps(self, step: _Step, call: _Call) -> Iterator[Keep]:
+        """What stays on this rank in the step."""
+        for number, ends in step.keeps:
+            parcel = call.parcels.keeps[number]
+            elements = call.given.keeps[number]
+            if parcel is None:
+                continue
+            if elements is None:
+                yield call.placing.keep(*ends)
+                continue
+            place = partial(self._keeps.place, number, elements)
+            yield Keep(parcel, partial(call.placing.put, place))
 
     def _make_packet(self, parcel: Message) -> Tensor:
         """Memory for it."""
         return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
-
-    def _send(self, step: _Step, call: _Call) -> Iterator[_OnItsWay]:
-        """Post the sends of the step."""
-        for number, endpoint in step.sends:
-            parcel = call.parcels.sends[number]
-            if parcel is None:
-                continue
-            elements = call.given.sends[number]
-            if elements is None:
-                call.views.pack(endpoint)
-                memory = call.views.find_bytes(endpoint, arriving=False)
-            else:
-                memory = pack(elements)
-            call.watch.lap(laps.PACKED, parcel)
-            pending = self._wire.send(memory, parcel.dst_rank)
-            call.watch.lap(laps.POSTED, parcel)
-            yield _OnItsWay(memory, parcel, pending)
-
-    def _keep(self, number: int, ends: tuple[Endpoint, Endpoint], call: _Call) -> Put:
-        """What puts in place what stays on this rank."""
-        elements = call.given.keeps[number]
-        if elements is not None:
-            return partial(self._keeps.place, number, elements)
-        if not call.is_beside:
-            return partial(call.views.keep, *ends)
-        here, there = map(_stage, ends)
-        apart = call.views.over(self._make_packet(here.message))
-        apart.pack(here)
-        return partial(apart.unpack, there)
-
-    def _take_in(self, one: _Arriving, call: _Call) -> Put:
-        """What puts what has arrived where it belongs."""
-        told = call.counts[one.number]
-        if one.packet is None:
-            return partial(call.views.unpack, one.endpoint)
-        if told is None:
-            return partial(call.views.over(one.packet).unpack, _stage(one.endpoint))
-        return partial(self._place, one.number, one.packet, told)
 
     def _place(self, number: int, packet: Tensor, told: Sequence[int]) -> None:
         """Put what has come where it belongs, which the host works out of the numbers that came with it."""
@@ -258,33 +258,16 @@ class Walker:
         self._receives.place(number, unpack(packet, self._receives.sizes[number], told))
 
 
-def _run_unless(is_beside: bool, puts: list[Put]) -> None:
-    """Put in place at once, unless that is for later."""
-    if not is_beside:
-        for put in puts:
-            put()
-        puts.clear()
+def _receive_packet(
+    parcel: Message, packet: Tensor, placing: _InPlace | _Beside, place: Put
+) -> Receive:
+    """A packet that comes, and what puts its elements in place."""
+    return Receive(parcel, packet, lambda: partial(placing.put, place))
 
 
 def _stage(endpoint: Endpoint) -> Endpoint:
     """The same end, of a message that lies from the first byte of its own memory on."""
     return endpoint._replace(contiguous=None, start=0)
-
-
-def _as_bytes(memory: Tensor) -> Tensor:
-    return memory.view(torch.uint8)
-
-
-def _find_first_steps(given: Iterable[tuple[int, Message]]) -> dict[int, Step]:
-    """The step of the first message of each rank."""
-    first: dict[int, Step] = {}
-    for rank, message in given:
-        first[rank] = min(message.step, first.get(rank, message.step))
-    return first
-
-
-def _list_ranks(first: Mapping[int, Step], step: Step) -> list[int]:
-    return [rank for rank, at in first.items() if at == step]
 
 
 def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:
