@@ -240,8 +240,8 @@ def compile_quantise(
 
     Ranks may cut blocks that share a scale: each gets what it would have of the whole tensor's data and scales, to the
     bit. The layout's dtype is that of the tensor: float32, bfloat16 or float16. Raises ExchangeError on every rank
-    where ranks pass other formats or layouts, or a rank cannot quantise: as `sm.formats.plan_amaxes` says, and where the
-    group lacks a rank of the layout.
+    where ranks pass other formats or layouts, or a rank cannot quantise: as `sm.formats.plan_amaxes` says, and where
+    the group lacks a rank of the layout.
     """
     found = compat.group_of(group)
     party = join_group(found, timeout)
