@@ -1,4 +1,20 @@
 """`shardmath.storage`: how trainers and engines really store tensors, declared in rows of text."""
 
-from shardmath.models.storage import *  # noqa: F403
-from shardmath.models.storage import __all__ as __all__
+from shardmath.models.storage.binding import Bound, bind
+from shardmath.models.storage.filling import fill, gather
+from shardmath.models.storage.rows import Row, parse, show
+from shardmath.models.storage.stored import Slot, Spot, Stored, Vocabulary
+
+__all__ = [
+    "Bound",
+    "Row",
+    "Slot",
+    "Spot",
+    "Stored",
+    "Vocabulary",
+    "bind",
+    "fill",
+    "gather",
+    "parse",
+    "show",
+]

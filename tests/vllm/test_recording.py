@@ -18,9 +18,9 @@ import pytest
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import bind, fill, gather
 from shardmath.models.systems.hf_core import hf_checkpoint, logical_shapes
 from shardmath.models.systems.vllm_core import vllm
+from shardmath.storage import bind, fill, gather
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import MODELS, fields
 

@@ -11,10 +11,10 @@ import pytest
 import shardmath as sm
 from shardmath.models.recordings.declared import record_declared
 from shardmath.models.recordings.recorded import label
-from shardmath.models.storage import Stored, bind, fill, parse
 from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.hf_core import hf_checkpoint
 from shardmath.models.systems.megatron_core import logical_shapes, megatron
+from shardmath.storage import Stored, bind, fill, parse
 
 DENSE = {
     "num_layers": 4,
