@@ -1,7 +1,30 @@
 """`shardmath.formats`: weights as numbers of few bits, the scales that blocks of them share, and their amaxes."""
 
 from shardmath.values.amaxes.amaxes import Amaxes, plan_amaxes
-from shardmath.values.formats import *  # noqa: F403
-from shardmath.values.formats import __all__ as _formats
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.format import Format, Part
+from shardmath.values.formats.fp8 import FP8, FP8Blocks
+from shardmath.values.formats.listing import Row, listing, show_listing
+from shardmath.values.formats.mxfp8 import MXFP8
+from shardmath.values.formats.nvfp4 import NVFP4
+from shardmath.values.formats.swizzle import flattened, swizzle, swizzle_runs, swizzled, unswizzle
 
-__all__ = [*_formats, "Amaxes", "plan_amaxes"]
+__all__ = [
+    "Amaxes",
+    "Blocks",
+    "FP8",
+    "FP8Blocks",
+    "Format",
+    "MXFP8",
+    "NVFP4",
+    "Part",
+    "Row",
+    "flattened",
+    "listing",
+    "plan_amaxes",
+    "show_listing",
+    "swizzle",
+    "swizzle_runs",
+    "swizzled",
+    "unswizzle",
+]

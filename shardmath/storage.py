@@ -2,7 +2,23 @@
 
 from shardmath.models.recordings.recorded import Recorded
 from shardmath.models.recordings.sides import RecordedSide
-from shardmath.models.storage import *  # noqa: F403
-from shardmath.models.storage import __all__ as _rows
+from shardmath.models.storage.binding import Bound, bind
+from shardmath.models.storage.filling import fill, gather
+from shardmath.models.storage.rows import Row, parse, show
+from shardmath.models.storage.stored import Slot, Spot, Stored, Vocabulary
 
-__all__ = [*_rows, "Recorded", "RecordedSide"]
+__all__ = [
+    "Bound",
+    "Recorded",
+    "RecordedSide",
+    "Row",
+    "Slot",
+    "Spot",
+    "Stored",
+    "Vocabulary",
+    "bind",
+    "fill",
+    "gather",
+    "parse",
+    "show",
+]

@@ -1,4 +1,9 @@
 """`shardmath.traces`: what takes time on ranks, measured or modelled, on one line of time."""
 
-from shardmath.display.traces import *  # noqa: F403
-from shardmath.display.traces import __all__ as __all__
+from shardmath.display.traces.chrome import read, write
+from shardmath.display.traces.drawing import svg
+from shardmath.display.traces.merging import merge
+from shardmath.display.traces.model import model
+from shardmath.display.traces.spans import Clock, Place, Span, Trace, Vote
+
+__all__ = ["Clock", "Place", "Span", "Trace", "Vote", "merge", "model", "read", "svg", "write"]

@@ -13,7 +13,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.display import traces
+from shardmath import traces
 from shardmath_torch.commands.processes import Report, run
 
 FIGURE = Path(__file__).parents[1] / "docs" / "trace.svg"

@@ -31,36 +31,99 @@ export(path, module)                        # whole, as transformers and engines
 
 from __future__ import annotations
 
-from shardmath_torch.checkpoints.checkpoint import load, save
-from shardmath_torch.checkpoints.exports.export import export
-from shardmath_torch.checkpoints.files.places import CheckpointError
-from shardmath_torch.checkpoints.opening import open_checkpoint
-from shardmath_torch.checkpoints.states.training import load_state, save_state, state_of
-from shardmath_torch.checkpoints.weights.filling import load_weights
-from shardmath_torch.groups.joint.connect import connect, disconnect
-from shardmath_torch.moves.commits.blocks import commit
-from shardmath_torch.moves.movers.compile import compile
-from shardmath_torch.moves.movers.handles import Handle
-from shardmath_torch.moves.movers.mover import Mover
-from shardmath_torch.moves.observing.bars import progress_bar
-from shardmath_torch.moves.observing.moved import Moved
-from shardmath_torch.moves.observing.tracing import trace
-from shardmath_torch.tensors.changes.changes import Changes, compile_changes
-from shardmath_torch.tensors.contents.digest import digest
-from shardmath_torch.tensors.dtensors.dtensor import from_dtensor, to_dtensor
-from shardmath_torch.tensors.dtensors.modules import layout_of
-from shardmath_torch.tensors.dtensors.redistribute import redistribute
-from shardmath_torch.tensors.dtensors.scales import amax
-from shardmath_torch.tensors.dtensors.styles import Fused
-from shardmath_torch.tensors.dtensors.tensor_parallel import set_device_mesh
-from shardmath_torch.tensors.formats.quantising import dequantise, quantise
-from shardmath_torch.tensors.formats.views import quantised_parts, sendable
-from shardmath_torch.tensors.parts.checkpointable import checkpointable
-from shardmath_torch.tensors.refits.recording import record
-from shardmath_torch.tensors.refits.refit import Refit
-from shardmath_torch.tensors.transforms.amaxes import Quantiser, compile_quantise
-from shardmath_torch.tensors.transforms.compile import TransformedMover, compile_transformed
-from shardmath_torch.tensors.transforms.megatron import megatron_hook
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardmath_torch.checkpoints.checkpoint import load, save
+    from shardmath_torch.checkpoints.exports.export import export
+    from shardmath_torch.checkpoints.files.places import CheckpointError
+    from shardmath_torch.checkpoints.opening import open_checkpoint
+    from shardmath_torch.checkpoints.states.training import load_state, save_state, state_of
+    from shardmath_torch.checkpoints.weights.filling import load_weights
+    from shardmath_torch.groups.joint.connect import connect, disconnect
+    from shardmath_torch.moves.commits.blocks import commit
+    from shardmath_torch.moves.movers.compile import compile
+    from shardmath_torch.moves.movers.handles import Handle
+    from shardmath_torch.moves.movers.mover import Mover
+    from shardmath_torch.moves.observing.bars import progress_bar
+    from shardmath_torch.moves.observing.moved import Moved
+    from shardmath_torch.moves.observing.tracing import trace
+    from shardmath_torch.tensors.changes.changes import Changes, compile_changes
+    from shardmath_torch.tensors.contents.digest import digest
+    from shardmath_torch.tensors.dtensors.dtensor import from_dtensor, to_dtensor
+    from shardmath_torch.tensors.dtensors.modules import layout_of
+    from shardmath_torch.tensors.dtensors.redistribute import redistribute
+    from shardmath_torch.tensors.dtensors.scales import amax
+    from shardmath_torch.tensors.dtensors.styles import Fused
+    from shardmath_torch.tensors.dtensors.tensor_parallel import set_device_mesh
+    from shardmath_torch.tensors.formats.quantising import dequantise, quantise
+    from shardmath_torch.tensors.formats.views import quantised_parts, sendable
+    from shardmath_torch.tensors.parts.checkpointable import checkpointable
+    from shardmath_torch.tensors.refits.recording import record
+    from shardmath_torch.tensors.refits.refit import Refit
+    from shardmath_torch.tensors.transforms.amaxes import Quantiser, compile_quantise
+    from shardmath_torch.tensors.transforms.compile import TransformedMover, compile_transformed
+    from shardmath_torch.tensors.transforms.megatron import megatron_hook
+
+LATE = {
+    "Changes": "tensors.changes.changes",
+    "CheckpointError": "checkpoints.files.places",
+    "Fused": "tensors.dtensors.styles",
+    "Handle": "moves.movers.handles",
+    "Moved": "moves.observing.moved",
+    "Mover": "moves.movers.mover",
+    "Quantiser": "tensors.transforms.amaxes",
+    "Refit": "tensors.refits.refit",
+    "TransformedMover": "tensors.transforms.compile",
+    "amax": "tensors.dtensors.scales",
+    "checkpointable": "tensors.parts.checkpointable",
+    "commit": "moves.commits.blocks",
+    "compile": "moves.movers.compile",
+    "compile_changes": "tensors.changes.changes",
+    "compile_quantise": "tensors.transforms.amaxes",
+    "compile_transformed": "tensors.transforms.compile",
+    "connect": "groups.joint.connect",
+    "dequantise": "tensors.formats.quantising",
+    "digest": "tensors.contents.digest",
+    "disconnect": "groups.joint.connect",
+    "export": "checkpoints.exports.export",
+    "from_dtensor": "tensors.dtensors.dtensor",
+    "layout_of": "tensors.dtensors.modules",
+    "load": "checkpoints.checkpoint",
+    "load_state": "checkpoints.states.training",
+    "load_weights": "checkpoints.weights.filling",
+    "megatron_hook": "tensors.transforms.megatron",
+    "open_checkpoint": "checkpoints.opening",
+    "progress_bar": "moves.observing.bars",
+    "quantise": "tensors.formats.quantising",
+    "quantised_parts": "tensors.formats.views",
+    "record": "tensors.refits.recording",
+    "redistribute": "tensors.dtensors.redistribute",
+    "save": "checkpoints.checkpoint",
+    "save_state": "checkpoints.states.training",
+    "sendable": "tensors.formats.views",
+    "set_device_mesh": "tensors.dtensors.tensor_parallel",
+    "state_of": "checkpoints.states.training",
+    "to_dtensor": "tensors.dtensors.dtensor",
+    "trace": "moves.observing.tracing",
+}
+"""Where names are, which are imported on use."""
+
+
+def __getattr__(name: str) -> object:
+    """What is imported on its first use. Raises AttributeError for what is not here."""
+    if name not in LATE:
+        raise AttributeError(f"module 'shardmath_torch' has no attribute {name!r}")
+    value = getattr(import_module(f"shardmath_torch.{LATE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """What there is, imported or not."""
+    return sorted(__all__)
+
 
 __all__ = [
     "Changes",

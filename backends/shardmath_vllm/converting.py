@@ -28,7 +28,7 @@ import shardmath as sm
 from shardmath.models.recordings.declared import record_declared
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native
-from shardmath.models.storage import bind
+from shardmath.models.storage.binding import bind
 from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.hugging_face import hugging_face
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
-from shardmath.models.storage import Stored, bind
-from shardmath.models.storage.stored import Shapes
+from shardmath.models.storage.binding import bind
+from shardmath.models.storage.stored import Shapes, Stored
 from shardmath.models.systems.config import Config
 from shardmath.models.systems.megatron import ORDER, logical_shapes, megatron
 from shardmath_torch.groups.agreement.gather import gather

@@ -19,9 +19,8 @@ import shardmath_torch as smt
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
 from shardmath.models.refits.coverage import show_native
-from shardmath.models.storage import Stored
-from shardmath.models.storage.stored import Shapes, Side
-from shardmath.values.transforms import Cast
+from shardmath.models.storage.stored import Shapes, Side, Stored
+from shardmath.values.transforms.pointwise import Cast
 from shardmath_torch.groups import compat
 from shardmath_torch.tensors.conversions.saved import record_conversion
 from shardmath_torch.tensors.refits.gathered import check_not_gathered

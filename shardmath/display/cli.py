@@ -198,8 +198,9 @@ def _merge_traces(argv: Sequence[str]) -> int:
     parser.add_argument("--svg", help="where to draw it")
     given = parser.parse_args(argv)
     # Only this command needs traces.
-    from shardmath.display.traces import merge, read, svg, write
-    from shardmath.display.traces.chrome import write_text
+    from shardmath.display.traces.chrome import read, write, write_text
+    from shardmath.display.traces.drawing import svg
+    from shardmath.display.traces.merging import merge
 
     found = [read(file) for file in given.files]
     # One may be of all ranks already.
@@ -218,7 +219,7 @@ def _list_formats(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a list of rows")
     given = parser.parse_args(argv)
     # Only this command needs formats.
-    from shardmath.values.formats import listing, show_listing
+    from shardmath.values.formats.listing import listing, show_listing
 
     if given.json:
         print(json.dumps([row._asdict() for row in listing()], indent=2))

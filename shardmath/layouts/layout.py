@@ -24,7 +24,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ from shardmath.base.errors import LayoutError, MeshError
 from shardmath.base.memo import memo
 from shardmath.base.public import public
 from shardmath.base.text import shown
-from shardmath.layouts.algebra.box import Box
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs
@@ -45,6 +44,9 @@ from shardmath.layouts.placement import Placement
 from shardmath.layouts.reader import Rules
 from shardmath.layouts.spelling import AxisSpec, Reading, Stored, from_placements, from_text
 from shardmath.layouts.unparse import rule_names, unparse
+
+if TYPE_CHECKING:
+    from shardmath.layouts.algebra.box import Box
 
 __all__ = ["Layout", "intern"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -22,13 +22,15 @@ from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.box import Box, first_gap, from_slices
 from shardmath.layouts.algebra.dimension import Dimension
-from shardmath.layouts.algebra.gaps import Product, find_gap
 from shardmath.layouts.algebra.overlay import Overlay
 from shardmath.layouts.algebra.partition import list_spans, partition
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.pieces import expand
 from shardmath.plans.template import Template
+
+if TYPE_CHECKING:
+    from shardmath.layouts.algebra.gaps import Product
 
 __all__ = [
     "check_covered",
@@ -208,6 +210,9 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
     shape = windows[0].shape
     if 0 in shape:
         return None
+    # Most plans are told apart by cheaper tests before.
+    from shardmath.layouts.algebra.gaps import find_gap
+
     distinct = dict.fromkeys(map(_multiply_unions, windows))
     return find_gap(shape, tuple(distinct))
 

@@ -6,14 +6,16 @@
 3. **Exactly once**: each destination replica receives each source addend of each of its elements
    exactly once. Boxes that lie inside what is held, do not meet, and have its volume together are a
    partition of it.
+4. They are read as Python's own names, slices and numbers, whatever made them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
+from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.layouts.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.layouts.algebra.mesh import Mesh
@@ -23,7 +25,6 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, flip_of, swap_ends
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.reduction import Reduction, find_reduction
-from shardmath.proofs.shapes import read_transfers
 
 __all__ = ["check_claim"]
 
@@ -381,3 +382,79 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
             if lo <= at < lo + n:
                 element.append(g + at - lo)
     return tuple(element)
+
+
+# Transfers from elsewhere
+
+
+def read_transfers(transfers: object) -> Iterator[Transfer]:
+    """The transfers. Raises PlanError for what is not an iterable of them."""
+    if not isinstance(transfers, Iterable):
+        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
+    return map(_read, listed(transfers, "transfers", PlanError))
+
+
+def _read(given: object) -> Transfer:
+    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
+    one, or has others."""
+    t = _check_transfer(given)
+    sizes = listed(t.shape, "sizes", PlanError)
+    return Transfer(
+        tensor=_read_name(t.tensor, "tensor"),
+        src_rank=_read_integer(t.src_rank, "the src_rank"),
+        dst_rank=_read_integer(t.dst_rank, "the dst_rank"),
+        op=_read_name(t.op, "op"),
+        src_tensor=_read_name(t.src_tensor, "src_tensor"),
+        src_slices=_read_slices(t.src_slices),
+        dst_tensor=_read_name(t.dst_tensor, "dst_tensor"),
+        dst_slices=_read_slices(t.dst_slices),
+        shape=tuple(_read_integer(n, "a size") for n in sizes),
+        nbytes=_read_integer(t.nbytes, "the bytes"),
+        global_slices=_read_slices(t.global_slices),
+        addend=_read_integer(t.addend, "the addend"),
+    )
+
+
+def _read_name(given: object, what: str) -> str:
+    return text(given, f"the {what} of a transfer", PlanError)
+
+
+def _read_integer(given: object, what: str) -> int:
+    return as_integer(given, f"{what} of a transfer", PlanError)
+
+
+def _check_transfer(given: object) -> Transfer:
+    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
+    PlanError."""
+    if isinstance(given, Transfer):
+        names = given.tensor, given.op, given.src_tensor, given.dst_tensor
+        slices = given.src_slices, given.dst_slices, given.global_slices
+        named = all(isinstance(name, str) for name in names)
+        if named and all(map(_is_box, slices)):
+            return given
+    what = "is not a Transfer whose slices have integer starts and stops"
+    raise PlanError(f"{given!r} {what}; give shardmath.Transfer")
+
+
+def _is_box(slices: object) -> bool:
+    """Whether this is a tuple of slices between integers."""
+    return isinstance(slices, tuple) and all(map(_is_range, slices))
+
+
+def _is_range(given: object) -> bool:
+    """Whether this is a slice between integers."""
+    if not isinstance(given, slice):
+        return False
+    return isinstance(given.start, SupportsIndex) and isinstance(given.stop, SupportsIndex)
+
+
+def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The slices, between Python's integers."""
+    what = "an end of a slice of a transfer"
+    out = []
+    for given in slices:
+        start = as_integer(given.start, what, PlanError)
+        stop = as_integer(given.stop, what, PlanError)
+        step = 1 if given.step is None else as_integer(given.step, what, PlanError)
+        out.append(slice(start, stop, step))
+    return tuple(out)

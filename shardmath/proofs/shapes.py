@@ -2,19 +2,16 @@
 
 Every value is of its class, and every column an array of as many dimensions as it should have. Once
 that holds, wrong tables are found by what they say (`tables`), and any other error is a fault of
-ours. Transfers that were made elsewhere are read as Python's own names, slices and numbers.
+ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from types import UnionType
-from typing import SupportsIndex
 
 import numpy as np
 
-from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, shown
 from shardmath.layouts.algebra.mesh import Mesh
@@ -26,7 +23,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.plan import Plan
 from shardmath.plans.programs.legs import Bands, Legs
 from shardmath.plans.programs.program import Program
 from shardmath.plans.reduction import Reduction
@@ -37,7 +34,6 @@ __all__ = [
     "check_plan_shapes",
     "check_program_shapes",
     "check_sides",
-    "read_transfers",
     "require",
 ]
 
@@ -220,79 +216,3 @@ def _check_partition(of: Partition, what: str) -> None:
     _check_columns(of)
     _check_items(of.axes, str, f"the axes of {what}")
     _check_items(of.parts, Runs, f"the parts of {what}")
-
-
-# Transfers from elsewhere
-
-
-def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """The transfers. Raises PlanError for what is not an iterable of them."""
-    if not isinstance(transfers, Iterable):
-        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
-    return map(_read, listed(transfers, "transfers", PlanError))
-
-
-def _read(given: object) -> Transfer:
-    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
-    one, or has others."""
-    t = _check_transfer(given)
-    sizes = listed(t.shape, "sizes", PlanError)
-    return Transfer(
-        tensor=_read_name(t.tensor, "tensor"),
-        src_rank=_read_integer(t.src_rank, "the src_rank"),
-        dst_rank=_read_integer(t.dst_rank, "the dst_rank"),
-        op=_read_name(t.op, "op"),
-        src_tensor=_read_name(t.src_tensor, "src_tensor"),
-        src_slices=_read_slices(t.src_slices),
-        dst_tensor=_read_name(t.dst_tensor, "dst_tensor"),
-        dst_slices=_read_slices(t.dst_slices),
-        shape=tuple(_read_integer(n, "a size") for n in sizes),
-        nbytes=_read_integer(t.nbytes, "the bytes"),
-        global_slices=_read_slices(t.global_slices),
-        addend=_read_integer(t.addend, "the addend"),
-    )
-
-
-def _read_name(given: object, what: str) -> str:
-    return text(given, f"the {what} of a transfer", PlanError)
-
-
-def _read_integer(given: object, what: str) -> int:
-    return as_integer(given, f"{what} of a transfer", PlanError)
-
-
-def _check_transfer(given: object) -> Transfer:
-    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
-    PlanError."""
-    if isinstance(given, Transfer):
-        names = given.tensor, given.op, given.src_tensor, given.dst_tensor
-        slices = given.src_slices, given.dst_slices, given.global_slices
-        named = all(isinstance(name, str) for name in names)
-        if named and all(map(_is_box, slices)):
-            return given
-    what = "is not a Transfer whose slices have integer starts and stops"
-    raise PlanError(f"{given!r} {what}; give shardmath.Transfer")
-
-
-def _is_box(slices: object) -> bool:
-    """Whether this is a tuple of slices between integers."""
-    return isinstance(slices, tuple) and all(map(_is_range, slices))
-
-
-def _is_range(given: object) -> bool:
-    """Whether this is a slice between integers."""
-    if not isinstance(given, slice):
-        return False
-    return isinstance(given.start, SupportsIndex) and isinstance(given.stop, SupportsIndex)
-
-
-def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The slices, between Python's integers."""
-    what = "an end of a slice of a transfer"
-    out = []
-    for given in slices:
-        start = as_integer(given.start, what, PlanError)
-        stop = as_integer(given.stop, what, PlanError)
-        step = 1 if given.step is None else as_integer(given.step, what, PlanError)
-        out.append(slice(start, stop, step))
-    return tuple(out)

@@ -23,7 +23,7 @@ from torchao.quantization.granularity import PerBlock, PerRow, PerTensor
 from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
 import shardmath_torch as smt
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from tests.bench.bench_digest import best
 from tests.bench.section import arguments, show
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardmath_torch as smt
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from tests.bench.section import arguments, show
 
 HEAD = ["format", "KL", "KL, of masters", "KL between the orders", "same likeliest byte"]

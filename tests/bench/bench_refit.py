@@ -25,8 +25,8 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from bench.models import MODELS
-from shardmath.models.storage import Stored, parse
 from shardmath.models.systems.megatron import logical_shapes, megatron
+from shardmath.storage import Stored, parse
 from tests.refits.tables import ENGINE
 
 DEEPSEEK_V3 = MODELS["deepseek-v3"].config | {

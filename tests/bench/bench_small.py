@@ -28,7 +28,7 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, parse
+from shardmath.storage import Stored, parse
 from tests.bench.section import arguments, show
 from tests.distributed.pool import Pool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardmath.transforms import Form, NegativeExp
 from shardmath.values.formats.casting import cast_array, is_float
-from shardmath.values.transforms import Form, NegativeExp
 from shardmath_torch.tensors.formats.casting import cast_into
 from shardmath_torch.tensors.transforms.functions import finalize
 from tests.distributed.transforms.test_casting import NUMBERS, PAIRS, patterns, to_bytes, to_tensor

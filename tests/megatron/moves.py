@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, parse, show
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.storage import Stored, parse, show
 from tests.megatron import configs, trainer
 from tests.megatron.cases import VOCAB, Case, Found
 from tests.references.checkpoint import unstack

@@ -30,7 +30,7 @@ def imported(module: str) -> set[str]:
     [
         "shardmath",
         "shardmath.display.cli",
-        "shardmath.layouts.store, shardmath.display.pictures, shardmath.models.systems.rules",
+        "shardmath.store, shardmath.pictures, shardmath.traces, shardmath.rules",
     ],
 )
 def test_the_core_imports_neither_torch_nor_hypothesis_nor_scipy(module: str) -> None:
@@ -69,3 +69,95 @@ assert set(shardmath.__all__) <= set(listed)
 def test_what_is_imported_on_use_is_listed_before() -> None:
     """So that names complete in a notebook."""
     subprocess.run([sys.executable, "-c", LISTED], check=True)
+
+
+CLOSURE = """
+import sys
+{statement}
+found = [name for name, module in sys.modules.items() if not hasattr(module, "__path__")]
+print(*(name for name in found if name.startswith("shardmath")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "most", "without"),
+    [
+        ("from shardmath.layouts.layout import Layout", 20, ("shardmath.plans",)),
+        (
+            "from shardmath.plans.plan import plan",
+            41,
+            ("shardmath.values", "shardmath.plans.programs"),
+        ),
+        (
+            "from shardmath.proofs.claims import check_claim",
+            48,
+            ("shardmath.plans.programs", "shardmath.proofs.shapes"),
+        ),
+        ("import shardmath_torch", 22, ("torch", "shardmath_torch.")),
+        (
+            "import shardmath_torch as smt; smt.compile",
+            114,
+            (
+                "shardmath.buffers",
+                "shardmath.models",
+                "shardmath.display.pictures",
+                "shardmath_torch.checkpoints",
+            ),
+        ),
+        (
+            "import shardmath_torch as smt; smt.Refit",
+            169,
+            ("shardmath.buffers", "shardmath.display.pictures", "shardmath_torch.checkpoints"),
+        ),
+    ],
+)
+def test_a_name_brings_along_what_it_needs(
+    statement: str, most: int, without: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSURE.format(statement=statement)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = done.stdout.split()
+    assert len(found) <= most, found
+    assert not [name for name in found if name.startswith(without)]
+
+
+LATE = """
+import pickle
+import shardmath_torch as smt
+
+assert dir(smt) == sorted(smt.__all__) and set(smt.LATE) == set(smt.__all__)
+assert smt.layout_of is smt.layout_of
+for name in smt.__all__:
+    value = getattr(smt, name)
+    assert pickle.loads(pickle.dumps(value)) is value, name
+    if isinstance(value, type):
+        assert value.__module__ == "shardmath_torch", name
+try:
+    smt.nothing
+except AttributeError as error:
+    assert str(error) == "module 'shardmath_torch' has no attribute 'nothing'"
+else:
+    raise AssertionError
+"""
+
+
+def test_names_of_the_torch_backend_are_imported_on_use_and_pickled_by_name() -> None:
+    subprocess.run([sys.executable, "-c", LATE], check=True)
+
+
+PICKLED = """
+import sys
+import torch
+import pickle
+refit = pickle.loads({pickled!r})
+assert refit.__name__ == "Refit" and "shardmath_torch.checkpoints" not in sys.modules
+"""
+
+
+def test_a_class_is_unpickled_where_nothing_has_imported_it() -> None:
+    pickled = b"cshardmath_torch\nRefit\n."
+    subprocess.run([sys.executable, "-c", PICKLED.format(pickled=pickled)], check=True)

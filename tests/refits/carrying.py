@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shardmath as sm
-from shardmath.models.storage import Stored, parse
 from shardmath.models.storage.filling import view_of
 from shardmath.models.storage.stored import Shapes, Side
+from shardmath.storage import Stored, parse
 
 __all__ = [
     "LAYER",

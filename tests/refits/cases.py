@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import shardmath as sm
-from shardmath.models.storage import Stored
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.vllm import vllm
+from shardmath.storage import Stored
 from tests.references.megatron import Trainer
 from tests.references.vllm import Engine
 from tests.refits.families import FAMILIES, Family

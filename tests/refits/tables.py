@@ -1,6 +1,6 @@
 """Tables: an engine's rows written by hand, and a trainer's configuration, shared by tests of refits.
 
->>> from shardmath.models.storage import parse
+>>> from shardmath.storage import parse
 >>> print(parse(ENGINE)[0])
 model.embed_tokens.weight = model.embed_tokens.weight : (tp n=vocab) h
 """

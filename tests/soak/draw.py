@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import shardmath as sm
-from shardmath.values import transforms
+from shardmath import transforms
 
 SIZE = 4
 

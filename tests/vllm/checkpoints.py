@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import shardmath as sm
-from shardmath.values import formats
+from shardmath import formats
 
 __all__ = [
     "Shapes",

@@ -23,7 +23,7 @@ from vllm.distributed import parallel_state
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import transforms
+from shardmath import transforms
 from tests.vllm import checkpoints, engine
 
 __all__ = ["Asked", "refit"]

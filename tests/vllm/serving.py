@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, parse
+from shardmath.storage import Stored, parse
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import VOCAB
 

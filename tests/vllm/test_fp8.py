@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardmath.values import formats, transforms
+from shardmath import formats, transforms
 from tests.distributed.pool import Pool
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import fields

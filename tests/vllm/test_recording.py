@@ -18,9 +18,9 @@ import pytest
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import bind, fill, gather
 from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
 from shardmath.models.systems.vllm import vllm
+from shardmath.storage import bind, fill, gather
 from tests.vllm import checkpoints, engine
 from tests.vllm.cases import MODELS, fields
 

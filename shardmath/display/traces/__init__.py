@@ -10,11 +10,3 @@ In reading order:
 
 `smt.trace` measures moves; `python -m shardmath trace` merges what its ranks wrote.
 """
-
-from shardmath.display.traces.chrome import read, write
-from shardmath.display.traces.drawing import svg
-from shardmath.display.traces.merging import merge
-from shardmath.display.traces.model import model
-from shardmath.display.traces.spans import Clock, Place, Span, Trace, Vote
-
-__all__ = ["Clock", "Place", "Span", "Trace", "Vote", "merge", "model", "read", "svg", "write"]

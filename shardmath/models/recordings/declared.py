@@ -5,7 +5,9 @@
 2. Nothing is read or run, so that real models' sizes take no memory.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
->>> from shardmath.models.storage import Stored, bind, parse
+>>> from shardmath.models.storage.binding import bind
+>>> from shardmath.models.storage.rows import parse
+>>> from shardmath.models.storage.stored import Stored
 >>> side = Stored(parse("qk.* = [q k].* : (tp (q + k))"), (Mesh(tp=2),))
 >>> shapes = {"q.bias": ((4,), "int64"), "k.bias": ((2,), "int64")}
 >>> print(record_declared(bind(side, shapes), shapes, rank=1))

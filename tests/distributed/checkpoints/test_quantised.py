@@ -8,7 +8,7 @@ import pytest
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import formats
+from shardmath import formats
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import quantised as work

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmath_torch as smt
 from shardmath import FormatError
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from shardmath.values.formats.casting import cast_array
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats import quantising, slabs

@@ -16,7 +16,7 @@ from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8
 
 import shardmath_torch as smt
 from shardmath import FormatError
-from shardmath.values.formats import FP8, MXFP8, Format, FP8Blocks, swizzle
+from shardmath.formats import FP8, MXFP8, Format, FP8Blocks, swizzle
 
 MODES = {"floor": ScaleCalculationMode.FLOOR, "rceil": ScaleCalculationMode.RCEIL}
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardmath_torch as smt
 from shardmath import FormatError
-from shardmath.values.formats import FP8, MXFP8, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, Format, FP8Blocks
 
 SHAPE = (96, 160)
 

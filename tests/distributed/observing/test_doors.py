@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import transforms
+from shardmath import transforms
 from shardmath_torch.moves.observing import bars
 from shardmath_torch.moves.observing.bars import Tally
 

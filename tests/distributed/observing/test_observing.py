@@ -16,8 +16,8 @@ from rich.console import Console
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.display import traces
-from shardmath.display.traces import Span, Trace
+from shardmath import traces
+from shardmath.traces import Span, Trace
 from shardmath_torch.moves.observing.logs import log_move
 from shardmath_torch.moves.observing.stopwatch import Ledger
 from tests.distributed.pool import Pool

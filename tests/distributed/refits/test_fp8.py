@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath.models.storage import Stored, parse
-from shardmath.values import formats, transforms
+from shardmath import formats, transforms
+from shardmath.storage import Stored, parse
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import fp8
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.models.recordings.recorded import label
-from shardmath.models.storage import Stored, bind, fill, parse
+from shardmath.storage import Stored, bind, fill, parse
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import recorded, refits
 

@@ -9,7 +9,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, bind, parse
+from shardmath.storage import Stored, bind, parse
 from shardmath_torch.tensors.refits.holders import find_owners, find_removed, watch
 from shardmath_torch.tensors.refits.views import bind_views
 from tests.distributed.pool import Pool

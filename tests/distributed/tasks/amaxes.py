@@ -11,7 +11,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values.formats import Format, FP8Blocks
+from shardmath.formats import Format, FP8Blocks
 from tests.distributed.tasks.scenarios import Bytes, tensors_of
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import transforms
+from shardmath import transforms
 from tests.distributed.tasks.breaks import Said, ends
 from tests.distributed.tasks.cases import random_layout
 from tests.distributed.tasks.scenarios import results, tensor_of

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import transforms
 from shardmath.plans.protocol import Event
-from shardmath.values import transforms
 from shardmath_gloo.wire import DATA, GlooWire
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.commits import conclude as concluding

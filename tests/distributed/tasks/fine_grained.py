@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import formats
+from shardmath import formats
 from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.checkpoints import same
 from tests.distributed.tasks.dtensors import caught, device_mesh, part, placements_of

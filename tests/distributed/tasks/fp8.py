@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, bind, fill, parse
-from shardmath.values import formats, transforms
+from shardmath import formats, transforms
+from shardmath.storage import Stored, bind, fill, parse
 from shardmath.values.formats.casting import cast_array
 from tests.distributed.tasks.breaks import ends
 

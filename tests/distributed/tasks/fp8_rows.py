@@ -13,8 +13,8 @@ import shardmath_torch as smt
 from bench.mappings import Engine, Row, Trainer
 from bench.models import GATED, Model, shapes_of
 from bench.table import make_refit
-from shardmath.models.storage import fill
-from shardmath.values import formats
+from shardmath import formats
+from shardmath.storage import fill
 from shardmath.values.formats.casting import cast_array
 from tests.distributed.tasks.fp8 import KINDS, compare, to_tensor
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.formats import FP8Blocks
 from shardmath.models.systems.megatron import megatron
-from shardmath.values.formats import FP8Blocks
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather

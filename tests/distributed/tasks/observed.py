@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath_torch.moves.observing import tracing
+from shardmath_torch.moves.observing import tracers
 from tests.distributed.tasks.breaks import Rows, ends
 from tests.distributed.tasks.scenarios import Case, tensors_of
 
@@ -190,11 +190,11 @@ def left(rank: int, path: str) -> list[Any]:
     nothing: Any = 3
     said.append(ends(lambda: smt.trace(nothing).__enter__()))
     said.append(ends(lambda: smt.trace(f"{path}/x.json", topology=nothing).__enter__()))
-    most, tracing.MOST_MARKS = tracing.MOST_MARKS, 1
+    most, tracers.MOST_MARKS = tracers.MOST_MARKS, 1
     with smt.trace(f"{path}/full", model=False):
         for _ in range(3):
             move(rows.src, out=rows.out)
-    tracing.MOST_MARKS = most
+    tracers.MOST_MARKS = most
     return said
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import formats
+from shardmath import formats
 from shardmath_torch.tensors.dtensors.dtensor import local_of
 from tests.distributed.tasks.checkpoints import elements, same
 from tests.distributed.tasks.dtensors import device_mesh, placements_of

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Stored, bind
 from shardmath.models.systems.megatron import megatron
+from shardmath.storage import Stored, bind
 from tests.distributed.tasks import refits
 
 Tensors = Mapping[str, Tensor]

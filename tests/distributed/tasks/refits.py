@@ -21,9 +21,9 @@ from torch.nn.utils.prune import l1_unstructured
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.models.storage import Bound, Stored, fill, parse
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.storage import Bound, Stored, fill, parse
 from tests.distributed.tasks.dtensors import caught
 from tests.refits.tables import CONFIG, ENGINE
 

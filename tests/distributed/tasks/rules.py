@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import transforms
+from shardmath import transforms
 from tests.distributed.tasks import refits
 from tests.distributed.tasks.breaks import ends
 

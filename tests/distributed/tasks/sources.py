@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardmath_vllm as sv
-from shardmath.models.storage import bind
 from shardmath.models.systems.megatron import logical_shapes, megatron
+from shardmath.storage import bind
 
 __all__ = ["CONFIG", "SIZES", "VOCAB", "Seen", "read", "read_wrong"]
 

@@ -11,7 +11,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values import transforms
+from shardmath import transforms
 from tests.distributed.tasks.scenarios import Bytes, bytes_of, results, tensors_of
 
 

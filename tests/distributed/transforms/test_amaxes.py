@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.values import formats
+from shardmath import formats
 from shardmath.values.formats.casting import cast_array
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import amaxes as tasks

@@ -11,9 +11,9 @@ import torch
 
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE, is_bool, is_integer
+from shardmath.transforms import Cast, Custom, Form, NegativeExp
 from shardmath.values.formats.casting import NAN, cast_array, is_float, refuse_cast
 from shardmath.values.formats.elements import numpy_type
-from shardmath.values.transforms import Cast, Custom, Form, NegativeExp
 from shardmath.values.transforms.components import Component
 from shardmath_torch.tensors.formats.casting import cast_into
 from shardmath_torch.tensors.transforms.functions import finalize, prepare

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import shardmath as sm
+from shardmath import transforms
 from shardmath.layouts.edits import window
-from shardmath.values import transforms
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import transforms as tasks
 from tests.distributed.tasks.cases import as_bytes, random_arrays

@@ -8,7 +8,7 @@ import torch
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.values.transforms import Component
+from shardmath.transforms import Component
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks.transforms import (
     COLUMNS,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath.values import formats
-from shardmath.values.transforms import Dequantise, Quantise, Requantise
+from shardmath import formats
+from shardmath.transforms import Dequantise, Quantise, Requantise
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.transforms import Moved
 from tests.distributed.transforms.test_compile import Wanted, check, make

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardmath_torch as smt
-from shardmath.values import formats
+from shardmath import formats
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import experts as work

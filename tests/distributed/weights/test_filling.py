@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import formats
 from shardmath.layouts.edits import cast
-from shardmath.values import formats
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.weights.dequantising import dequantise
 from shardmath_torch.checkpoints.weights.quantised import Quantised
@@ -287,7 +287,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no format": (
         None,
         r"'q_proj.weight' is bfloat16 in the module, and float8_e4m3fn in the checkpoint, with scales in "
-        r"'q_proj.weight_scale_inv'; give format=, such as shardmath.values.formats.FP8Blocks\(\)",
+        r"'q_proj.weight_scale_inv'; give format=, such as shardmath.formats.FP8Blocks\(\)",
     ),
     "other tiles": (
         formats.FP8Blocks((64, 128)),
@@ -299,7 +299,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
         "'q_proj.weight' is stored as float8_e4m3fn, and FP8 e5m2 per 128 x 128 has float8_e5m2",
     ),
     "three arrays": (formats.NVFP4(), "NVFP4 1-D stores data, scales, .*; load them with smt.load"),
-    "no format at all": ("fp8", "format='fp8' is no format; give one of shardmath.values.formats"),
+    "no format at all": ("fp8", "format='fp8' is no format; give one of shardmath.formats"),
 }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath import testing
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from shardmath.values.formats.scales import spread_last
 
 FORMATS: list[Format] = [

@@ -17,11 +17,11 @@ from shardmath import buffers
 from shardmath.base.arguments import as_integer, instance, known, listed, mapping, text
 from shardmath.base.errors import LayoutError, MeshError, ParamLayoutError, PlanError, ShardError
 from shardmath.base.text import plural, shown
-from shardmath.display.pictures import buffer_map, buffer_svg, grid
 from shardmath.display.pictures.text import show
 from shardmath.layouts import edits, store
 from shardmath.layouts.algebra import cuts, runs
 from shardmath.models.systems import rules
+from shardmath.pictures import buffer_map, buffer_svg, grid
 
 PLAIN = (int, float, str, bool, type(None), complex)
 

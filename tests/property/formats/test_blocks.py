@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardmath import FormatError
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Blocks, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Blocks, FP8Blocks
 
 SHAPE = (5, 12, 9)
 KINDS = [

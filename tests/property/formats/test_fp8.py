@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shardmath import FormatError
-from shardmath.values.formats import FP8, Format, FP8Blocks
+from shardmath.formats import FP8, Format, FP8Blocks
 
 LEAST = Fraction(2) ** -126
 FORMATS = [

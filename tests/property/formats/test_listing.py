@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 
+from shardmath import formats
 from shardmath.display import cli
-from shardmath.values import formats
-from shardmath.values.formats import Format, listing, show_listing
+from shardmath.formats import Format, listing, show_listing
 from shardmath.values.formats.listing import FORMATS
 
 SIZES = {"M": 256, "K": 512, "1": 1}

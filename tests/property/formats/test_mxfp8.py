@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from shardmath import FormatError
-from shardmath.values.formats import MXFP8
+from shardmath.formats import MXFP8
 from shardmath.values.formats.floats import E4M3, E5M2, Float, decode, decode_e8m0
 from shardmath.values.formats.mxfp8 import round_down, round_up
 

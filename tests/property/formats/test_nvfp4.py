@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import FormatError
-from shardmath.values.formats import NVFP4
+from shardmath.formats import NVFP4
 from shardmath.values.formats.floats import E2M1, E4M3, decode, unpack_pairs
 
 F32 = np.float32

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmath as sm
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 
 MESH = sm.Mesh(dp=2, tp=3)
 TEXTS = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmath as sm
-from shardmath.values.formats import flattened, swizzle, swizzle_runs, swizzled, unswizzle
+from shardmath.formats import flattened, swizzle, swizzle_runs, swizzled, unswizzle
 
 shapes = st.tuples(st.integers(0, 300), st.integers(0, 11))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import FormatError
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 
 SHAPE = (48, 64)
 FORMATS: list[Format] = [

@@ -18,9 +18,8 @@ from bench.models import (
     shapes_of,
 )
 from bench.table import make_refit, measure
-from shardmath import PlanError, StoreError
+from shardmath import PlanError, StoreError, formats
 from shardmath.models.storage.stored import Shapes
-from shardmath.values import formats
 
 PUBLIC = {
     "qwen3-4b": 4_022_468_096,

@@ -10,7 +10,7 @@ import pytest
 
 import shardmath as sm
 from shardmath import Layout, Mesh, Topology
-from shardmath.display.pictures import show, svg
+from shardmath.pictures import show, svg
 
 MESH = Mesh(dp=2, tp=2)
 LAYOUT = Layout((8, 4), MESH, "(tp dp n) h")

@@ -11,10 +11,10 @@ import pytest
 import shardmath as sm
 from shardmath.models.recordings.declared import record_declared
 from shardmath.models.recordings.recorded import label
-from shardmath.models.storage import Stored, bind, fill, parse
 from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.hugging_face import hugging_face
 from shardmath.models.systems.megatron import logical_shapes, megatron
+from shardmath.storage import Stored, bind, fill, parse
 
 DENSE = {
     "num_layers": 4,

@@ -16,8 +16,8 @@ from shardmath.models.recordings.boxes import align
 from shardmath.models.recordings.numbers import find_pieces
 from shardmath.models.recordings.pieces import Piece, overlap
 from shardmath.models.recordings.recorded import Native
-from shardmath.models.storage import Stored, bind, fill, parse
 from shardmath.models.storage.filling import view_of
+from shardmath.storage import Stored, bind, fill, parse
 
 Ids = NDArray[np.int64]
 

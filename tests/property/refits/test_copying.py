@@ -10,8 +10,8 @@ import pytest
 
 from shardmath import Mesh
 from shardmath.models.refits.copying import copy_bound
-from shardmath.models.storage import bind
 from shardmath.models.storage.stored import Stored
+from shardmath.storage import bind
 from tests.property.storage.test_binding import SHAPES, engine, trainer
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import shardmath as sm
 from shardmath.models.refits.grouping import group_by_layer, join_modules
-from shardmath.models.storage import Stored, parse
-from shardmath.values.transforms import Cast
+from shardmath.storage import Stored, parse
+from shardmath.transforms import Cast
 
 LAYERS = 3
 FUSED = """

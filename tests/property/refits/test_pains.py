@@ -14,9 +14,9 @@ import pytest
 
 import shardmath as sm
 from shardmath.base.dtypes import ITEMSIZE
-from shardmath.models.storage import Stored, parse
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.vllm import vllm
+from shardmath.storage import Stored, parse
 from tests.refits.carrying import LAYER, SERVED, TRAINED, carry, divided, equal, number, whole
 
 TRAINER = "decoder.layers.0."

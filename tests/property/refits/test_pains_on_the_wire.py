@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 
 import shardmath as sm
-from shardmath.models.storage import Spot, Stored, Vocabulary, bind, parse
 from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.vllm import vllm
 from shardmath.plans.programs.messages import Message, staging_bytes
 from shardmath.plans.programs.part import Part, make_parts
+from shardmath.storage import Spot, Stored, Vocabulary, bind, parse
 from tests.refits.carrying import LAYER, SERVED, TRAINED, divided, whole
 
 ROWS = "layers.{l}.w = layers.{l}.w : (tp n) h"

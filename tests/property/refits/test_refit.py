@@ -13,11 +13,11 @@ import shardmath as sm
 from shardmath.models.recordings import recorded
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.refits.coverage import count_cells
-from shardmath.models.storage import Spot, Stored, fill, parse
 from shardmath.models.storage.binding import Bound
 from shardmath.models.storage.filling import view_of
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.storage import Spot, Stored, fill, parse
 from tests.refits.tables import CONFIG, ENGINE
 
 Array = NDArray[np.int64]

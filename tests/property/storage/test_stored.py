@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardmath as sm
-from shardmath.models.storage import Spot, Stored, bind, parse
 from shardmath.models.systems.hugging_face import hugging_face
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.torchtitan import torchtitan
 from shardmath.models.systems.vllm import vllm
+from shardmath.storage import Spot, Stored, bind, parse
 
 KINDS = ("llama", "qwen3_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4_text", "qwen3_next")
 TITAN = ("llama", "qwen3_moe", "deepseek_v3")

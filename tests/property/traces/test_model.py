@@ -21,8 +21,8 @@ from shardmath import (
     plan,
     schedule,
 )
-from shardmath.display.traces import Span, Trace, model
 from shardmath.plans.programs.scheduling import as_planned
+from shardmath.traces import Span, Trace, model
 from tests.property.drawn.programs import all_rounds, cut_anywhere, messages, plans, programs
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, ShardError, Topology, plan, schedule
 from shardmath.base.text import show_seconds
 from shardmath.display import cli
-from shardmath.display.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
 from shardmath.display.traces.chrome import spell
+from shardmath.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACKS = ("moves", "phases", "rounds", "work", "to 3", "from 0", "rounds in worker")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.values.transforms import Companion, Component, Custom
+from shardmath.transforms import Companion, Component, Custom
 
 BLOCK = 4
 SCALE = Companion("_scale", "float32", (BLOCK,))

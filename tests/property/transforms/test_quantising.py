@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath.values import formats
+from shardmath import formats
+from shardmath.transforms import Custom, Dequantise, Form, Quantise, Requantise, Transform
 from shardmath.values.formats.casting import cast_array
-from shardmath.values.transforms import Custom, Dequantise, Form, Quantise, Requantise, Transform
 
 SHAPE = (512, 512)
 AMAX = 4.5

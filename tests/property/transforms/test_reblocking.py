@@ -19,8 +19,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardmath as sm
-from shardmath.values.formats import FP8, MXFP8, Format, FP8Blocks
-from shardmath.values.transforms import Requantise
+from shardmath.formats import FP8, MXFP8, Format, FP8Blocks
+from shardmath.transforms import Requantise
 
 SHAPE = (16, 64)
 COARSE = (8, 32)

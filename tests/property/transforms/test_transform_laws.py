@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from shardmath import testing
-from shardmath.values.transforms import Cast, Component, Custom, NegativeExp
+from shardmath.transforms import Cast, Component, Custom, NegativeExp
 
 
 def split(array):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import shardmath as sm
-from shardmath import PlanError
+from shardmath import PlanError, transforms
 from shardmath.layouts.edits import window
-from shardmath.values import transforms
-from shardmath.values.transforms import Cast, Component, Custom, NegativeExp
+from shardmath.transforms import Cast, Component, Custom, NegativeExp
 
 TP, ONE = sm.Mesh(tp=4), sm.Mesh()
 WIDE = sm.Layout((8, 64), TP, "n (tp h)")

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 import shardmath_torch as smt
-from shardmath.models.storage import bind, gather
 from shardmath.models.systems.megatron import logical_shapes, megatron
+from shardmath.storage import bind, gather
 from shardmath_torch.tensors.conversions.saved import record_conversion
 from shardmath_vllm.converting import convert, declare_conversion
 from tests.megatron import configs, trainer

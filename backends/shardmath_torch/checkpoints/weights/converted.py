@@ -14,7 +14,7 @@ from hashlib import sha256
 from torch import nn
 
 from shardmath.models.systems.hf import Shapes
-from shardmath.values.formats import Format
+from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.checkpoints.weights.quantised import find_scales

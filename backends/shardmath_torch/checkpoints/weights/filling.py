@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
-from shardmath.values.formats import Format
+from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.checkpoint import check_names, load
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import on_all

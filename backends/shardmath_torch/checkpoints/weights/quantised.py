@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
-from shardmath.values.formats import Format
+from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.loading import has_same_bytes
@@ -59,7 +59,7 @@ def check_format(format: object) -> None:
     if format is None:
         return
     if not isinstance(format, Format):
-        fix = "give one of shardmath.values.formats, such as formats.FP8Blocks()"
+        fix = "give one of shardmath.formats, such as formats.FP8Blocks()"
         raise CheckpointError(f"format={shown(format)} is no format; {fix}")
     if len(format.parts) != 2:
         names = ", ".join(part.name for part in format.parts)
@@ -82,7 +82,7 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
     """What is wrong where no format says what data and scales stand for."""
     what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
-    fix = "give format=, such as shardmath.values.formats.FP8Blocks() for tiles of 128 x 128"
+    fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
 
 

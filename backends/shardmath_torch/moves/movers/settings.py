@@ -11,7 +11,6 @@ from shardmath.plans.plan import Plan
 from shardmath.plans.programs.messages import MOST_OPS
 from shardmath.plans.programs.part import Outline, plan_of
 from shardmath.plans.programs.program import Program
-from shardmath.values.transforms.transformed import Transformed
 from shardmath_torch.groups import compat, dtypes
 from shardmath_torch.groups.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.moves.exchange.task import transport_of
@@ -86,8 +85,8 @@ def check_plan(plan: object) -> None:
     """Raise ExchangeError for what is neither a plan nor a program."""
     if not isinstance(plan, Plan | Transposed | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
-        if isinstance(plan, Transformed):
-            fix = "call compile_transformed"
+        # In words, since the class would bring all formats and transforms along.
+        fix += "; compile_transformed takes a Transformed"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
 
 

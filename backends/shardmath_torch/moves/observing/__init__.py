@@ -8,6 +8,7 @@ In reading order:
 - `logs`: a line per move;
 - `bars`: progress, told to a callback and shown on a terminal;
 - `spelling`: what was timed of a call, as spans;
-- `tracing`: `trace`, which writes what is timed inside it;
-- `stopwatch`: one call, timed.
+- `tracers`: what is timed inside of a trace;
+- `stopwatch`: one call, timed;
+- `tracing`: `trace`, which writes what was timed inside it.
 """

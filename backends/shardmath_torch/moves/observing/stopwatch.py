@@ -25,7 +25,7 @@ from shardmath_torch.moves.observing.laps import FAILED, LAPS, NAMES
 from shardmath_torch.moves.observing.logs import log_move
 from shardmath_torch.moves.observing.moved import Moved
 from shardmath_torch.moves.observing.spelling import Mark, Timed
-from shardmath_torch.moves.observing.tracing import Given, Tracer, find_tracer
+from shardmath_torch.moves.observing.tracers import Given, Tracer, find_tracer
 from shardmath_torch.moves.observing.traffic import Traffic, add_up, count_traffic
 
 __all__ = ["Ledger", "Stopwatch"]

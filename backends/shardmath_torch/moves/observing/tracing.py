@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 from shardmath.base.errors import ExchangeError, ShardError
 from shardmath.base.text import message_of, shown
@@ -30,111 +26,15 @@ from shardmath.display.traces.model import model
 from shardmath.display.traces.spans import Clock, Span, Trace, Vote
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.flows.topology import H100, Topology, checked
-from shardmath.plans.plan import Plan
 from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
-from shardmath_torch.moves.observing.spelling import Timed, find_votes, spell
+from shardmath_torch.moves.observing.spelling import find_votes, spell
+from shardmath_torch.moves.observing.tracers import TRACERS, Tracer
 
-__all__ = ["Tracer", "find_tracer", "trace"]
-
-Given: TypeAlias = Plan | Transposed | Program
-
-MOST_MARKS = 1 << 20
-"""Of a trace, 100 bytes each: calls that begin when there are so many are left out."""
+__all__ = ["trace"]
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id")
 """Drawn by Linux at every start: processes that read the same have one clock."""
-
-
-class Tracer:
-    """What is timed inside of one `trace`."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[Timed, Given | None]] = []
-        self._threads: dict[int, str] = {}
-        self._under_way: Counter[int] = Counter()
-        self._marks = 0
-        self.left_out = 0
-        # Both at once: one says when the trace began, the other what times are counted from.
-        self.began_ns = time.time_ns()
-        self.began_s = time.perf_counter()
-
-    def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
-        """A call that now begins; None where there is no room for it."""
-        if self._marks >= MOST_MARKS:
-            self.left_out += 1
-            return None
-        call = Timed(rank, self._name_tracks(), began_s)
-        self._calls.append((call, given))
-        self._under_way[threading.get_ident()] += 1
-        return call
-
-    def end(self, call: Timed) -> None:
-        """The call is over, on the thread on which it began."""
-        self._marks += len(call.marks)
-        self._under_way[threading.get_ident()] -= 1
-
-    def _name_tracks(self) -> str:
-        """What tells the call's tracks from those of others that are under way at the same time."""
-        # A callback may try to move: that is refused, and shown.
-        inside = ["inside"] * self._under_way[threading.get_ident()]
-        return " ".join([self._name_thread(), *inside]).strip()
-
-    def _name_thread(self) -> str:
-        """What tells the thread's tracks from those of others; "" for the main one."""
-        here = threading.current_thread()
-        if here is threading.main_thread():
-            return ""
-        number = threading.get_ident()
-        if number not in self._threads:
-            name = f"in {here.name}"
-            # Threads may have one name.
-            known = list(self._threads.values()).count(name)
-            self._threads[number] = f"{name} ({known + 1})" if known else name
-        return self._threads[number]
-
-    def make_trace(self, topology: Topology | None, with_model: bool) -> Trace:
-        """All that was timed, and what models say of it."""
-        calls = [call for call, _ in self._calls]
-        spans = [span for call in calls for span in spell(call)]
-        if with_model:
-            spans += self._list_modelled(topology)
-        began = self.began_s
-        shifted = [span._replace(begin_s=span.begin_s - began) for span in spans]
-        rank = calls[0].rank if calls else compat.rank_or_0()
-        votes = [Vote(name, at_s - began) for name, at_s in find_votes(calls)]
-        clock = Clock(rank, _name_machine(), self.began_ns, tuple(votes))
-        return Trace(tuple(shifted), clock, self.left_out)
-
-    def _list_modelled(self, topology: Topology | None) -> Iterator[Span]:
-        """What each call that came past its vote should have done."""
-        models: dict[str, tuple[Span, ...]] = {}
-        free: dict[str, float] = {}
-        for call, given in self._calls:
-            agreed = call.agreed
-            # An adjoint's rounds are no program's.
-            if agreed is None or given is None or isinstance(given, Transposed):
-                continue
-            if given.digest not in models:
-                own = isinstance(given, Program)
-                where = given.topology if own else topology or given.topology or H100
-                models[given.digest] = model(given, topology=where, ranks=[call.rank]).spans
-            # A model may take longer than the move, and the next one's stands behind it.
-            begin = max(agreed.at_s, free.get(call.thread, 0.0))
-            for span in models[given.digest]:
-                track = f"{span.track} {call.thread}".rstrip()
-                moved = span._replace(begin_s=span.begin_s + begin, track=track)
-                free[call.thread] = max(free.get(call.thread, 0.0), moved.end_s)
-                yield moved
-
-
-_tracers: list[Tracer] = []
-"""The one that is under way in this process, if any."""
-
-
-def find_tracer() -> Tracer | None:
-    """The trace that is under way in this process."""
-    return _tracers[-1] if _tracers else None
 
 
 @contextmanager
@@ -150,13 +50,13 @@ def trace(
     """
     if topology is not None:
         checked(topology)
-    if _tracers:
+    if TRACERS:
         raise ExchangeError("this process is in a smt.trace; leave that one first")
     file = _name_file(path)
     # Now, and not after the moves.
     _write_first(file)
     tracer = Tracer()
-    _tracers.append(tracer)
+    TRACERS.append(tracer)
     left: BaseException | None = None
     try:
         yield
@@ -164,8 +64,44 @@ def trace(
         left = error
         raise
     finally:
-        _tracers.remove(tracer)
-        _write_last(tracer.make_trace(topology, model), file, left)
+        TRACERS.remove(tracer)
+        _write_last(_make_trace(tracer, topology, model), file, left)
+
+
+def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> Trace:
+    """All that was timed, and what models say of it."""
+    calls = [call for call, _ in tracer.calls]
+    spans = [span for call in calls for span in spell(call)]
+    if with_model:
+        spans += _list_modelled(tracer, topology)
+    began = tracer.began_s
+    shifted = [span._replace(begin_s=span.begin_s - began) for span in spans]
+    rank = calls[0].rank if calls else compat.rank_or_0()
+    votes = [Vote(name, at_s - began) for name, at_s in find_votes(calls)]
+    clock = Clock(rank, _name_machine(), tracer.began_ns, tuple(votes))
+    return Trace(tuple(shifted), clock, tracer.left_out)
+
+
+def _list_modelled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
+    """What each call that came past its vote should have done."""
+    models: dict[str, tuple[Span, ...]] = {}
+    free: dict[str, float] = {}
+    for call, given in tracer.calls:
+        agreed = call.agreed
+        # An adjoint's rounds are no program's.
+        if agreed is None or given is None or isinstance(given, Transposed):
+            continue
+        if given.digest not in models:
+            own = isinstance(given, Program)
+            where = given.topology if own else topology or given.topology or H100
+            models[given.digest] = model(given, topology=where, ranks=[call.rank]).spans
+        # A model may take longer than the move, and the next one's stands behind it.
+        begin = max(agreed.at_s, free.get(call.thread, 0.0))
+        for span in models[given.digest]:
+            track = f"{span.track} {call.thread}".rstrip()
+            moved = span._replace(begin_s=span.begin_s + begin, track=track)
+            free[call.thread] = max(free.get(call.thread, 0.0), moved.end_s)
+            yield moved
 
 
 def _name_file(path: object) -> Path:

@@ -76,6 +76,10 @@ class Changes(Mover):
         """Bytes of this rank's snapshots: those of what it sends of its source tensors, once it was sent."""
         return self._sparse.snapshot_bytes
 
+    def ask(self, whole: bool) -> How:
+        """What a call asks for that does not know which cells have changed: those that differ, or all of them."""
+        return How(None, whole)
+
     def __call__(  # type: ignore[override]
         self,
         src: Local,

@@ -6,7 +6,7 @@
    depend on the largest magnitude of all, it is read twice.
 4. All arguments are checked before anything is written.
 
->>> from shardmath.values import formats
+>>> from shardmath import formats
 >>> data, scales = quantise(formats.MXFP8(), torch.full((1, 32), 450, dtype=torch.bfloat16))
 >>> data[0, :2], scales
 (tensor([118, 118], dtype=torch.uint8), tensor([[128]], dtype=torch.uint8))
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from shardmath.base.errors import FormatError
 from shardmath.base.text import plural, shown
-from shardmath.values.formats import FP8, NVFP4, Format, Part
+from shardmath.values.formats.format import Format, Part
+from shardmath.values.formats.fp8 import FP8
+from shardmath.values.formats.nvfp4 import NVFP4
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats.casting import cast_into
 from shardmath_torch.tensors.formats.rounding import make_table, read_into, round_into
@@ -169,7 +171,7 @@ def dequantise(
 def _check_format(format: object) -> None:
     """Raise FormatError for what is no format."""
     if not isinstance(format, Format):
-        fix = "give one of shardmath.values.formats, as MXFP8()"
+        fix = "give one of shardmath.formats, as MXFP8()"
         raise FormatError(f"{shown(format)} is no format; {fix}")
 
 

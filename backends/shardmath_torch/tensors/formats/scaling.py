@@ -4,7 +4,7 @@
 2. Numbers are changed in place, with scales that are broadcast to them.
 3. Divisors are tensors of the device: by a number torch divides otherwise on a GPU, as a product with its inverse.
 
->>> from shardmath.values import formats
+>>> from shardmath import formats
 >>> amax = torch.tensor([448, 450, 0])
 >>> find_rule(formats.MXFP8()).make_scales(amax.float())
 tensor([127, 128,   0], dtype=torch.uint8)
@@ -23,8 +23,11 @@ from torch import Tensor
 
 from shardmath.base.errors import FormatError
 from shardmath.base.text import shown
-from shardmath.values.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from shardmath.values.formats.floats import E2M1, E4M3, Float
+from shardmath.values.formats.format import Format
+from shardmath.values.formats.fp8 import FP8, FP8Blocks
+from shardmath.values.formats.mxfp8 import MXFP8
+from shardmath.values.formats.nvfp4 import NVFP4
 from shardmath_torch.tensors.formats.rounding import (
     FIELD,
     FRACTION,
@@ -167,7 +170,7 @@ def find_rule(format: Format, g: Tensor | None = None) -> Rule:
             return _Float32(format.element, format.power_of_two)
         case NVFP4() if g is not None:
             return _Global(g)
-    fix = "give MXFP8, FP8Blocks, FP8 or NVFP4 of shardmath.values.formats"
+    fix = "give MXFP8, FP8Blocks, FP8 or NVFP4 of shardmath.formats"
     raise FormatError(f"{shown(format)} is no format that tensors are quantised to; {fix}")
 
 

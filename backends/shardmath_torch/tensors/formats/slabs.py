@@ -5,7 +5,7 @@
    and what blocks share is broadcast.
 3. A block is cut only where it alone is larger than a slab.
 
->>> from shardmath.values.formats import FP8Blocks
+>>> from shardmath.values.formats.fp8 import FP8Blocks
 >>> for slab in cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16): print(*slab.spans)
 Span(start=0, first=0, count=1, size=2) Span(start=0, first=0, count=2, size=4)
 Span(start=0, first=0, count=1, size=2) Span(start=8, first=2, count=1, size=2)
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmath.values.formats import Blocks
+from shardmath.values.formats.blocks import Blocks
 from shardmath_torch.tensors.formats.casting import may_have_nan
 
 __all__ = ["MOST", "Slab", "choose_most", "cut_slabs", "fits"]

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardmath.base.errors import FormatError
 from shardmath.base.text import shown
-from shardmath.values.formats import FP8, MXFP8, Format, FP8Blocks
+from shardmath.values.formats.format import Format
+from shardmath.values.formats.fp8 import FP8, FP8Blocks
+from shardmath.values.formats.mxfp8 import MXFP8
 from shardmath_torch.groups import compat
 from shardmath_torch.tensors.formats.quantising import dequantise
 
@@ -55,7 +57,7 @@ def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
     found = _find_reader(tensor)
     if found is None:
         what = f"a {type(tensor).__name__} is no quantised tensor that is known here"
-        fix = "give its data and scales as plain tensors, with a format of shardmath.values.formats"
+        fix = "give its data and scales as plain tensors, with a format of shardmath.formats"
         raise FormatError(f"{what}; {fix}")
     return found(tensor, columnwise)
 

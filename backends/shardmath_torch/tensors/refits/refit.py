@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,6 @@ from shardmath_torch.moves.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Set
 from shardmath_torch.moves.movers.stages import Stage
 from shardmath_torch.moves.observing.bars import Progress
 from shardmath_torch.moves.observing.moved import Moved
-from shardmath_torch.tensors.changes.carrying import How
-from shardmath_torch.tensors.changes.changes import Changes, make_changes
 from shardmath_torch.tensors.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.tensors.refits.holders import Watched, find_fault, find_owners, watch
 from shardmath_torch.tensors.refits.views import (
@@ -57,7 +55,10 @@ from shardmath_torch.tensors.refits.views import (
     list_sides,
     name_natives,
 )
-from shardmath_torch.tensors.transforms.compile import Ends, agree_again, make_ends
+
+if TYPE_CHECKING:
+    from shardmath_torch.tensors.changes.changes import Changes
+    from shardmath_torch.tensors.transforms.compile import Ends
 
 __all__ = ["Refit"]
 
@@ -118,6 +119,7 @@ class Refit(Leaves):
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
         self._made: Ends | None = None
+        self._changes: Changes | None = None
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
         self._party = self._join(group)
@@ -133,13 +135,19 @@ class Refit(Leaves):
         transforms = self.planned.transforms
         again: AgreeFirst | None = None
         if transforms is not None:
+            # What few refits need is imported by these: transforms bring all formats along.
+            from shardmath_torch.tensors.transforms.compile import agree_again, make_ends
+
             found = compat.group_of(group)
             timeout, commit = settings.timeout, settings.commit
             _, self._made = make_ends(transforms, moving, found, timeout, commit, holds=True)
             stages += (self._made,)
             again = functools.partial(agree_again, transforms)
         if changes:
-            return make_changes(moving, group, settings, stages=stages, agree_first=again)
+            from shardmath_torch.tensors.changes.changes import make_changes
+
+            self._changes = make_changes(moving, group, settings, stages=stages, agree_first=again)
+            return self._changes
         return Mover(make_ready(moving, group, settings, stages, agree_first=again))
 
     def replan(
@@ -385,7 +393,7 @@ class Refit(Leaves):
         it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
         gathers again for its next forward.
         """
-        how = How(None, whole) if self.changes is not None else None
+        how = self.changes.ask(whole) if self.changes is not None else None
         call = Call(None, None, timeout, acknowledge, label, check, progress, held=True, how=how)
         # Looked for by the thread that calls: beside it, modules may have others in their places for a while.
         return move_by(self._mover, call._replace(objection=self._object()), async_op)
@@ -393,7 +401,7 @@ class Refit(Leaves):
     @property
     def changes(self) -> Changes | None:
         """What sends changes alone, where it does."""
-        return self._mover if isinstance(self._mover, Changes) else None
+        return self._changes
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are no longer where they were; "" for nothing."""

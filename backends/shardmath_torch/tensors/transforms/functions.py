@@ -18,16 +18,10 @@ from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
 from shardmath.values.formats.elements import Array, numpy_type, read_elements
-from shardmath.values.transforms import (
-    Cast,
-    Dequantise,
-    Form,
-    NegativeExp,
-    Quantise,
-    Requantise,
-    Transform,
-)
+from shardmath.values.transforms.components import Form, Transform
 from shardmath.values.transforms.custom import OnTensors
+from shardmath.values.transforms.pointwise import Cast, NegativeExp
+from shardmath.values.transforms.quantising import Dequantise, Quantise, Requantise
 from shardmath_torch.groups.dtypes import dtype_of, see_words, words
 from shardmath_torch.tensors.formats.casting import cast, cast_into, negative_exp_into
 from shardmath_torch.tensors.transforms.quantising import (

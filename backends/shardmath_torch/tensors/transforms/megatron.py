@@ -27,8 +27,7 @@ from shardmath.base.arguments import instance, listed
 from shardmath.base.errors import ExchangeError, PlanError
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.elements import Array
-from shardmath.values.transforms import AsHeld, Component, Form
-from shardmath.values.transforms.components import End
+from shardmath.values.transforms.components import AsHeld, Component, End, Form
 from shardmath.values.transforms.local import Job
 from shardmath_torch.groups.dtypes import dtype_of, words
 from shardmath_torch.tensors.transforms.functions import check_made, describe

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardmath.values.formats import Format
-from shardmath.values.transforms import Dequantise, Form, Quantise, Requantise
+from shardmath.values.formats.format import Format
+from shardmath.values.transforms.components import Form
+from shardmath.values.transforms.quantising import Dequantise, Quantise, Requantise
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats.casting import cast, cast_into
 from shardmath_torch.tensors.formats.quantising import dequantise, quantise
