@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 
 __all__ = [
     "count_ranks",
@@ -15,12 +16,10 @@ __all__ = [
     "message_of",
     "plural",
     "read_bytes",
-    "shorten_ranks",
     "show_bytes",
     "show_ranks",
     "show_seconds",
     "show_share",
-    "show_spans",
     "shown",
     "word_error",
 ]
@@ -137,42 +136,54 @@ def show_share(part: int, whole: int) -> str:
     return "<0.01 %" if 0 < percent < 0.005 else f"{percent:.2f} %"
 
 
-def show_ranks(ranks: Iterable[int]) -> str:
-    """Ranks by number, neighbours together.
+def show_ranks(
+    ranks: Iterable[int | range],
+    *,
+    noun: bool = True,
+    joined_from: int | None = 2,
+    most: int | None = None,
+) -> str:
+    """Ranks by number, in their order; a range stands for all ranks in it.
 
-    >>> show_ranks([3]), show_ranks([5, 4, 7])
-    ('rank 3', 'ranks 4-5, 7')
+    At least `joined_from` ranks, 2 or more, that follow each other are one word; None: each rank is a word. Of more
+    than `most` words half as many are shown, and how many ranks there are.
+
+    >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
+    ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')
+    >>> show_ranks(range(17), joined_from=None, most=16)
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (17 in all)'
     """
-    spans: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
+    runs = _join_neighbours(ranks)
+    # Not by len, which ends at 2**63: a caller may have said that there are more.
+    count = sum(run.stop - run.start for run in runs)
+    words = list(itertools.islice(_list_words(runs, joined_from), most and most + 1))
+    if most is not None and len(words) > most:
+        words = [*words[: most // 2], f"... ({count:,} in all)"]
+    listed = ", ".join(words)
+    if not noun:
+        return listed
+    return f"{'rank' if count == 1 else 'ranks'} {listed}"
+
+
+def _join_neighbours(ranks: Iterable[int | range]) -> list[range]:
+    """The ranks as ranges, none of which goes on where the one before ends."""
+    runs: list[range] = []
+    for one in ranks:
+        run = one if isinstance(one, range) else range(one, one + 1)
+        if runs and runs[-1].stop == run.start:
+            runs[-1] = range(runs[-1].start, run.stop)
         else:
-            spans.append((rank, rank))
-    return show_spans(spans)
+            runs.append(run)
+    return runs
 
 
-def show_spans(spans: Sequence[tuple[int, int]]) -> str:
-    """Ranks by number, given as the first and the last of each span.
-
-    >>> show_spans([(1, 1)]), show_spans([(0, 2), (5, 5)])
-    ('rank 1', 'ranks 0-2, 5')
-    """
-    is_one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'' if is_one else 's'} {', '.join(texts)}"
-
-
-def shorten_ranks(ranks: Sequence[int]) -> str:
-    """The ranks in their order, or the first of many and how many there are.
-
-    >>> shorten_ranks([3, 1]), shorten_ranks(range(100))
-    ('3, 1', '0, 1, 2, 3, 4, 5, 6, 7, ... (100 in all)')
-    """
-    if len(ranks) <= 16:
-        return ", ".join(map(str, ranks))
-    first = ", ".join(map(str, ranks[:8]))
-    return f"{first}, ... ({len(ranks)} in all)"
+def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]:
+    """Each range of that many ranks, at least two, as one word, other ranks one by one."""
+    for run in runs:
+        if joined_from is not None and run.stop - run.start >= joined_from:
+            yield f"{run.start}-{run.stop - 1}"
+        else:
+            yield from map(str, run)
 
 
 def count_ranks(ranks: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, ranges
+from shardmath.base.text import show_ranks
 from shardmath.display.pictures.elements import Stretch, brief
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.mesh import Mesh
@@ -38,7 +39,6 @@ __all__ = [
     "cells_of",
     "idle_ranks",
     "list_pieces",
-    "rank_text",
     "write_holders",
     "write_label",
 ]
@@ -293,39 +293,17 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
     return pieces, texts
 
 
-def rank_text(ranks: Sequence[int], most: int = 16) -> str:
-    """Ascending ranks in few words: those that follow each other as a range, what is beyond `most` counted.
-
-    >>> rank_text((0, 1, 2, 3, 8)), rank_text((0, 2)), rank_text(range(0, 99, 2), most=3)
-    ('0-3, 8', '0, 2', '0, 2, 4, ... (50 in all)')
-    """
-    words = list(itertools.islice(_rank_words(ranks), most + 1))
-    if len(words) <= most:
-        return ", ".join(words)
-    return f"{', '.join(words[:most])}, ... ({len(ranks):,} in all)"
-
-
-def _rank_words(ranks: Sequence[int]) -> Iterator[str]:
-    """Each rank, or range of at least three, as a word."""
-    # Ranks that follow each other differ from their places by the same number.
-    numbered = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    for _, group in numbered:
-        run = [rank for _, rank in group]
-        if len(run) > 2:
-            yield f"{run[0]}-{run[-1]}"
-        else:
-            yield from map(str, run)
-
-
 def write_holders(holders: Holders, op: str | None) -> str:
     """The holders, in words."""
     if not holders:
         return "nobody"
     if len(holders) == 1:
-        noun = "rank" if len(holders[0]) == 1 else "ranks"
-        text = f"{noun} {rank_text(holders[0])}"
+        text = show_ranks(holders[0], joined_from=3, most=16)
     else:
-        addends = [f"({rank_text(one)})" for one in holders[:MOST_ADDENDS]]
+        addends = [
+            f"({show_ranks(one, noun=False, joined_from=3, most=16)})"
+            for one in holders[:MOST_ADDENDS]
+        ]
         text = f"{op} of {' + '.join(addends)}"
     return brief(text, MOST_TITLE)
 
@@ -348,7 +326,7 @@ def _list_names(holders: Holders, op: str | None) -> tuple[str, ...]:
     """The holders by name, with and without spaces; nothing for too many."""
     if len(holders) > MOST_NAMED:
         return ()
-    texts = [rank_text(one, most=4) for one in holders]
+    texts = [show_ranks(one, noun=False, joined_from=3, most=4) for one in holders]
     if len(holders) == 1:
         wide = texts[0]
     elif op in ("sum", "avg"):

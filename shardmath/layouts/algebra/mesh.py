@@ -29,7 +29,7 @@ from shardmath.base.arguments import as_integer, listed, mapping, text
 from shardmath.base.drawn import html, svg
 from shardmath.base.errors import MeshError
 from shardmath.base.public import public
-from shardmath.base.text import plural, shorten_ranks, shown
+from shardmath.base.text import plural, show_ranks, shown
 
 __all__ = ["Mesh", "strides"]
 
@@ -157,7 +157,8 @@ class Mesh:
         at = self._positions.get(number)
         if at is None:
             what = f"rank {rank} is not in {self}"
-            raise MeshError(f"{what}; its ranks are {shorten_ranks(self.ranks)}")
+            listed = show_ranks(self.ranks, noun=False, joined_from=None, most=16)
+            raise MeshError(f"{what}; its ranks are {listed}")
         return at
 
     def coords(self, rank: int) -> dict[str, int]:

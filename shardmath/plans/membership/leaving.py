@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
-from shardmath.base.text import shorten_ranks
+from shardmath.base.text import show_ranks
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch, Ranks
@@ -79,10 +79,10 @@ def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
     leaving = frozenset(as_integer(rank, "a rank that leaves", PlanError) for rank in given)
     strangers = sorted(leaving.difference(whole.dst_ranks))
     if strangers:
-        raise PlanError(
-            f"ranks {shorten_ranks(strangers)} leave, and the destination has ranks "
-            f"{shorten_ranks(whole.dst_ranks)}; name those of it that leave"
-        )
+        gone = show_ranks(strangers, noun=False, joined_from=None, most=16)
+        there = show_ranks(whole.dst_ranks, noun=False, joined_from=None, most=16)
+        what = f"ranks {gone} leave, and the destination has ranks {there}"
+        raise PlanError(f"{what}; name those of it that leave")
     sources = sorted(leaving.intersection(whole.src_ranks))
     if sources:
         raise PlanError(

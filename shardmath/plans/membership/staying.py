@@ -24,7 +24,7 @@ import numpy as np
 
 from shardmath.base.arrays import Bools
 from shardmath.base.errors import PlanError
-from shardmath.base.text import shorten_ranks
+from shardmath.base.text import show_ranks
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout, intern
@@ -116,13 +116,15 @@ def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
         stay = sorted(set(ranks) - left)
         if gone and stay:
             rank, element = find_held(layout, gone)
+            listed = show_ranks(stay, noun=False, joined_from=None, most=16)
             raise PlanError(
                 f"tensor {name!r}: rank {rank} leaves and holds {element} of {layout}, of "
-                f"whose copy ranks {shorten_ranks(stay)} stay; {fix}"
+                f"whose copy ranks {listed} stay; {fix}"
             )
     stay = sorted(set(mesh.ranks) - left)
+    listed = show_ranks(stay, noun=False, joined_from=None, most=16)
     raise PlanError(
-        f"tensor {name!r}: ranks {shorten_ranks(stay)} stay of {layout}, and are no mesh of its "
+        f"tensor {name!r}: ranks {listed} stay of {layout}, and are no mesh of its "
         f"axes; let whole coordinates of an axis leave, or plan anew from layouts of those that stay"
     )
 

@@ -178,8 +178,8 @@ def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> s
     here, there = ({holder.rank for holder in some} for some in (unlike.others, unlike.alike))
     holds = "holds" if len(here) == 1 else "hold"
     return (
-        f"{label(name)}: {show_ranks(here)} {holds} other bits in {show_box(box)} "
-        f"than {show_ranks(there)}; {fix}"
+        f"{label(name)}: {show_ranks(sorted(here))} {holds} other bits in {show_box(box)} "
+        f"than {show_ranks(sorted(there))}; {fix}"
     )
 
 

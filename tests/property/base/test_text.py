@@ -40,15 +40,32 @@ def test_what_is_not_a_size(text: str) -> None:
     assert read_bytes(text) is None
 
 
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_ranks_are_all_named(ranks: set[int]) -> None:
-    """Read back from the text, and one word for one rank."""
-    word, _, listed = show_ranks(ranks).partition(" ")
-    found: set[int] = set()
+RANKS = st.sets(st.integers(0, 40), min_size=1).flatmap(
+    lambda ranks: st.sampled_from([sorted(ranks), list(ranks)[::-1]])
+)
+
+
+@given(RANKS, st.sampled_from([None, 2, 3]))
+def test_ranks_are_all_named(ranks: list[int], joined_from: int | None) -> None:
+    """In their order, read back from the text; and one word for one rank."""
+    word, _, listed = show_ranks(ranks, joined_from=joined_from).partition(" ")
+    found: list[int] = []
     for span in listed.split(", "):
-        first, _, last = span.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
+        first, dash, last = span.partition("-")
+        run = range(int(first), int(last or first) + 1)
+        assert not dash or (joined_from is not None and len(run) >= joined_from)
+        found += run
     assert found == ranks and word == ("rank" if len(ranks) == 1 else "ranks")
+    assert show_ranks(ranks, noun=False, joined_from=joined_from) == listed
+
+
+def test_many_ranks_are_counted() -> None:
+    """Also more than Python counts in a range."""
+    shown = show_ranks(range(0, 99, 2), most=6)
+    assert shown == "ranks 0, 2, 4, ... (50 in all)"
+    assert show_ranks([range(1, 10**20)]) == f"ranks 1-{10**20 - 1}"
+    assert show_ranks([range(10**6)], joined_from=None, most=2) == "ranks 0, ... (1,000,000 in all)"
+    assert show_ranks([], noun=False) == ""
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))

@@ -16,7 +16,6 @@ from shardmath.display.pictures.cells import (
     Panel,
     cells_of,
     idle_ranks,
-    rank_text,
 )
 
 LAYOUTS = st.sampled_from((None, "sum", "max")).flatmap(lambda op: testing.layouts(op=op))
@@ -97,16 +96,6 @@ def test_the_number_of_cells_is_bounded(count: int) -> None:
         (panel,) = cells_of(layout, count).panels
         assert len(panel.rows) * len(panel.columns) <= count
     assert math.prod(layout.shape) == 25_000_000
-
-
-@given(st.sets(st.integers(0, 30)))
-def test_ranks_in_words(ranks: set[int]) -> None:
-    text = rank_text(sorted(ranks), most=31)
-    found: list[int] = []
-    for word in text.split(", ") if text else ():
-        first, _, last = word.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    assert found == sorted(ranks)
 
 
 @given(LAYOUTS)

@@ -155,7 +155,7 @@ def vote(
 def _word_objections(objections: Mapping[int, str]) -> str:
     """One line for each different objection, naming the ranks that have it."""
     by_text = _group_ranks(objections)
-    lines = [f"{show_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in by_text.items()]
     shown = lines[:SHOWN]
     if len(lines) > SHOWN:
         shown.append(f"and {len(lines) - SHOWN} more objections")
@@ -166,7 +166,7 @@ def _word_disagreement(intents: Mapping[int, str]) -> str:
     """What ranks intend, one line each, beginning with what most of them do."""
     by_text = _group_ranks(intents)
     by_number = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
-    lines = [f"{show_ranks(ranks)}: {text}" for text, ranks in by_number[:SHOWN]]
+    lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in by_number[:SHOWN]]
     calls = "make the same calls in the same order, with the same plan and settings, on every rank"
     fix = f"nothing was moved; {calls}"
     if any(" in thread " in text for text in by_text):

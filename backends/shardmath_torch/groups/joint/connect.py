@@ -187,8 +187,8 @@ def _word_lost(store: Store, seat: Seat) -> str:
         # The store is lost, and with it who else is.
         return f"rank 0 of {among} could not be reached"
     if left and not silent:
-        return f"{show_ranks(left)} of {among} left"
-    who = show_ranks(silent) if silent else "a rank"
+        return f"{show_ranks(sorted(left))} of {among} left"
+    who = show_ranks(sorted(silent)) if silent else "a rank"
     return f"{who} of {among} could not be reached"
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import plural, show_spans
+from shardmath.base.text import plural, show_ranks
 from shardmath_torch.groups.joint.steps import (
     LATE,
     Add,
@@ -300,7 +300,7 @@ def _follow(seat: Seat) -> Steps[Met]:
             ended = lead.meeting
             continue
         if (yield Pause()) == LATE:
-            raise ExchangeError(why or _word_ranks([(0, 0)], seat.size))
+            raise ExchangeError(why or _word_ranks([range(1)], seat.size))
 
 
 def _come(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
@@ -327,7 +327,7 @@ def _sit(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
         return True, ""
     why = off or _word_end(log, seat)
     if is_last or log.state == WRONG:
-        raise ExchangeError(why or _word_ranks([(0, 0)], seat.size))
+        raise ExchangeError(why or _word_ranks([range(1)], seat.size))
     return False, why
 
 
@@ -372,27 +372,27 @@ def _word_absent(log: _Log, seat: Seat) -> str:
     absent = _find_gaps(there, seat.size)
     if not absent and seat.rank:
         # All have come, and it does not see that.
-        absent = [(0, 0)]
+        absent = [range(1)]
     return _word_ranks(absent, seat.size)
 
 
-def _find_gaps(there: Iterable[int], size: int) -> list[tuple[int, int]]:
-    """First and last of each span of ranks that are not there. Takes no longer for a larger size."""
+def _find_gaps(there: Iterable[int], size: int) -> list[range]:
+    """Each span of ranks that are not there. Takes no longer for a larger size."""
     gaps = []
     first = 0
     for rank in [*sorted(there), size]:
         if first < rank:
-            gaps.append((first, rank - 1))
+            gaps.append(range(first, rank))
         first = rank + 1
     return gaps
 
 
-def _word_ranks(absent: list[tuple[int, int]], size: int) -> str:
+def _word_ranks(absent: list[range], size: int) -> str:
     among = plural(size, "rank")
     if not absent:
         return f"the group of {among} was given up as the last came; connect again"
     fix = "see that they run, and connect to the same address with the same size and name"
-    return f"{show_spans(absent)} of {among} did not come in time; {fix}"
+    return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
 
 
 def _word_twice(rank: int) -> str:

@@ -124,7 +124,7 @@ def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShar
     for name, windows in side.items():
         patches = _list_changed(windows, before[name], after[name])
         if patches:
-            ranks = {rank for rank, _ in patches}
+            ranks = sorted({rank for rank, _ in patches})
             box = hull(list_patches(windows)[patches[0][1]])
             return (
                 f"the source of {label(name)} changed while it was moved: {show_ranks(ranks)} has "
