@@ -20,11 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from shardmath.base.errors import NotationError
 
-__all__ = ["STARS", "Choice", "Index", "Name", "Rest", "Star", "parse", "split"]
+__all__ = ["STARS", "Name", "Part", "parse", "split"]
 
 STARS = ("weight", "bias")
 """What a star stands for."""
@@ -32,55 +31,35 @@ STARS = ("weight", "bias")
 REST = "..."
 
 PART = re.compile(
-    r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<plain>[^\[\]{}*]+)"
+    r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<rest>\.\.\.\Z)"
+    r"|(?P<plain>(?:[^\[\]{}*.]+|(?!\.\.\.\Z)\.)+)"
 )
 # Between dots alone: the 1 of conv1d and w1 is part of a word. Others than str(number) are words too: 07, and what
 # does not fit 64 bits.
 NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One word per component."""
-
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"[{' '.join(self.words)}]"
+SHOWN = {"choice": "[{}]", "index": "{{{}}}"}
+"""How parts of several words are written; others are their word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """A number, and how it is spread over mesh axes: the words of a stage, most significant first."""
+class Part:
+    """A part of a pattern, by its kind.
 
+    A "choice" has a word per component, and an "index" the words of the stage that spreads a number, most significant
+    first. A "star", the "rest" at the end and what is "plain" are one word, as written.
+    """
+
+    kind: str
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{{{' '.join(self.words)}}}"
+        return SHOWN.get(self.kind, "{}").format(self.name)
 
     @property
     def name(self) -> str:
         """The words as one: of an index alone its name, of a spread one how it is spread."""
         return " ".join(self.words)
-
-
-@dataclass(frozen=True, slots=True)
-class Star:
-    """Weight or bias."""
-
-    def __str__(self) -> str:
-        return "*"
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Any rest of a name."""
-
-    def __str__(self) -> str:
-        return REST
-
-
-Part: TypeAlias = str | Choice | Index | Star | Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +71,28 @@ class Name:
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
+    def _list(self, kind: str) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.kind == kind)
+
     @property
     def components(self) -> tuple[str, ...]:
         """The words of its choice; none where there is no choice."""
-        for part in self.parts:
-            if isinstance(part, Choice):
-                return part.words
-        return ()
+        return next((part.words for part in self._list("choice")), ())
 
     @property
-    def indices(self) -> tuple[Index, ...]:
+    def indices(self) -> tuple[Part, ...]:
         """Its numbers, in order."""
-        return tuple(part for part in self.parts if isinstance(part, Index))
+        return self._list("index")
 
     @property
     def starred(self) -> bool:
         """Whether it has a star."""
-        return Star() in self.parts
+        return bool(self._list("star"))
 
     @property
     def is_open(self) -> bool:
         """Whether it ends in any rest."""
-        return Rest() in self.parts
+        return bool(self._list("rest"))
 
     def close(self, rest: str) -> Name:
         """The name with this in the place of any rest: a template, of which each {} becomes a number of its own."""
@@ -123,18 +102,11 @@ class Name:
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
         """The name with these numbers, by index, in their places."""
+        given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
-            if isinstance(part, Choice):
-                words.append(component)
-            elif isinstance(part, Star):
-                words.append(star)
-            elif isinstance(part, Index):
-                words.append(str(numbers[part.name]))
-            elif isinstance(part, Rest):
-                continue
-            else:
-                words.append(part)
+            word = numbers[part.name] if part.kind == "index" else given.get(part.kind, part.name)
+            words.append(str(word))
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
@@ -152,34 +124,18 @@ def parse(text: str) -> Name:
     """The pattern that the text is. Raises NotationError with a caret."""
     parts: list[Part] = []
     at = 0
-    end = len(text) - len(REST) * text.endswith(REST)
-    while at < end:
-        match = PART.match(text, at, end)
+    while at < len(text):
+        match = PART.match(text, at)
         if match is None:
-            raise NotationError(
-                f"unexpected {text[at]!r} in a name",
-                text,
-                at,
-                "write [q k v], {l} or {ep e}, and *",
-            )
-        parts.append(_read_part(match, text))
+            what = f"unexpected {text[at]!r} in a name"
+            raise NotationError(what, text, at, "write [q k v], {l} or {ep e}, and *")
+        kind = match.lastgroup or ""
+        words = tuple(match[kind].split()) if kind in SHOWN else (match[kind],)
+        if not words:
+            raise NotationError("nothing between the brackets", text, at, "write a word")
+        parts.append(Part(kind, words))
         at = match.end()
-    if end < len(text):
-        parts.append(Rest())
-    for kind, what in ((Choice, "choice [...]"), (Star, "star")):
-        if sum(isinstance(part, kind) for part in parts) > 1:
+    for kind, what in (("choice", "choice [...]"), ("star", "star")):
+        if sum(part.kind == kind for part in parts) > 1:
             raise NotationError(f"a name has one {what} at most", text, 0, "split the row in two")
     return Name(tuple(parts))
-
-
-def _read_part(match: re.Match[str], text: str) -> Part:
-    """What the match stands for. Raises NotationError where brackets have nothing in them."""
-    kind = match.lastgroup
-    if kind == "star":
-        return Star()
-    if kind == "plain":
-        return match["plain"]
-    words = tuple(match[kind or ""].split())
-    if not words:
-        raise NotationError("nothing between the brackets", text, match.start(), "write a word")
-    return Choice(words) if kind == "choice" else Index(words)

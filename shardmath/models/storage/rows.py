@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.models.storage import names
-from shardmath.models.storage.names import Index, Name
+from shardmath.models.storage.names import Name, Part
 from shardmath.models.storage.structure import Structure, read_dims
 
 __all__ = ["Place", "Row", "parse", "show"]
@@ -90,7 +90,7 @@ class Row:
         return " ".join(words)
 
     @property
-    def spread(self) -> Index | None:
+    def spread(self) -> Part | None:
         """The index of the native name that is spread over mesh axes, as {ep e}; None without one."""
         for index in self.native.indices:
             if len(index.words) > 1:
