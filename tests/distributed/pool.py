@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import shardmath_torch
+
 START_S = 120.0
 PRELOADED = [
     "torch",
     "torch.distributed",
     "torch.distributed.distributed_c10d",
-    "shardmath_torch",
+    # Of which the package itself imports none.
+    *sorted({f"shardmath_torch.{where}" for where in shardmath_torch.LATE.values()}),
     "shardmath_gloo",
     "torch._dynamo",
 ]

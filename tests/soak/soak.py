@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.distributed.pool import PRELOADED
 from tests.soak.draw import SIZE
 from tests.soak.life import Held, Strike, Told, hold, join, leave, move
 
@@ -64,7 +65,7 @@ class Being:
 
     def __init__(self, rank: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "shardmath_torch", "shardmath_gloo"])
+        context.set_forkserver_preload(PRELOADED)
         self.channel, theirs = context.Pipe()
         self.process = context.Process(target=live, args=(rank, theirs), daemon=True)
         self.process.start()
