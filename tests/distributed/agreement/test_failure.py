@@ -55,7 +55,7 @@ def test_the_survivors_name_the_rank_that_failed_first(
             else:
                 assert f"rank {victim} failed while tensor '" in error, (rank, error)
             assert again.startswith("this mover is broken: ") and "replan(plan, group=" in again
-            assert took < TIMEOUT_S + 2.0
+            assert took < TIMEOUT_S + 4.0
     finally:
         workers.close()
 
