@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+import shardmath as sm
 from shardmath import ExchangeError, StoreError
+from shardmath_vllm.board import Board
 from shardmath_vllm.infos import Updating
 from shardmath_vllm.meeting import Given
 from shardmath_vllm.source import Told
@@ -134,10 +137,13 @@ class Joining:
     def __init__(self, *where: Any) -> None:
         pass
 
-    def join(self, given: Given) -> None:
+    def join(self, given: Given) -> Any:
         assert given.record is not None
         shapes = {"part.weight": ((64, 64), "float32")}
-        given.record(Told({}, shapes, shapes, None))
+        recorded = given.record(Told({}, shapes, shapes, None))
+        side = {"part.weight": sm.Layout((64, 64), sm.Mesh(ranks=[0]), "n m")}
+        engines = {"engine 0": sm.storage.RecordedSide({1: recorded})}
+        return SimpleNamespace(place=1, planned=sm.refit(side, engines, shapes))
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -209,40 +215,62 @@ def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> N
 
 
 class Moving:
-    """A link on which this rank does its part, and another fails: before, or after."""
+    """The link of the first of two ranks, of which the other one says whether it is ready."""
 
     refits = ()
+    place = 0
+    group = None
     beside: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, acts: bool) -> None:
-        self.acts = acts
+    def __init__(self, other: str = "") -> None:
+        self.said: list[int] = []
+        self.board = Board(dist.HashStore(), 0, trainers=1, size=2, timeout=5.0)
+        self.board.store.set("begin update 1/1", other)
 
-    def move(self, number: int, check: Callable[[], None], act: Callable[[], None]) -> None:
-        if self.acts:
-            act()
-        raise ExchangeError(f"place 2 could not end update {number}")
+    def leave(self) -> None:
+        """Nothing: no group is there."""
 
 
-@pytest.mark.parametrize("acts", [False, True])
-def test_a_rank_that_has_all_while_another_failed(model: Model, acts: bool) -> None:
-    """Refuses too: the other may be of its engine. Not where nothing has begun."""
+def make_engine(model: nn.Module, link: Moving, meeting: str = "") -> Any:
+    """A worker's engine that has met others."""
     engine: Any = object.__new__(Engine)
     config: Any = SimpleNamespace(dtype=torch.float32)
-    engine.model, engine._link, engine._meeting = model, Moving(acts), ""
+    engine.model, engine._link, engine._meeting = model, link, meeting
     engine._loading = Loading(model, config)
-    with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
+    engine._writes, engine._torn = frozenset({"part.weight"}), frozenset()
+    return engine
+
+
+def test_a_rank_that_has_all_while_another_failed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuses too: the other may be of its engine."""
+
+    def fail(*given: object) -> None:
+        raise ExchangeError("place 2 could not end update 1")
+
+    monkeypatch.setattr("shardmath_vllm.link.together", fail)
+    engine = make_engine(model, Moving())
+    with monkeypatch.context() as patch:
+        patch.setattr("shardmath_vllm.board.HEARD_S", 0.0)
+        with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
+            engine.receive_weights(Updating(1))
+    with pytest.raises(ExchangeError, match=r"weights are torn.*place 2"):
+        model.compute_logits(torch.ones(1))
+
+
+def test_a_rank_on_which_nothing_has_begun_answers(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmath_vllm.board.HEARD_S", 0.0)
+    engine = make_engine(model, Moving("not what was planned"))
+    with pytest.raises(ExchangeError, match="place 1 could not begin update 1: not what was"):
         engine.receive_weights(Updating(1))
-    hidden = torch.ones(1)
-    if acts:
-        with pytest.raises(ExchangeError, match=r"weights are torn.*place 2"):
-            model.compute_logits(hidden)
-    else:
-        assert model.compute_logits(hidden) is hidden
+    assert model.compute_logits(torch.ones(1)) == 1.0
 
 
 def test_a_trainer_that_another_has_replaced_is_told_at_once(model: Model) -> None:
-    engine: Any = object.__new__(Engine)
-    engine.model, engine._link, engine._meeting = model, Moving(True), "later"
+    engine = make_engine(model, Moving(), "later")
     with pytest.raises(ExchangeError, match="has joined another trainer since"):
         engine.receive_weights(Updating(1, "earlier"))
     assert model.compute_logits(torch.ones(1)) == 1.0
@@ -254,10 +282,8 @@ def test_a_reload_that_fails_at_its_end(model: Model, monkeypatch: pytest.Monkey
     def fail() -> None:
         raise RuntimeError("no memory")
 
-    engine: Any = object.__new__(Engine)
-    config: Any = None
-    engine.model, engine._link, engine._meeting = model, Moving(True), ""
-    engine._loading = Loading(model, config)
+    monkeypatch.setattr("shardmath_vllm.board.HEARD_S", 0.0)
+    engine = make_engine(model, Moving())
     monkeypatch.setattr(engine._loading, "finish", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.receive_weights(Updating(1))

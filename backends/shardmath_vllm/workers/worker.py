@@ -106,12 +106,13 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         try:
             if is_joint:
                 link.beside.update(join_groups(link.board.store, init_info))
+            writes = list_written(link.planned, link.place)
         except BaseException:
             link.leave()
             raise
         self._link = link
         self._meeting = init_info.meeting
-        self._writes = list_written(link.planned, link.place)
+        self._writes = writes
 
     def start_weight_update(self) -> None:
         """Nothing: weights are taken back once all ranks have come to send and to receive others."""
