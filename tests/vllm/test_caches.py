@@ -87,3 +87,18 @@ def test_keys_that_vllm_cannot_drop_keep_weights_out() -> None:
     with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
         core.collective_rpc("update_weights")
     assert not asked
+
+
+def test_an_external_cache_that_does_not_drop_is_an_error() -> None:
+    """A connector answers so where its server is not reached."""
+    drop_caches()
+    core: Any = EngineCore.__new__(EngineCore)
+    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method: [method])
+    core.vllm_config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend="shardmath"),
+        model_config=SimpleNamespace(is_multimodal_model=False),
+    )
+    core.reset_prefix_cache = lambda **how: False
+    with pytest.raises(ExchangeError, match="an external cache of keys did not drop"):
+        core.collective_rpc("update_weights")

@@ -124,3 +124,12 @@ def test_what_another_worker_of_the_engine_stores_counts(monkeypatch: pytest.Mon
     assert last.is_torn
     last.update(both, 2, State.MOVED)
     assert not last.is_torn
+
+
+def test_a_rank_that_is_interrupted_between_two_steps_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may have moved."""
+    own = Worker(monkeypatch)
+    own.update(plan({1: "qko"}), 1, State.BEGUN)
+    assert own.is_torn

@@ -71,7 +71,12 @@ def _drop(core: Any) -> None:
     """Drop the keys of all requests and prompts, and what was made of images."""
     try:
         # Without requests under way, nothing would be dropped as long as there are any.
-        core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        dropped = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if dropped is False:
+            raise ExchangeError(
+                "weights are new, and an external cache of keys did not drop those of old ones; "
+                "drop them there, or start the engine anew"
+            )
     finally:
         if core.vllm_config.model_config.is_multimodal_model:
             core.reset_encoder_cache()

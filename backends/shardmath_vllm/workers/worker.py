@@ -152,7 +152,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         self._torn = update.mixed
         if not self._torn:
             accept(self.model)
-        elif update.state is State.TORN:
+        elif update.state in (State.BEGUN, State.TORN):
             # Also where this rank has all of its weights: one of the others may not have.
             refuse(self.model, why)
 
