@@ -274,20 +274,36 @@ class _Binder:
         return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
     def _note(self, row: Row, block: Block, layouts: Layouts) -> bool:
-        """Keep the layouts; False for a copy where the tensor is already."""
+        """Keep the layouts; False for a copy where the tensors are already."""
         names = itertools.chain(*block.names)
-        by_name = zip(names, itertools.chain(*layouts), strict=True)
-        if not row.also:
-            self.layouts.update(by_name)
-            return True
-        for name, layout in by_name:
-            # Where one stage is first and last, the copy is the tensor itself.
+        by_name = dict(zip(names, itertools.chain(*layouts), strict=True))
+        if row.also:
+            by_name = self._join_copies(row, by_name)
+        self.layouts.update(by_name)
+        return bool(by_name)
+
+    def _join_copies(self, row: Row, copies: Mapping[str, Layout]) -> dict[str, Layout]:
+        """The layouts with those of the copies; none where the copies are the tensors themselves.
+
+        Raises StoreError for a copy of which some ranks have the tensor by a row before, and others do not.
+        """
+        joined: dict[str, Layout] = {}
+        for name, copy in copies.items():
             before = self.layouts[name]
-            has_it = set(before.mesh.ranks)
-            if not has_it.isdisjoint(layout.mesh.ranks):
-                return False
-            self.layouts[name] = _merge(before, layout)
-        return True
+            having = set(before.mesh.ranks).intersection(copy.mesh.ranks)
+            if not having:
+                joined[name] = _merge(before, copy)
+                continue
+            # Where one stage is first and last, the copy is the tensor itself.
+            lacking = set(copy.mesh.ranks) - having
+            if lacking:
+                what = f"rank {min(having)} has {name!r} by a row before '{row}', and rank {min(lacking)} does not"
+                raise StoreError(f"{what}; place the copy on ranks without it")
+        if joined and len(joined) < len(copies):
+            had = next(name for name in copies if name not in joined)
+            what = f"ranks of '{row}' have {had!r} by a row before, and not {min(joined)!r}"
+            raise StoreError(f"{what}; store the two by rows of their own")
+        return joined
 
 
 def _merge(one: Layout, other: Layout) -> Layout:

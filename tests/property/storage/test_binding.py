@@ -282,3 +282,34 @@ def test_an_axis_without_parentheses_is_no_dimension(text: str) -> None:
     side = Stored(rows.parse(f"x = a : {text}"), (Mesh(tp=2),))
     with pytest.raises(ShardError, match=r"dimension 'tp' of .* is a mesh axis; write \(tp n\)"):
         bind(side, {"a": ((4,) * len(text.split()), "float32")})
+
+
+COPIED: Shapes = {"e": ((2, 4), "float32"), "f": ((2, 4), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "e @pp=0 = e\nf @pp=0 = f\nalso c @dp=0 = e",
+            "rank 0 has 'e' by a row before .*, and rank 2 does not",
+        ),
+        (
+            "e @pp=0 = e\nf @pp=1 = f\nalso c @pp=1 = [e f] : (e + f) h",
+            "have 'f' by a row before, and not 'e'; store the two by rows of their own",
+        ),
+    ],
+)
+def test_copies_that_some_ranks_have_already(text: str, said: str) -> None:
+    """Were left out on all ranks, or planned for ranks that store nothing of them."""
+    side = Stored(rows.parse(text), (Mesh(pp=2, dp=2),))
+    with pytest.raises(StoreError, match=said):
+        bind(side, COPIED)
+
+
+def test_a_copy_that_is_the_tensor_itself() -> None:
+    """Where one stage is first and last."""
+    side = Stored(rows.parse("e @pp=0 = e\nf = f\nalso c @pp=-1 = e"), (Mesh(pp=1, dp=2),))
+    assert [sorted(bind(side, COPIED).natives(rank)) for rank in range(2)] == [
+        [(0, "e"), (0, "f")]
+    ] * 2
