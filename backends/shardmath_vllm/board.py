@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -63,15 +63,20 @@ class Board:
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
         """Act, and say what is wrong with it; "" for nothing."""
-        try:
+        with self._telling(what):
             fault = _try(act)
             self._say(what, fault, range(self.trainers))
+        return fault
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Where place 0 is left by a Ctrl-C within, others hear of that, unless they have heard how it went."""
+        try:
+            yield
         except BaseException as error:
-            # The caller's Ctrl-C, which others hear of while it goes up, unless they have heard how it went.
             with suppress(RuntimeError):
                 notes.swap(self.store, what, None, word_objection(error))
             raise
-        return fault
 
     def finish(self, what: str, act: Callable[[], None]) -> None:
         """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
@@ -128,16 +133,13 @@ class Board:
             ]
             return "\n".join(faults) or fail_early()
 
-        try:
+        with self._telling(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
-        except BaseException as error:
-            self._post(what, word_objection(error))
-            raise
-        fault = word_faults()
-        if late and not fault:
-            fault = self._word_late(what, late)
-        # Trainers that are late are on their way; of workers nobody knows.
-        self._say(what, fault, votes.keys() | set(range(self.trainers)))
+            fault = word_faults()
+            if late and not fault:
+                fault = self._word_late(what, late)
+            # Trainers that are late are on their way; of workers nobody knows.
+            self._say(what, fault, votes.keys() | set(range(self.trainers)))
         return fault
 
     def find(self, what: str) -> str:

@@ -133,13 +133,14 @@ class Life:
             self.update = self.update.after(Event.CHECK)
             self._board.vote(begin, fault)
             fault = self._board.decide(begin, lambda: fail_early() or self._find_failure())
-        if fault:
-            self.update = self.update.after(Event.REFUSE)
-            raise ExchangeError(fault)
-        with self._step(Event.ARRIVE):
+            if fault:
+                self.update = self.update.after(Event.REFUSE)
+                raise ExchangeError(fault)
+            # No step of its own: between two steps an interrupt would be told nobody.
             self._forget()
             act()
             together(self._link.group, self._name("end"), lambda: None)
+            self.update = self.update.after(Event.ARRIVE)
 
     def _find_failure(self) -> str:
         """Who, at place 0, has left after it had voted; "" for nobody."""
@@ -190,7 +191,7 @@ class Life:
             yield
         except BaseException as error:
             if self.update.is_over:
-                # A Ctrl-C that came after its last step.
+                # Nobody moves, as all have heard; or a Ctrl-C came after the last step.
                 raise
             self.update = self.update.after(Event.FAIL)
             why = self._tell(error)

@@ -393,3 +393,41 @@ def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() ->
         with pytest.raises(ExchangeError, match="place 0 did not begin update 1"):
             life.receive(lambda: None)
     assert life.update.state is State.TORN and barrier.broken
+
+
+def test_who_is_interrupted_as_others_are_told_to_go_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between what is decided and the first byte: others have begun."""
+    barrier = threading.Barrier(1)
+    link: Any = Rank(dist.HashStore(), 0, barrier)
+    monkeypatch.setattr(Board, "decide", lambda *given: "")
+    life = Life(link, Update(1, writes=CELLS))
+
+    def interrupt(life: Life) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Life, "_forget", interrupt)
+    monkeypatch.setattr(boards, "HEARD_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        life.receive(lambda: None)
+    assert life.update.state is State.TORN and barrier.broken
+
+
+def test_place_0_that_is_interrupted_before_it_has_said_what_is_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others hear of that, and do not wait."""
+    store = dist.HashStore()
+    for place in range(SIZE):
+        store.set(f"begin update 1/{place}", "")
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Board, "_say", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Board(store, 0, TRAINERS, SIZE, TIMEOUT_S).decide("begin update 1")
+    assert (
+        Board(store, 1, TRAINERS, SIZE, TIMEOUT_S).decide("begin update 1") == "KeyboardInterrupt"
+    )
