@@ -490,3 +490,61 @@ def test_words_that_are_not_known(more: dict[str, Any]) -> None:
     into = make("meta", "a")
     with pytest.raises(sm.StoreError, match=rf"{what}=\[.*; give '\w+' or '\w+'"):
         record(lambda given: into["a"].copy_(given["q"]), into, **more)
+
+
+def _read_list(into: dict[str, Tensor], given: Given) -> None:
+    into["map"].copy_(given["map"])
+    for i, expert in enumerate(into["map"].tolist()):
+        into["x"][i].copy_(given["a"][expert])
+
+
+def _read_memory(into: dict[str, Tensor], given: Given) -> None:
+    into["s"].copy_(given["s"])
+    into["y"].numpy()[:] = into["s"].numpy()
+
+
+def _fill_by_item(into: dict[str, Tensor], given: Given) -> None:
+    into["x"].copy_(given["a"])
+    into["y"].fill_(into["x"].max().item())
+
+
+def _go_by_any(into: dict[str, Tensor], given: Given) -> None:
+    into["x"].copy_(given["a"])
+    if into["x"].any():
+        into["y"].copy_(given["s"])
+
+
+def _fill_by_choice(into: dict[str, Tensor], given: Given) -> None:
+    into["x"].copy_(given["a"])
+    into["y"].fill_(1.0 if into["x"].max() == 0 else 2.0)
+
+
+@pytest.mark.parametrize(
+    "act", [_read_list, _read_memory, _fill_by_item, _go_by_any, _fill_by_choice]
+)
+def test_a_loader_that_reads_what_it_has_loaded(act: Callable[..., None]) -> None:
+    """Is not taken at its word without data, where nothing is written: it is right by numbers, or an error."""
+    shapes = {"s": ((4,), "float32"), "map": ((4,), "int64"), "a": ((4, 4), "float32")}
+
+    def make() -> dict[str, Tensor]:
+        zeros = {"s": torch.zeros(4), "y": torch.zeros(4), "x": torch.zeros(4, 4)}
+        return {**zeros, "map": torch.arange(4)}
+
+    into = make()
+    data = {
+        "s": torch.full((4,), 3.0),
+        "map": torch.tensor([3, 2, 1, 0]),
+        "a": torch.arange(16.0).view(4, 4),
+    }
+    try:
+        recorded = smt.record(lambda given: act(into, given), shapes, into)
+    except (sm.StoreError, IndexError):
+        recorded = None
+    before = make()
+    assert all(torch.equal(into[name], before[name]) for name in into)
+    if recorded is not None:
+        act(before, data)
+        filled = recorded.fill({name: tensor.numpy() for name, tensor in data.items()})
+        for native in recorded.natives:
+            if not torch.equal(before[native.name], make()[native.name]):
+                assert filled[native.name].tolist() == before[native.name].tolist()

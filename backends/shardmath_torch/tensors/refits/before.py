@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -53,6 +53,8 @@ class Before:
                     for own in _list_attributes(value):
                         self._containers.append((own, _copy(own)))
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
+        # What the memory had as a loader began, where that is not what is put back.
+        self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
         """Copy the memory of all tensors, or of those on one kind of device, unless that was done before."""
@@ -64,16 +66,30 @@ class Before:
                 seen = _see_bytes(now)
                 self._bytes[key_of(now)] = seen, seen.clone()
 
+    def spoil(self, keys: Iterable[int]) -> None:
+        """Change the lowest bit of each byte of memory that was copied before, until all is put back."""
+        for key in keys:
+            seen, kept = self._bytes[key]
+            # Another number in each type, of about the same size: a bool is the other one.
+            self._spoiled[key] = kept ^ 1
+            seen.copy_(self._spoiled[key])
+
     def find_written(self) -> set[int]:
-        """The keys of memory, copied before, that has other bytes now."""
+        """The keys of memory, copied before, that has other bytes now than as the loader began."""
         changed = set()
         for key, (seen, kept) in self._bytes.items():
-            if not torch.equal(_see_bytes(seen), kept):
+            if not torch.equal(_see_bytes(seen), self._spoiled.get(key, kept)):
                 changed.add(key)
         return changed
 
+    @property
+    def copied(self) -> Set[int]:
+        """The keys of memory that was copied."""
+        return self._bytes.keys()
+
     def put_back(self) -> None:
         """Everything as it was."""
+        self._spoiled.clear()
         for one in self._tensors:
             one.put_back()
         for seen, kept in self._bytes.values():

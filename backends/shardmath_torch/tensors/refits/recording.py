@@ -152,13 +152,33 @@ class _Recording:
 
     def _watch(self) -> set[str]:
         """Note what copies took; the targets that this does not explain."""
+        watch, found = self._see(())
+        written = {key for key, writes in watch.writes.items() if writes}
+        # Nothing is written into targets in such a run: who reads there what was loaded reads what was there before.
+        held = (written | watch.filled.keys()) & self.kept.before.copied
+        if held:
+            again, found_again = self._see(held)
+            # Threads write in any order.
+            same = all(set(found[name]) == set(found_again[name]) for name in found)
+            if not same or again.filled != watch.filled:
+                raise StoreError("the loader goes by what it reads of targets that it has loaded")
+        unexplained = {name for name, writes in found.items() if not self._take(name, writes)}
+        # A loader that stores nothing may have seen that there is no data.
+        if not any(found.values()) and not watch.filled:
+            self.ways.clear()
+            return set(found)
+        return unexplained
+
+    def _see(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
+        """A run without data, and what it brought into each target; memory of these keys is spoiled before."""
         sources = {}
         for name, (shape, dtype) in self.shapes.items():
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
         kept = self.kept
         watch = Watch(sources, list(kept.targets.values()))
-        versions = {name: _version_of(target) for name, target in kept.targets.items()}
         kept.before.keep_bytes("cpu")
+        kept.before.spoil(spoiled)
+        versions = {name: _version_of(target) for name, target in kept.targets.items()}
         try:
             with watch:
                 self._call({name: partial(watch.give, tensor) for name, tensor in sources.items()})
@@ -176,12 +196,7 @@ class _Recording:
         finally:
             kept.before.put_back()
             self._keep_seen(watch)
-        unexplained = {name for name, writes in found.items() if not self._take(name, writes)}
-        # A loader that stores nothing may have seen that there is no data.
-        if not any(found.values()) and not watch.filled:
-            self.ways.clear()
-            return set(found)
-        return unexplained
+        return watch, found
 
     def _keep_seen(self, watch: Watch) -> None:
         """What was seen of targets; of a run that failed, what it wrote until then."""

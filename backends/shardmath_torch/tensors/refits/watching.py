@@ -58,8 +58,8 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
         self.noted: set[int] = set()
-        # Memory of targets that was filled with constants.
-        self.filled: set[int] = set()
+        # Memory of targets that was filled with constants, and with which.
+        self.filled: dict[int, set[str]] = {}
         # Why an operation failed; a loader may have gone on otherwise.
         self.failure: Exception | None = None
         # Memory into which something of logical tensors was written, and that was not read since.
@@ -190,7 +190,7 @@ class Watch(TorchDispatchMode):
         # Cells of another size are not those of the target.
         is_by_cell = stored is not None and stored.itemsize == target.element_size()
         if is_by_cell and _is_blank(func):
-            self.filled.add(key)
+            self.filled.setdefault(key, set()).add(f"{func} {args[1:]}")
             write = Write((), ())
         elif is_by_cell and func in STORES:
             write = self.explain(args[1], target)
