@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["public"]
+__all__ = ["public", "public_in"]
 
 _C = TypeVar("_C", bound=type)
 
@@ -18,3 +19,13 @@ def public(cls: _C) -> _C:
     """Name the class in tracebacks and pickles as the package gives it, whatever its wing."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls
+
+
+def public_in(face: str) -> Callable[[_C], _C]:
+    """As `public`, for a class that users meet by the name of a face, such as `shardmath.storage`."""
+
+    def name(cls: _C) -> _C:
+        cls.__module__ = f"shardmath.{face}"
+        return cls
+
+    return name

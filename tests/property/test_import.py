@@ -161,3 +161,27 @@ assert refit.__name__ == "Refit" and "shardmath_torch.checkpoints" not in sys.mo
 def test_a_class_is_unpickled_where_nothing_has_imported_it() -> None:
     pickled = b"cshardmath_torch\nRefit\n."
     subprocess.run([sys.executable, "-c", PICKLED.format(pickled=pickled)], check=True)
+
+
+NAMED_BY_FACES = """
+import pickle
+import warnings
+import shardmath as sm
+from shardmath.models.recordings.recorded import Native
+recorded = sm.storage.Recorded((), (Native("x", (1,), "int8", (), "", ""),))
+text = pickle.dumps(recorded)
+warnings.simplefilter("error")
+assert pickle.loads(text) == recorded
+for face, names in {
+    "storage": ("Recorded", "RecordedSide"), "formats": ("Amaxes",), "content": ("Difference",),
+    "transforms": ("Transformed",),
+}.items():
+    for name in names:
+        found = getattr(getattr(sm, face), name)
+        assert (found.__module__, found.__name__) == (f"shardmath.{face}", name)
+"""
+
+
+def test_classes_of_faces_are_pickled_by_names_that_stay() -> None:
+    """By their former ones each would be warned of, and not be read once those are gone."""
+    subprocess.run([sys.executable, "-c", NAMED_BY_FACES], check=True)

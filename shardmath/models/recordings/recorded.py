@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from shardmath.base.digest import digest, read_digested
 from shardmath.base.errors import StoreError
-from shardmath.base.public import public
+from shardmath.base.public import public_in
 from shardmath.models.recordings.pieces import Piece, overlap
 
 __all__ = ["Native", "Recorded", "label", "show"]
@@ -78,7 +78,7 @@ def label(chunk: int, name: str) -> str:
     return f"{name} of chunk {chunk}" if chunk else name
 
 
-@public
+@public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """What one rank stores (see the module). Raises StoreError where a cell, an element or a stored tensor comes

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
-from shardmath.base.public import public
+from shardmath.base.public import public_in
 from shardmath.base.text import shown
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs
@@ -47,7 +47,7 @@ SHOWN = 5
 """Tensors that no rank stores that a message names."""
 
 
-@public
+@public_in("storage")
 @dataclass(frozen=True, slots=True)
 class RecordedSide:
     """What each rank of a side was recorded to store. Raises StoreError for no ranks."""

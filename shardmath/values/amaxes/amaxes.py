@@ -41,7 +41,7 @@ import numpy as np
 from shardmath.base.arguments import instance, text
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
-from shardmath.base.public import public
+from shardmath.base.public import public_in
 from shardmath.base.text import shown
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.partition import partition
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
     targets: tuple[Box, ...]
 
 
-@public
+@public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
     """How ranks that cut blocks of a tensor quantise their parts; made by `plan_amaxes`.

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.errors import DigestError
-from shardmath.base.public import public
+from shardmath.base.public import public_in
 from shardmath.base.text import shown
 from shardmath.layouts.algebra.box import Box, full
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
@@ -62,7 +62,7 @@ Given: TypeAlias = Mapping[int, _Array] | Mapping[int, Mapping[str, _Array]]
 """Local arrays by rank; of several tensors or windows, by rank and local tensor name."""
 
 
-@public
+@public_in("content")
 class Difference(NamedTuple):
     """The first tensor that differs, "" for one without a name, and the smallest box with all that does."""
 

@@ -34,7 +34,7 @@ from typing import TypeAlias
 from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
-from shardmath.base.public import public
+from shardmath.base.public import public_in
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest, windows_of
 from shardmath.layouts.layout import Layout
@@ -52,7 +52,7 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 """How a side holds tensors, by name."""
 
 
-@public
+@public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
     """Two sides and what travels between them; made by `transformed`.

@@ -153,21 +153,28 @@ class _Recording:
     def _watch(self) -> set[str]:
         """Note what copies took; the targets that this does not explain."""
         watch, found = self._see(())
-        written = {key for key, writes in watch.writes.items() if writes}
-        # Nothing is written into targets in such a run: who reads there what was loaded reads what was there before.
-        held = (written | watch.filled.keys()) & self.kept.before.copied
-        if held:
-            again, found_again = self._see(held)
-            # Threads write in any order.
-            same = all(set(found[name]) == set(found_again[name]) for name in found)
-            if not same or again.filled != watch.filled:
-                raise StoreError("the loader goes by what it reads of targets that it has loaded")
+        self._see_again(watch, found)
         unexplained = {name for name, writes in found.items() if not self._take(name, writes)}
         # A loader that stores nothing may have seen that there is no data.
         if not any(found.values()) and not watch.filled:
             self.ways.clear()
             return set(found)
         return unexplained
+
+    def _see_again(self, watch: Watch, found: Mapping[str, list[Write]]) -> None:
+        """Raise StoreError for a loader that reads in a target what it has loaded, and goes by that.
+
+        In a run without data nothing is written into targets: what is read there is what was there before.
+        """
+        written = {key for key, writes in watch.writes.items() if writes}
+        held = (written | watch.filled.keys()) & self.kept.before.copied
+        if not held:
+            return
+        again, found_again = self._see(held)
+        # Threads write in any order.
+        same = all(set(found[name]) == set(found_again[name]) for name in found)
+        if not same or again.filled != watch.filled:
+            raise StoreError("the loader goes by what it reads of targets that it has loaded")
 
     def _see(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
         """A run without data, and what it brought into each target; memory of these keys is spoiled before."""
