@@ -9,11 +9,13 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,10 +53,13 @@ class Lost:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that nobody listens on, and that no connection takes before its user does."""
+    while True:
+        # Below the ports that Linux gives to connections: other tests open many.
+        port = secrets.choice(range(10_000, 32_000))
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 def _work(rank: int, size: int, port: int, host: int | None, channel: Connection) -> None:
