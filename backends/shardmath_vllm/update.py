@@ -14,16 +14,18 @@
 2. A rank that has said yes does not know that nobody moves until place 0 says so (`Event.REFUSE`).
 3. What an update has mixed, only one that writes the same cells makes whole again.
 
->>> update = Update(1, writes=frozenset({"q", "k"}))
+>>> import numpy as np
+>>> qk, qv = (Cells({name: np.array([0, 4]) for name in names}) for names in ("qk", "qv"))
+>>> update = Update(1, writes=qk)
 >>> for event in (Event.CALL, Event.CHECK, Event.FAIL):
 ...     update = update.after(event)
->>> update.state.value, sorted(update.mixed), update.keeps_link
-('torn', ['k', 'q'], False)
->>> other = Update(1, writes=frozenset({"q", "v"}), torn=update.mixed)
+>>> update.state.value, update.mixed, update.keeps_link
+('torn', Cells({'q': ((0, 4),), 'k': ((0, 4),)}), False)
+>>> other = Update(1, writes=qv, torn=update.mixed)
 >>> for event in (Event.CALL, Event.CHECK, Event.ARRIVE):
 ...     other = other.after(event)
->>> other.state.value, sorted(other.mixed)
-('moved', ['k'])
+>>> other.state.value, other.mixed
+('moved', Cells({'k': ((0, 4),)}))
 >>> other.after(Event.CALL)
 Traceback (most recent call last):
 shardmath.ExchangeError: an update that is moved cannot call; it has to take or fail
@@ -31,13 +33,16 @@ shardmath.ExchangeError: an update that is moved cannot call; it has to take or 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardmath.base.errors import ExchangeError
+from shardmath_vllm.cells import Cells
 
 __all__ = ["TABLE", "Event", "State", "Update"]
+
+NO_CELLS = Cells({})
 
 
 class State(Enum):
@@ -88,8 +93,8 @@ class Update:
 
     number: int
     state: State = State.IDLE
-    writes: frozenset[Hashable] = frozenset()
-    torn: frozenset[Hashable] = frozenset()
+    writes: Cells = NO_CELLS
+    torn: Cells = NO_CELLS
 
     def after(self, event: Event) -> Update:
         """The update once that has happened. Raises ExchangeError for what cannot happen now."""
@@ -102,7 +107,7 @@ class Update:
         return replace(self, state=ways[event])
 
     @property
-    def mixed(self) -> frozenset[Hashable]:
+    def mixed(self) -> Cells:
         """The cells that may be old on one rank of the engine and new on another; none where its model may answer."""
         if self.state in MIXING:
             return self.torn | self.writes

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 import shardmath as sm
 from shardmath import ExchangeError, StoreError
 from shardmath_vllm.board import Board
+from shardmath_vllm.cells import Cells
 from shardmath_vllm.infos import Updating
 from shardmath_vllm.meeting import Given
 from shardmath_vllm.source import Told
@@ -237,7 +239,7 @@ def make_engine(model: nn.Module, link: Moving, meeting: str = "") -> Any:
     config: Any = SimpleNamespace(dtype=torch.float32)
     engine.model, engine._link, engine._meeting = model, link, meeting
     engine._loading = Loading(model, config)
-    engine._writes, engine._torn = frozenset({"part.weight"}), frozenset()
+    engine._writes, engine._torn = Cells({"part.weight": np.array([0, 1])}), Cells({})
     return engine
 
 

@@ -13,6 +13,7 @@ import shardmath as sm
 from shardmath import ExchangeError
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native
+from shardmath_vllm.cells import Cells
 from shardmath_vllm.update import State
 from shardmath_vllm.workers import worker
 from shardmath_vllm.workers.coverage import list_written
@@ -22,11 +23,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "q": ((2,), "float32"),
     "k": ((2,), "float32"),
     "o": ((4,), "float32"),
+    "f": ((4,), "float32"),
 }
 PIECES = {
     "q": ("qk", Piece("q", 0, 0, ((2, 1, 1),))),
     "k": ("qk", Piece("k", 2, 0, ((2, 1, 1),))),
     "o": ("o", Piece("o", 0, 0, ((4, 1, 1),))),
+    "f": ("qk", Piece("f", 0, 0, ((4, 1, 1),))),
 }
 
 
@@ -62,7 +65,7 @@ class Worker:
         self.engine.model = self.model = Model()
         self.engine._link = SimpleNamespace()
         self.engine._meeting = ""
-        self.engine._torn = frozenset()
+        self.engine._torn = Cells({})
         self._patch = monkeypatch
 
     def update(self, planned: sm.Refit, place: int, state: State) -> None:
@@ -113,6 +116,19 @@ def test_an_update_of_some_tensors_leaves_others_torn(monkeypatch: pytest.Monkey
     own.update(some, 1, State.TORN)
     own.update(everything, 1, State.MOVED)
     assert not own.is_torn
+
+
+def test_a_trainer_that_names_the_same_cells_otherwise_makes_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one tensor what the other has as two, and the other way round."""
+    own = Worker(monkeypatch)
+    fused, apart = plan({1: "fo"}), plan({1: "qko"})
+    for torn, whole in ((fused, apart), (apart, fused)):
+        own.update(torn, 1, State.TORN)
+        assert own.is_torn
+        own.update(whole, 1, State.MOVED)
+        assert not own.is_torn
 
 
 def test_what_another_worker_of_the_engine_stores_counts(monkeypatch: pytest.MonkeyPatch) -> None:

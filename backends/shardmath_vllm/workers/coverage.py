@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 import shardmath as sm
 from shardmath.base.errors import StoreError
+from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.sides import BoundRecorded
 from shardmath.models.refits.coverage import matches
 from shardmath.models.storage.stored import Side
+from shardmath_vllm.cells import Cells
 
 __all__ = ["check_coverage", "check_stays", "check_types", "find_engine", "list_written"]
 
@@ -92,20 +95,19 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, Side]:
     raise AssertionError("all engines are in all portions")
 
 
-def list_written(planned: sm.Refit, place: int) -> frozenset[Hashable]:
-    """The cells that the refit writes on all workers of this one's engine: as blocks, each with worker and tensor."""
+def list_written(planned: sm.Refit, place: int) -> Cells:
+    """The cells that the refit writes on all workers of this one's engine, by worker, chunk and stored name."""
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"
-    written: set[Hashable] = set()
+    written: dict[Hashable, Sequence[Piece]] = {}
     for worker, rank in enumerate(sorted(engine.ranks)):
         for native in engine.side.ranks[rank].natives:
-            where = worker, native.chunk, native.name
-            if native.function:
-                written.add((*where, native.function))
-            for piece in native.pieces:
-                steps = tuple((count, stride) for count, stride, _ in piece.blocks)
-                written.add((*where, piece.cell, steps))
-    return frozenset(written)
+            # A function makes all that is stored of what arrives.
+            whole = Piece("", 0, 0, ((math.prod(native.shape), 1, 1),))
+            written[worker, native.chunk, native.name] = (
+                [whole] if native.function else native.pieces
+            )
+    return Cells.of(written)
 
 
 def _count_padding(model: nn.Module, native: str) -> int:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
+from shardmath_vllm.cells import Cells
 from shardmath_vllm.link import Life, Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
@@ -76,8 +76,8 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         self._loading = Loading(model, vllm_config.model_config)
         self._link: Link | None = None
         self._meeting = ""
-        self._writes: frozenset[Hashable] = frozenset()
-        self._torn: frozenset[Hashable] = frozenset()
+        self._writes = Cells({})
+        self._torn = Cells({})
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:

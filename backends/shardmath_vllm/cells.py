@@ -1,0 +1,99 @@
+"""Cells: which elements of stored tensors are written, as an exact set.
+
+A tensor's cells are kept as their borders: where the set begins, ends, begins again, and so on. How what writes them is
+divided leaves no trace, so two trainers that name the same tensors otherwise write the same cells.
+
+>>> from shardmath.models.recordings.pieces import Piece
+>>> whole = Cells.of({"qkv": [Piece("qkv", 0, 0, ((12, 1, 1),))]})
+>>> parts = Cells.of({"qkv": [Piece("q", 0, 0, ((4, 1, 1),)), Piece("kv", 4, 0, ((8, 1, 1),))]})
+>>> whole == parts, bool(whole - parts)
+(True, False)
+>>> whole - Cells.of({"qkv": [Piece("k", 4, 0, ((4, 1, 1),))]})
+Cells({'qkv': ((0, 4), (8, 12))})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+import numpy as np
+
+from shardmath.base.arrays import Bools, Ints
+from shardmath.models.recordings.pieces import Piece
+
+__all__ = ["Cells"]
+
+_NONE: Ints = np.zeros(0, np.int64)
+
+
+class Cells:
+    """Cells of stored tensors, which any hashable value names; false where there are none."""
+
+    def __init__(self, borders: Mapping[Hashable, Ints]) -> None:
+        self._borders = {name: at for name, at in borders.items() if len(at)}
+
+    @classmethod
+    def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
+        """Those that pieces of each tensor fill, no two of them the same cell."""
+        return cls({name: _find_borders(filled) for name, filled in pieces.items()})
+
+    def __or__(self, other: Cells) -> Cells:
+        return self._combine(other, np.logical_or)
+
+    def __sub__(self, other: Cells) -> Cells:
+        return self._combine(other, np.greater)
+
+    def __bool__(self) -> bool:
+        return bool(self._borders)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cells) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        spans = {
+            name: tuple(map(tuple, at.reshape(-1, 2).tolist()))
+            for name, at in self._borders.items()
+        }
+        return f"Cells({spans})"
+
+    @property
+    def _key(self) -> frozenset[tuple[Hashable, bytes]]:
+        """The borders of each tensor, which are the same for equal sets."""
+        return frozenset((name, at.tobytes()) for name, at in self._borders.items())
+
+    def _combine(self, other: Cells, choose: Callable[[Bools, Bools], Bools]) -> Cells:
+        """The cells that are chosen by whether they are here, and whether there."""
+        combined = {}
+        for name in {**self._borders, **other._borders}:
+            here = self._borders.get(name, _NONE)
+            there = other._borders.get(name, _NONE)
+            at = np.union1d(here, there)
+            # Behind an odd number of borders is inside.
+            is_here = np.searchsorted(here, at, "right") % 2 == 1
+            is_there = np.searchsorted(there, at, "right") % 2 == 1
+            chosen = choose(is_here, is_there)
+            combined[name] = at[np.diff(chosen, prepend=False)]
+        return Cells(combined)
+
+
+def _find_borders(pieces: Iterable[Piece]) -> Ints:
+    """Where cells of these pieces begin and end, ascending."""
+    ends = [_NONE]
+    for piece in pieces:
+        # Its cells as a tensor of their own: blocks that continue each other are one, in whatever order elements come.
+        cells = Piece(
+            "", piece.cell, 0, tuple((n, stride, stride) for n, stride, _ in piece.blocks)
+        )
+        *outer, last = cells.blocks or ((1, 1, 1),)
+        count, stride, _ = last
+        if stride != 1:
+            outer, count = [*outer, last], 1
+        starts = Piece("", piece.cell, 0, tuple(outer)).cells
+        ends += [starts, starts + count]
+    borders, counts = np.unique(np.concatenate(ends), return_counts=True)
+    # Where one ends and the next begins there is no border.
+    found: Ints = borders[counts == 1]
+    return found
