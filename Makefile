@@ -108,6 +108,8 @@ lint: $(DEV)
 	@out=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$out" >&2; exit 1; }
 	@echo "lint: how the code reads"
 	@$(BIN)/python tools/style.py --check
+	@echo "lint: public classes of one name"
+	@$(BIN)/python tools/names.py --check
 
 style: $(DEV)
 	@$(BIN)/python tools/style.py

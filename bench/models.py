@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from shardmath.models.storage.stored import Shapes
-from shardmath.models.systems.megatron_shapes import Config, logical_shapes
+from shardmath.models.systems.megatron_shapes import MegatronConfig, logical_shapes
 from shardmath.values.formats.fp8 import FP8Blocks
 from shardmath.values.transforms.components import Transform
 from shardmath.values.transforms.quantising import Quantise
@@ -195,7 +195,7 @@ def shapes_of(model: Model, dtype: str = "bfloat16") -> Shapes:
     Latent attention has none of these: it keeps neither keys nor values.
     """
     shapes = dict(_list_weights(model, dtype))
-    config = Config(model.config)
+    config = MegatronConfig(model.config)
     if model.tiles and not config.latent:
         for layer in range(config.layers):
             for which in "kv":
@@ -232,7 +232,7 @@ def count_parameters(model: Model) -> int:
 
 def hf_config(model: Model) -> dict[str, Any]:
     """The fields of Hugging Face's configuration that say how an engine stores the model."""
-    config = Config(model.config)
+    config = MegatronConfig(model.config)
     quantised = None
     if model.tiles:
         quantised = {"quant_method": "fp8", "weight_block_size": list(model.tiles.block)}

@@ -15,13 +15,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from shardmath_torch.groups import compat
 
-__all__ = ["Message", "start_batch", "start_gather"]
+__all__ = ["WireMessage", "start_batch", "start_gather"]
 
 NO_TAG = 0
 """NCCL has none."""
 
 
-class Message(NamedTuple):
+class WireMessage(NamedTuple):
     """Bytes that are sent or received; `place` is the other rank's in the group."""
 
     sends: bool
@@ -30,7 +30,7 @@ class Message(NamedTuple):
 
 
 def start_batch(
-    group: compat.Group, device: torch.device, messages: Sequence[Message]
+    group: compat.Group, device: torch.device, messages: Sequence[WireMessage]
 ) -> list[dist.Work]:
     """What to wait for. All messages are one group; of a backend without groups, each is by itself."""
     channel = compat.channel_of(group)
@@ -43,7 +43,7 @@ def start_batch(
     return [] if work is None else [work]
 
 
-def _post(channel: compat.Group, message: Message) -> dist.Work:
+def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
     post = channel.send if message.sends else channel.recv
     return post([message.memory], message.place, NO_TAG)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from shardmath.base.errors import ExchangeError
 from shardmath.plans.programs.messages import MOST_OPS
 from shardmath_nccl import batches
-from shardmath_nccl.batches import Message, start_batch, start_gather
+from shardmath_nccl.batches import WireMessage, start_batch, start_gather
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, check_is_torchs
@@ -57,7 +57,7 @@ class _Batch:
     """Messages of one group of NCCL's, which are done together."""
 
     def __init__(self) -> None:
-        self.ops: list[Message] = []
+        self.ops: list[WireMessage] = []
         self.works: list[dist.Work] = []
         self._is_ordered = False
 
@@ -143,12 +143,12 @@ class NcclWire:
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
         """Bytes from `rank` into `memory`, from the next start on."""
-        self._batch.ops.append(Message(False, memory, self._places[rank]))
+        self._batch.ops.append(WireMessage(False, memory, self._places[rank]))
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
         """The bytes of `memory` to `rank`, from the next start on."""
-        self._batch.ops.append(Message(True, memory, self._places[rank]))
+        self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
         return self._batch
 
     def start(self) -> None:

@@ -6,6 +6,9 @@ In reading order:
 - `converting`: a trainer's tensors as checkpoints have them;
 - `source`: what a trainer's rank holds, and how all of its ranks do;
 - `megatron`: the same of Megatron-Core's models;
+- `cells`: what an update writes, as a set;
+- `update`: what one rank goes through while all take new weights;
+- `board`: what ranks tell each other of it;
 - `link`: what ranks have of each other once they have met;
 - `meeting`: trainers and workers join, say what they hold, and plan the same;
 - `calls`: engines are told to do their part while this rank does its own;

@@ -137,7 +137,9 @@ class Board:
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
             fault = word_faults()
             if late and not fault:
-                fix = "who has left a call of send_weights out is behind: meet again, by trainer_init"
+                fix = (
+                    "who has left a call of send_weights out is behind: meet again, by trainer_init"
+                )
                 fault = f"{self._word_late(what, late)}; {fix}"
             # Trainers that are late are on their way; of workers nobody knows.
             self._say(what, fault, votes.keys() | set(range(self.trainers)))

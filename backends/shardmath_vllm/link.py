@@ -23,7 +23,7 @@ from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.naming import attempt, word_objection
 from shardmath_vllm.board import Board
-from shardmath_vllm.update import Event, State, Update
+from shardmath_vllm.update import Phase, Step, Update
 
 __all__ = ["Life", "Link", "together"]
 
@@ -102,7 +102,7 @@ class Life:
     def call(self, act: Callable[[], None]) -> None:
         """Have engines be told, by place 0. Raises ExchangeError on all trainers where that fails."""
         self._note()
-        with self._step(Event.CALL):
+        with self._step(Step.CALL):
             self._board.relay(self._name("start"), act)
 
     def receive(self, act: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class Life:
         Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
         """
         self._note()
-        with self._step(Event.CALL):
+        with self._step(Step.CALL):
             pass
         self.move(lambda: None, act)
 
@@ -130,17 +130,17 @@ class Life:
         with self._failing():
             _, fault = attempt(check)
             # Before it is said: who is interrupted as it says yes does not know whether others have heard.
-            self.update = self.update.after(Event.CHECK)
+            self.update = self.update.after(Step.CHECK)
             self._board.vote(begin, fault)
             fault = self._board.decide(begin, lambda: fail_early() or self._find_failure())
             if fault:
-                self.update = self.update.after(Event.REFUSE)
+                self.update = self.update.after(Step.REFUSE)
                 raise ExchangeError(fault)
             # No step of its own: between two steps an interrupt would be told nobody.
             self._forget()
             act()
             together(self._link.group, self._name("end"), lambda: None)
-            self.update = self.update.after(Event.ARRIVE)
+            self.update = self.update.after(Step.ARRIVE)
 
     def _find_failure(self) -> str:
         """Who, at place 0, has left after it had voted; "" for nobody."""
@@ -148,12 +148,12 @@ class Life:
 
     def take(self, act: Callable[[], None]) -> None:
         """Have place 0 hear that engines have taken it. Raises ExchangeError on all trainers where one has not."""
-        with self._step(Event.TAKE):
+        with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
         """Have engines be told that it is over, by place 0. Raises ExchangeError on all trainers where that fails."""
-        with self._step(Event.END):
+        with self._step(Step.END):
             self._board.finish(self._name("finish"), act)
 
     def _name(self, step: str) -> str:
@@ -178,11 +178,11 @@ class Life:
         self._link.said[:] = [number]
 
     @contextmanager
-    def _step(self, event: Event) -> Iterator[None]:
+    def _step(self, step: Step) -> Iterator[None]:
         """What, where it is right, has happened to the update."""
         with self._failing():
             yield
-            self.update = self.update.after(event)
+            self.update = self.update.after(step)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ class Life:
             if self.update.is_over:
                 # Nobody moves, as all have heard; or a Ctrl-C came after the last step.
                 raise
-            self.update = self.update.after(Event.FAIL)
+            self.update = self.update.after(Step.FAIL)
             why = self._tell(error)
             if why:
                 raise ExchangeError(f"{message_of(error)}\n{why}") from error
@@ -201,9 +201,9 @@ class Life:
 
     def _tell(self, error: BaseException) -> str:
         """Have nobody wait for this rank, which has failed; what another one says of why, "" where none does."""
-        if self.update.state is State.KEPT:
+        if self.update.phase is Phase.KEPT:
             self._board.decline(self._name("begin"), error)
-        if self.update.state is State.STALE and not isinstance(error, ExchangeError):
+        if self.update.phase is Phase.STALE and not isinstance(error, ExchangeError):
             self._board.excuse(self._name("finish"))
         if self.update.keeps_link:
             return ""

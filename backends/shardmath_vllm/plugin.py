@@ -22,6 +22,8 @@ def register() -> None:
         return
     pass_over_old_answers()
     drop_caches()
-    WeightTransferEngineFactory.register_engine(BACKEND, "shardmath_vllm.workers.worker", "Engine")
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "shardmath_vllm.workers.worker", "WorkerEngine"
+    )
     WeightTransferTrainerFactory.register_engine(BACKEND, Trainer)
     TrainerWeightTransferEngine.register(Trainer)

@@ -19,7 +19,7 @@ import shardmath_torch as smt
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
 from shardmath.models.refits.coverage import show_native
-from shardmath.models.storage.stored import Shapes, Side, Stored
+from shardmath.models.storage.stored import KnownSide, Shapes, Stored
 from shardmath.values.transforms.pointwise import Cast
 from shardmath_torch.groups import compat
 from shardmath_torch.tensors.conversions.saved import record_conversion
@@ -153,7 +153,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
         )
 
 
-def check_types(source: Source, bound: Side, place: int) -> None:
+def check_types(source: Source, bound: KnownSide, place: int) -> None:
     """Raise StoreError where a tensor of this place is of another dtype than was planned."""
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():

@@ -11,22 +11,22 @@
     stale    failed where weights are new, and an engine may not know
 
 1. A rank is never without an answer to what its engine has: as before, mixed, or new (`Update.mixed`).
-2. A rank that has said yes does not know that nobody moves until place 0 says so (`Event.REFUSE`).
+2. A rank that has said yes does not know that nobody moves until place 0 says so (`Step.REFUSE`).
 3. What an update has mixed, only one that writes the same cells makes whole again.
 
 >>> import numpy as np
 >>> qk, qv = (Cells({name: np.array([0, 4]) for name in names}) for names in ("qk", "qv"))
 >>> update = Update(1, writes=qk)
->>> for event in (Event.CALL, Event.CHECK, Event.FAIL):
-...     update = update.after(event)
->>> update.state.value, update.mixed, update.keeps_link
+>>> for step in (Step.CALL, Step.CHECK, Step.FAIL):
+...     update = update.after(step)
+>>> update.phase.value, update.mixed, update.keeps_link
 ('torn', Cells({'q': ((0, 4),), 'k': ((0, 4),)}), False)
 >>> other = Update(1, writes=qv, torn=update.mixed)
->>> for event in (Event.CALL, Event.CHECK, Event.ARRIVE):
-...     other = other.after(event)
->>> other.state.value, other.mixed
+>>> for step in (Step.CALL, Step.CHECK, Step.ARRIVE):
+...     other = other.after(step)
+>>> other.phase.value, other.mixed
 ('moved', Cells({'k': ((0, 4),)}))
->>> other.after(Event.CALL)
+>>> other.after(Step.CALL)
 Traceback (most recent call last):
 shardmath.ExchangeError: an update that is moved cannot call; it has to take or fail
 """
@@ -40,12 +40,12 @@ from enum import Enum
 from shardmath.base.errors import ExchangeError
 from shardmath_vllm.cells import Cells
 
-__all__ = ["TABLE", "Event", "State", "Update"]
+__all__ = ["TABLE", "Step", "Phase", "Update"]
 
 NO_CELLS = Cells({})
 
 
-class State(Enum):
+class Phase(Enum):
     """Where an update stands at one rank."""
 
     IDLE = "idle"
@@ -59,7 +59,7 @@ class State(Enum):
     STALE = "stale"
 
 
-class Event(Enum):
+class Step(Enum):
     """What happens to an update."""
 
     CALL = "call"
@@ -71,16 +71,20 @@ class Event(Enum):
     FAIL = "fail"
 
 
-TABLE: Mapping[State, Mapping[Event, State]] = {
-    State.IDLE: {Event.CALL: State.CALLED, Event.FAIL: State.KEPT},
-    State.CALLED: {Event.CHECK: State.BEGUN, Event.FAIL: State.KEPT},
-    State.BEGUN: {Event.ARRIVE: State.MOVED, Event.REFUSE: State.KEPT, Event.FAIL: State.TORN},
-    State.MOVED: {Event.TAKE: State.TAKEN, Event.FAIL: State.STALE},
-    State.TAKEN: {Event.END: State.ENDED, Event.FAIL: State.STALE},
+TABLE: Mapping[Phase, Mapping[Step, Phase]] = {
+    Phase.IDLE: {Step.CALL: Phase.CALLED, Step.FAIL: Phase.KEPT},
+    Phase.CALLED: {Step.CHECK: Phase.BEGUN, Step.FAIL: Phase.KEPT},
+    Phase.BEGUN: {
+        Step.ARRIVE: Phase.MOVED,
+        Step.REFUSE: Phase.KEPT,
+        Step.FAIL: Phase.TORN,
+    },
+    Phase.MOVED: {Step.TAKE: Phase.TAKEN, Step.FAIL: Phase.STALE},
+    Phase.TAKEN: {Step.END: Phase.ENDED, Step.FAIL: Phase.STALE},
 }
 
-MIXING = (State.BEGUN, State.TORN)
-NEW = (State.MOVED, State.TAKEN, State.ENDED, State.STALE)
+MIXING = (Phase.BEGUN, Phase.TORN)
+NEW = (Phase.MOVED, Phase.TAKEN, Phase.ENDED, Phase.STALE)
 
 
 @dataclass(frozen=True)
@@ -92,38 +96,38 @@ class Update:
     """
 
     number: int
-    state: State = State.IDLE
+    phase: Phase = Phase.IDLE
     writes: Cells = NO_CELLS
     torn: Cells = NO_CELLS
 
-    def after(self, event: Event) -> Update:
+    def after(self, step: Step) -> Update:
         """The update once that has happened. Raises ExchangeError for what cannot happen now."""
-        ways = TABLE.get(self.state, {})
-        if event not in ways:
+        ways = TABLE.get(self.phase, {})
+        if step not in ways:
             able = " or ".join(way.value for way in ways) or "do nothing more"
             raise ExchangeError(
-                f"an update that is {self.state.value} cannot {event.value}; it has to {able}"
+                f"an update that is {self.phase.value} cannot {step.value}; it has to {able}"
             )
-        return replace(self, state=ways[event])
+        return replace(self, phase=ways[step])
 
     @property
     def mixed(self) -> Cells:
         """The cells that may be old on one rank of the engine and new on another; none where its model may answer."""
-        if self.state in MIXING:
+        if self.phase in MIXING:
             return self.torn | self.writes
-        return self.torn - self.writes if self.state in NEW else self.torn
+        return self.torn - self.writes if self.phase in NEW else self.torn
 
     @property
     def is_new(self) -> bool:
         """Whether engines have the new weights, so that nothing they have cached of prompts is of use."""
-        return self.state in NEW
+        return self.phase in NEW
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more can happen to it."""
-        return self.state not in TABLE
+        return self.phase not in TABLE
 
     @property
     def keeps_link(self) -> bool:
         """Whether ranks may go on together; those that were torn have to meet again."""
-        return self.state is not State.TORN
+        return self.phase is not Phase.TORN

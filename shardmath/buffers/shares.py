@@ -8,7 +8,7 @@
 >>> from shardmath.buffers.param import Param
 >>> buffer = distributed_optimizer([Param("w", (20, 10))], data_parallel_world_size=2)
 >>> shard_ranges(buffer, 2, 1), dict(list_shares(buffer, 2, {}))["w"].cuts
-(((128, 256),), (Cut(shard=0, lo=0, hi=128), Cut(shard=1, lo=128, hi=200)))
+(((128, 256),), (ShardRange(shard=0, lo=0, hi=128), ShardRange(shard=1, lo=128, hi=200)))
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 __all__ = [
     "SHARD",
     "Axis",
-    "Cut",
+    "ShardRange",
     "Cuts",
     "Shares",
     "axes_of",
@@ -96,7 +96,7 @@ def check_shards(buffer: object, given: int) -> int:
     return shards
 
 
-class Cut(NamedTuple):
+class ShardRange(NamedTuple):
     """What one shard has of a parameter: its elements lo..hi-1."""
 
     shard: int
@@ -107,11 +107,11 @@ class Cut(NamedTuple):
 class Shares(NamedTuple):
     """The cuts of a parameter, and where in the flat array of its shard the first begins, and any later one."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ShardRange, ...]
     at: int
     later: int
 
-    def place(self, cut: Cut) -> int:
+    def place(self, cut: ShardRange) -> int:
         """Where the cut lies in the flat array of its shard."""
         return self.later if cut.lo else self.at
 
@@ -127,7 +127,7 @@ def axes_of(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
     return listed(axis, "axes", ParamLayoutError)
 
 
-Cuts: TypeAlias = dict[tuple[int, ...], tuple[Cut, ...]]
+Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 """Cuts by all that they depend on; most parameters of a model are cut alike."""
 
 
@@ -151,7 +151,7 @@ def list_shares(
         yield name, Shares(known[key], before + offset, before)
 
 
-def _list_cuts(start: int, numel: int, size: int) -> Iterator[Cut]:
+def _list_cuts(start: int, numel: int, size: int) -> Iterator[ShardRange]:
     """Elements start..start+numel-1 of a bucket, cut into what each shard of `size` has of them."""
     if not numel:
         return
@@ -159,4 +159,4 @@ def _list_cuts(start: int, numel: int, size: int) -> Iterator[Cut]:
     for shard in range(start // size, (end - 1) // size + 1):
         lo = max(start, shard * size)
         hi = min(end, (shard + 1) * size)
-        yield Cut(shard, lo - start, hi - start)
+        yield ShardRange(shard, lo - start, hi - start)

@@ -6,7 +6,7 @@
 3. Tensors that are cut alike have the same windows; a tensor without elements has one, on its first rank.
 
 >>> from shardmath.layouts.algebra.runs import identity
->>> shares = Shares((Cut(0, 0, 4), Cut(1, 4, 6)), 0, 0)
+>>> shares = Shares((ShardRange(0, 0, 4), ShardRange(1, 4, 6)), 0, 0)
 >>> groups = [GroupShares((0, 1), (identity(2), identity(3)), shares)]
 >>> windows, store = make_windows({"w": (2, 3)}, {"w": groups}, "float32", None, "shard")
 >>> for layout, ((name, rank), view) in zip(windows["w"], store.entries):
@@ -23,7 +23,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import ParamLayoutError
-from shardmath.buffers.shares import Cut, Shares
+from shardmath.buffers.shares import ShardRange, Shares
 from shardmath.layouts.algebra.box import Box, flat_boxes, volume
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs, compose, from_ranges
@@ -47,7 +47,7 @@ class WindowHolder(NamedTuple):
 
     window: int
     group: int
-    cut: Cut
+    cut: ShardRange
     rank: int
     within: int
 
@@ -60,7 +60,7 @@ class _HeldCut(NamedTuple):
     """A cut of the shares of the group of that number, and the rank that holds it."""
 
     group: int
-    cut: Cut
+    cut: ShardRange
     rank: int
 
 
@@ -167,7 +167,7 @@ def _make_empty(shape: tuple[int, ...], first: GroupShares, dtype: object) -> _D
     mesh = _make_replicas([rank])
     stored = dict(enumerate(first.runs))
     window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
-    nothing = Cut(0, 0, 0)
+    nothing = ShardRange(0, 0, 0)
     holder = WindowHolder(0, 0, nothing, rank, 0)
     return Windows([window]), [holder]
 

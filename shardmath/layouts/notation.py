@@ -35,8 +35,8 @@ from shardmath.base.text import plural
 from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.runs import Runs, from_ranges, identity
 from shardmath.layouts.placement import OPS
-from shardmath.layouts.reader import Axes, Reader, Rules, Token, listed
-from shardmath.layouts.words import Word, make_field
+from shardmath.layouts.reader import Axes, LayoutReader, Rules, Token, listed
+from shardmath.layouts.words import WrittenDigit, make_field
 
 __all__ = ["Partials", "Rules", "pad", "parse"]
 
@@ -51,7 +51,7 @@ def parse(
 
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
     """
-    read = Reader(text, shape, axes, rules)
+    read = LayoutReader(text, shape, axes, rules)
     dims = _read_dims(read)
     ops: dict[str, str] = {}
     while read.here.text == "{":
@@ -65,7 +65,7 @@ def parse(
     return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
 
 
-def _read_dims(read: Reader) -> list[Dimension]:
+def _read_dims(read: LayoutReader) -> list[Dimension]:
     """One dimension for each size of the shape."""
     dims: list[Dimension] = []
     ellipsis: int | None = None
@@ -114,7 +114,7 @@ def _undivided(n: int) -> Dimension:
     return Dimension(n, (Field(n),))
 
 
-def _claim_name(read: Reader, name: str, d: int, at: int) -> None:
+def _claim_name(read: LayoutReader, name: str, d: int, at: int) -> None:
     """Note that dimension d is called `name`, as no other is."""
     owner = read.names.setdefault(name, d)
     if owner != d:
@@ -123,7 +123,7 @@ def _claim_name(read: Reader, name: str, d: int, at: int) -> None:
         )
 
 
-def _read_dim(read: Reader, d: int) -> Dimension:
+def _read_dim(read: LayoutReader, d: int) -> Dimension:
     """Dimension d: a group, or a free name alone."""
     if read.here.text == "(":
         return _read_group(read, d)
@@ -138,7 +138,7 @@ def _read_dim(read: Reader, d: int) -> Dimension:
     return _undivided(read.shape[d])
 
 
-def _read_group(read: Reader, d: int) -> Dimension:
+def _read_group(read: LayoutReader, d: int) -> Dimension:
     """Dimension d in parentheses: its fields, and what is stored of it."""
     start = read.take().at
     if read.here.text == ")":
@@ -158,12 +158,12 @@ def _read_group(read: Reader, d: int) -> Dimension:
     return dimension
 
 
-_Written: TypeAlias = tuple[int | None, list[list[Word]]]
+_Written: TypeAlias = tuple[int | None, list[list[WrittenDigit]]]
 """A field as written: its size, if it has one, and the words of each stage."""
 
 
 def _make_dimension(
-    read: Reader, n: int, written: list[_Written], stored: Runs | None
+    read: LayoutReader, n: int, written: list[_Written], stored: Runs | None
 ) -> Dimension:
     """The dimension of these fields; a field alone has the size of all that is stored."""
     total = n if stored is None else len(stored)
@@ -177,7 +177,7 @@ def _make_dimension(
     return Dimension(n, tuple(fields), stored)
 
 
-def _claim_axes(read: Reader, dimension: Dimension, at: int) -> None:
+def _claim_axes(read: LayoutReader, dimension: Dimension, at: int) -> None:
     """Note that the axes of the dimension divide it, and nothing else."""
     for name in dimension.axes:
         if name in read.used:
@@ -189,7 +189,7 @@ def _claim_axes(read: Reader, dimension: Dimension, at: int) -> None:
         read.used[name] = at
 
 
-def _read_field(read: Reader, d: int) -> _Written:
+def _read_field(read: LayoutReader, d: int) -> _Written:
     """A field of dimension d, up to the + or ) behind it."""
     size = None
     if read.here.kind == "int" and read.tokens[read.next + 1].text == ":":
@@ -205,7 +205,7 @@ def _read_field(read: Reader, d: int) -> _Written:
     return size, stages
 
 
-def _check_once(read: Reader, stages: list[list[Word]]) -> None:
+def _check_once(read: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
     """No axis stands twice in a field."""
     seen: set[str] = set()
     for words in stages:
@@ -220,9 +220,9 @@ def _check_once(read: Reader, stages: list[list[Word]]) -> None:
                 seen.add(name)
 
 
-def _read_words(read: Reader, d: int) -> list[Word]:
+def _read_words(read: LayoutReader, d: int) -> list[WrittenDigit]:
     """The words of one stage."""
-    words: list[Word] = []
+    words: list[WrittenDigit] = []
     while read.here.kind in ("word", "int") or read.here.text == "[":
         word = _read_word(read)
         if word.free:
@@ -231,44 +231,44 @@ def _read_words(read: Reader, d: int) -> list[Word]:
     return words
 
 
-def _read_word(read: Reader) -> Word:
+def _read_word(read: LayoutReader) -> WrittenDigit:
     """An integer, sizes, the free name, or mesh axes with their mark."""
     at = read.here.at
     if read.here.kind == "int":
         number = read.integer()
         if number < 1:
             read.fail("a local digit of 0", at, "write 1 or more")
-        return Word(at, number=number)
+        return WrittenDigit(at, number=number)
     if read.here.text == "[":
-        return Word(at, sizes=_read_sizes(read))
+        return WrittenDigit(at, sizes=_read_sizes(read))
     if read.here.text not in read.axes:
-        return Word(at, free=read.take().text)
+        return WrittenDigit(at, free=read.take().text)
     axes = [read.axis().text]
     while read.accept("*"):
         axes.append(read.axis().text)
-    return _read_mark(read, Word(at, axes=tuple(axes)))
+    return _read_mark(read, WrittenDigit(at, axes=tuple(axes)))
 
 
-def _read_mark(read: Reader, word: Word) -> Word:
+def _read_mark(read: LayoutReader, word: WrittenDigit) -> WrittenDigit:
     """The word with what stands behind its axes: ~, sizes, or the name of a rule."""
     if read.accept("~"):
-        return Word(word.at, word.axes, mark="~")
+        return WrittenDigit(word.at, word.axes, mark="~")
     # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a digit of their own.
     before = read.tokens[read.next - 1]
     behind = before.at + len(before.text)
     here = read.here
     if here.text == "[" and here.at == behind:
         sizes = _read_sizes(read)
-        return Word(word.at, word.axes, sizes=sizes)
+        return WrittenDigit(word.at, word.axes, sizes=sizes)
     if read.accept("@"):
         _, name, at = read.word("the name of a rule")
         if name not in read.rules:
             read.fail(f"unknown rule {name!r}", at, f"rules= has {listed(read.rules)}")
-        return Word(word.at, word.axes, mark=name)
+        return WrittenDigit(word.at, word.axes, mark=name)
     return word
 
 
-def _read_sizes(read: Reader) -> tuple[int, ...]:
+def _read_sizes(read: LayoutReader) -> tuple[int, ...]:
     """Integers between [ and ]."""
     start = read.take().at
     sizes = []
@@ -280,7 +280,7 @@ def _read_sizes(read: Reader) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _read_stored(read: Reader, n: int) -> Runs | None:
+def _read_stored(read: LayoutReader, n: int) -> Runs | None:
     """What is stored of n logical positions: a padded size, ranges, or None where nothing is said."""
     start = read.here.at
     try:
@@ -313,7 +313,7 @@ _Range: TypeAlias = tuple[int, int] | int
 """Start and stop of a range, or the length of a hole."""
 
 
-def _read_ranges(read: Reader) -> list[_Range]:
+def _read_ranges(read: LayoutReader) -> list[_Range]:
     """Ranges and holes up to the closing >."""
     ranges: list[_Range] = []
     while not read.accept(">"):
@@ -327,7 +327,7 @@ def _read_ranges(read: Reader) -> list[_Range]:
     return ranges
 
 
-def _read_partial(read: Reader) -> dict[str, str]:
+def _read_partial(read: LayoutReader) -> dict[str, str]:
     """The reduction that each axis between { and } waits for."""
     read.take()
     _, op, at = read.word("a reduction")

@@ -27,7 +27,7 @@ from shardmath.base.arguments import as_integer, known, listed
 from shardmath.base.errors import PlacementError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
-from shardmath.layouts.algebra.cuts import Balanced as BalancedCut
+from shardmath.layouts.algebra.cuts import BalancedChunks as BalancedCut
 from shardmath.layouts.algebra.cuts import Chunks, FixedBlock, Sizes, Splits, UserCut
 from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.layouts.algebra.stages import Digit, Stage

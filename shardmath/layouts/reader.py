@@ -17,7 +17,7 @@ from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.layouts.placement import Placement
 
-__all__ = ["MARKS", "Axes", "Cursor", "Reader", "Rules", "Token", "list_tokens", "listed"]
+__all__ = ["MARKS", "Axes", "Cursor", "LayoutReader", "Rules", "Token", "list_tokens", "listed"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by the name that text calls them by."""
@@ -124,7 +124,7 @@ class Cursor:
         return self.take()
 
 
-class Reader(Cursor):
+class LayoutReader(Cursor):
     """The tokens of a layout's text and what its names mean."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:

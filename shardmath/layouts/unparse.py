@@ -14,7 +14,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, Splits, UserCut
+from shardmath.layouts.algebra.cuts import (
+    BalancedChunks,
+    Chunks,
+    FixedBlock,
+    Sizes,
+    Splits,
+    UserCut,
+)
 from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.runs import identity, spanning
 from shardmath.layouts.algebra.stages import Digit, Stage
@@ -125,7 +132,7 @@ def _word(digit: Digit, named: Mapping[Splits, str]) -> str:
     match cut:
         case Sizes(sizes):
             return f"{axes}[{' '.join(map(str, sizes))}]"
-        case Balanced():
+        case BalancedChunks():
             return f"{axes}~"
         case UserCut(by, _):
             return f"{axes}@{named[by]}"

@@ -5,9 +5,9 @@
    The free name counts the largest ones, as many as there are.
 3. Without a free name the words multiply to the length that they divide.
 
->>> from shardmath.layouts.reader import Reader
->>> words = [Word(1, free="n"), Word(3, axes=("tp",)), Word(6, number=2)]
->>> field = make_field(Reader("(n tp 2)", (9,), {"tp": 2}, {}), 9, [words])
+>>> from shardmath.layouts.reader import LayoutReader
+>>> words = [WrittenDigit(1, free="n"), WrittenDigit(3, axes=("tp",)), WrittenDigit(6, number=2)]
+>>> field = make_field(LayoutReader("(n tp 2)", (9,), {"tp": 2}, {}), 9, [words])
 >>> [str(field.runs({"tp": coordinate})) for coordinate in range(2)]
 ['[0:2 4:6 8:9]', '[2:4 6:8]']
 """
@@ -18,15 +18,15 @@ import math
 from typing import NamedTuple
 
 from shardmath.base.text import plural
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, Cut, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, Cut, FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.dimension import Field, divided, lengths_at
 from shardmath.layouts.algebra.stages import Digit, Stage
-from shardmath.layouts.reader import Reader, listed
+from shardmath.layouts.reader import LayoutReader, listed
 
-__all__ = ["Word", "make_field"]
+__all__ = ["WrittenDigit", "make_field"]
 
 
-class Word(NamedTuple):
+class WrittenDigit(NamedTuple):
     """One digit as written: what it divides by, before the free name is known."""
 
     at: int
@@ -37,7 +37,7 @@ class Word(NamedTuple):
     free: str = ""
 
 
-def make_field(read: Reader, n: int, stages: list[list[Word]]) -> Field:
+def make_field(read: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
     """The field of n positions that these words divide. Raises NotationError where they cannot."""
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
@@ -53,7 +53,7 @@ def make_field(read: Reader, n: int, stages: list[list[Word]]) -> Field:
     return divided(n, read_stages)
 
 
-def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
+def _check_exact(read: LayoutReader, before: Field, words: list[WrittenDigit]) -> None:
     """A stage without a free name: its digits multiply to the length that they divide."""
     product = math.prod(_count_parts(read, word) for word in words)
     wrong = lengths_at(before, len(before.stages)) - {product}
@@ -65,19 +65,19 @@ def _check_exact(read: Reader, before: Field, words: list[Word]) -> None:
         )
 
 
-def _count_parts(read: Reader, word: Word) -> int:
+def _count_parts(read: LayoutReader, word: WrittenDigit) -> int:
     """What the word multiplies by in a group without a free name."""
     if word.mark or word.sizes is not None:
         read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
     return word.number or math.prod(_axis_sizes(read, word))
 
 
-def _axis_sizes(read: Reader, word: Word) -> tuple[int, ...]:
+def _axis_sizes(read: LayoutReader, word: WrittenDigit) -> tuple[int, ...]:
     sizes = read.axes
     return tuple(sizes[name] for name in word.axes)
 
 
-def _read_stage(read: Reader, words: list[Word]) -> Stage:
+def _read_stage(read: LayoutReader, words: list[WrittenDigit]) -> Stage:
     """The digits of one stage: cuts left of the free name, blocks right of it."""
     free = [i for i, word in enumerate(words) if word.free]
     if len(free) > 1:
@@ -95,14 +95,14 @@ def _read_stage(read: Reader, words: list[Word]) -> Stage:
     return (*left, *right)
 
 
-def _make_cut(read: Reader, word: Word) -> Digit:
+def _make_cut(read: LayoutReader, word: WrittenDigit) -> Digit:
     """The digit of a word left of the free name."""
     sizes = _axis_sizes(read, word)
     parts = word.number or math.prod(sizes)
     return Digit(_choose_cut(read, word, parts), word.axes, sizes)
 
 
-def _choose_cut(read: Reader, word: Word, parts: int) -> Cut:
+def _choose_cut(read: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
     """How the word cuts a piece into so many parts."""
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
@@ -113,13 +113,13 @@ def _choose_cut(read: Reader, word: Word, parts: int) -> Cut:
             )
         return Sizes(word.sizes)
     if word.mark == "~":
-        return Balanced(parts)
+        return BalancedChunks(parts)
     if word.mark:
         return UserCut(read.rules[word.mark], parts)
     return Chunks(parts)
 
 
-def _make_blocks(read: Reader, words: list[Word]) -> list[Digit]:
+def _make_blocks(read: LayoutReader, words: list[WrittenDigit]) -> list[Digit]:
     """The free name's own blocks and the digits right of it, each a block of what is right of it."""
     digits: list[Digit] = []
     block = 1

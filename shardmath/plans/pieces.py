@@ -28,7 +28,7 @@ from shardmath.plans.template import Template
 
 __all__ = [
     "SMALL",
-    "Piece",
+    "BoxPiece",
     "Transfer",
     "expand",
     "is_legal_cut",
@@ -192,7 +192,7 @@ def is_legal_cut(t: Template, unit: int, at: int) -> bool:
     return inside % row_size(sizes[box]) == 0
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """One box of a unit as its source and its destination see it; `addend` is its place in the
     fold."""
 
@@ -210,7 +210,7 @@ Columns: TypeAlias = tuple[int, ...]
 
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
-) -> list[Piece]:
+) -> list[BoxPiece]:
     """The pieces of elements lo..hi-1 of the unit from one position of the source to one of the
     destination.
 
@@ -256,7 +256,7 @@ def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: M
 @memo(1 << 14)
 def _expand(
     t: Template, unit: int, here: Columns, there: Columns, lo: int, hi: int, relayed: bool
-) -> list[Piece]:
+) -> list[BoxPiece]:
     """The pieces between any two positions that hold these parts."""
     boxes, sizes, ends = unit_boxes(t, unit)
     listed = [_list(over) for over in t.overlays]
@@ -312,14 +312,14 @@ def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
     return (*sizes[:d], rows, *inner)
 
 
-def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> Piece:
+def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> BoxPiece:
     """The piece that is this box."""
     hidden = t.hidden
     shape = sizes[hidden:]
     src, dst, in_tensor = [_slice(start[hidden:], shape) for start in starts]
     nbytes = math.prod(shape) * t.src.itemsize
     addend = starts.tensor[0] if t.reduction.folded else 0
-    return Piece(src, dst, in_tensor, shape, nbytes, addend)
+    return BoxPiece(src, dst, in_tensor, shape, nbytes, addend)
 
 
 def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -52,7 +52,7 @@ from shardmath.plans.groups import (
     make_batches,
     pair_by_name,
 )
-from shardmath.plans.pieces import Piece, Transfer, expand
+from shardmath.plans.pieces import BoxPiece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.stretches import (
     Stretch,
@@ -367,7 +367,7 @@ def _name_pieces(
     batch: Batch,
     names: Sequence[str],
     stretch: Stretch,
-    pieces: list[Piece],
+    pieces: list[BoxPiece],
     relayed: bool,
 ) -> list[Transfer]:
     """The pieces as transfers of each of these tensors."""

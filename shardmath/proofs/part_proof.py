@@ -21,7 +21,7 @@ from shardmath.layouts.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan, Transfer
 from shardmath.plans.programs.messages import Message, Step, align
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 
 __all__ = ["prove_parts"]
 
@@ -36,7 +36,7 @@ class _Pair(NamedTuple):
     dst_rank: int
 
 
-def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
+def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
     """Raise PlanError unless these parts, of every rank of one plan, do together what it says.
 
     With `relays`, of a program, the pieces are not compared with the plan's transfers.
@@ -53,7 +53,7 @@ def prove_parts(parts: Sequence[Part], *, relays: bool = False) -> None:
         _check_pieces(parts[0].plan, parts)
 
 
-def _check_steps(one: Part) -> None:
+def _check_steps(one: RankProgram) -> None:
     """Each round has one step, and later rounds have later ones."""
     before: Step | None = None
     for each in one.rounds:
@@ -78,7 +78,7 @@ def _check_places(message: Message) -> None:
         raise PlanError(f"a message of {message.nbytes} B has pieces up to byte {end}; {FIX}")
 
 
-def _check_both_ends(parts: Sequence[Part]) -> None:
+def _check_both_ends(parts: Sequence[RankProgram]) -> None:
     """What one rank sends, the other receives, in the same step and order."""
     sent: dict[_Pair, list[Message]] = defaultdict(list)
     received: dict[_Pair, list[Message]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _make_key(t: Transfer) -> _Key:
     return t.src_rank, t.dst_rank, t.tensor, t.src_tensor, t.dst_tensor, t.addend, t.op
 
 
-def _check_pieces(plan: Plan | Transposed, parts: Sequence[Part]) -> None:
+def _check_pieces(plan: Plan | Transposed, parts: Sequence[RankProgram]) -> None:
     """Every transfer is tiled by the pieces that are cut from it."""
     planned = _group_by_key(t for t in plan.transfers() if t.nbytes)
     posted = _group_by_key(_list_arriving(parts))
@@ -132,7 +132,7 @@ def _group_by_key(transfers: Iterable[Transfer]) -> defaultdict[_Key, list[Trans
     return groups
 
 
-def _list_arriving(parts: Sequence[Part]) -> Iterator[Transfer]:
+def _list_arriving(parts: Sequence[RankProgram]) -> Iterator[Transfer]:
     """The pieces of all that any rank receives or keeps."""
     for one in parts:
         for each in one.rounds:

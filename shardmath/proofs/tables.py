@@ -25,7 +25,7 @@ from shardmath.plans.programs.legs import Bands, Legs
 from shardmath.plans.template import unit_addends
 from shardmath.proofs.shapes import check_integers, require
 
-__all__ = ["Members", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
+__all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
@@ -322,7 +322,7 @@ def _fit_blocks(bands: Bands, blocks: Ints) -> bool:
 # Where sets of ranks are
 
 
-class Members(NamedTuple):
+class MemberTable(NamedTuple):
     """The positions of sets of ranks in one mesh, set by set; -1 for strangers."""
 
     of_set: Offsets
@@ -351,12 +351,12 @@ class Places:
         which = [number.setdefault(rank, len(number)) for ranks in sets for rank in ranks]
         self._number = number
         self._which = np.array(which, np.int64)
-        self._known: dict[Mesh, Members] = {}
+        self._known: dict[Mesh, MemberTable] = {}
         # Meshes that are equal are many objects, which are quicker to look up than to compare. The
         # plan keeps them alive, so that their ids are theirs alone.
-        self._by_id: dict[int, Members] = {}
+        self._by_id: dict[int, MemberTable] = {}
 
-    def within(self, mesh: Mesh) -> Members:
+    def within(self, mesh: Mesh) -> MemberTable:
         """All sets in the mesh."""
         found = self._by_id.get(id(mesh))
         if found is None:
@@ -365,7 +365,7 @@ class Places:
             found = self._by_id[id(mesh)] = self._known[mesh]
         return found
 
-    def _find(self, mesh: Mesh) -> Members:
+    def _find(self, mesh: Mesh) -> MemberTable:
         # By the ranks of the mesh: all sets together may have many more, and meshes be as many.
         at = [-1] * len(self._number)
         for position, rank in enumerate(mesh.ranks):
@@ -374,4 +374,4 @@ class Places:
                 at[number] = position
         positions = np.array(at, np.int64)
         of_each = positions[self._which]
-        return Members(self._of_set, of_each)
+        return MemberTable(self._of_set, of_each)

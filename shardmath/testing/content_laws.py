@@ -25,7 +25,7 @@ from shardmath.plans.programs.part import make_parts
 from shardmath.testing.oracle import Array, addends, distribute, run
 from shardmath.testing.strategies import tilings
 from shardmath.values.changes.placing import Lying, Receivers
-from shardmath.values.changes.routing import Asked, Senders, count_elements
+from shardmath.values.changes.routing import AskedCells, Senders, count_elements
 from shardmath.values.digests.content import Difference, digest_of, find_difference
 
 __all__ = [
@@ -247,6 +247,6 @@ def _route(senders: Senders, cells: Ints) -> Ints:
     """Which cell, which piece and which element, of all batches."""
     nothing = np.zeros((3, 0), np.int64)
     batches = [nothing]
-    for routed in senders.route([Asked("", cells)]):
+    for routed in senders.route([AskedCells("", cells)]):
         batches.append(np.stack(routed))
     return np.concatenate(batches, 1)

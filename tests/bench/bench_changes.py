@@ -28,7 +28,7 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from bench.models import MODELS
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 from shardmath.models.systems.megatron import logical_shapes, megatron
 from shardmath.plans.programs.part import make_parts
 from shardmath_torch.tensors.changes.changes import Sent
@@ -90,12 +90,12 @@ def make_refit(layers: int) -> sm.Refit:
     return sm.refit(trainer, engine(range(TRAINERS, RANKS), 4, VOCAB, 128), shapes)
 
 
-def make_natives(side: Side, rank: int, dtype: torch.dtype) -> dict[Any, torch.Tensor]:
+def make_natives(side: KnownSide, rank: int, dtype: torch.dtype) -> dict[Any, torch.Tensor]:
     """What the rank stores, as zeros."""
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in side.natives(rank).items()}
 
 
-def views(side: Side, rank: int, own: Mapping[Any, torch.Tensor]) -> Tensors:
+def views(side: KnownSide, rank: int, own: Mapping[Any, torch.Tensor]) -> Tensors:
     """The rank's part of each logical tensor, in the memory of what it stores."""
     return {name: make_view(own, slot) for name, slot in side.slots(rank).items()}
 

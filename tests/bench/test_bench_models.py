@@ -16,7 +16,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.plans.membership.keeping import follow
-from shardmath.plans.programs.part import Part, outline_part
+from shardmath.plans.programs.part import RankProgram, outline_part
 from tests.bench import megatron_peer, models
 from tests.bench.test_bench_core import cold, rounds_of
 
@@ -92,7 +92,7 @@ def test_an_engine_leaves(record: Record) -> None:
         cold()
         planned(src, dst)
 
-    def leave(rank: int) -> Part:
+    def leave(rank: int) -> RankProgram:
         rest = sm.without(p, leaving)
         part = follow(parts[rank], rest, pace)
         assert part is not None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import shardmath as sm
 from shardmath.models.storage.filling import view_of
-from shardmath.models.storage.stored import Shapes, Side
+from shardmath.models.storage.stored import KnownSide, Shapes
 from shardmath.storage import Stored, parse
 
 __all__ = [
@@ -98,7 +98,7 @@ def carry(
     return {rank: store(side, arrived[rank], rank) for rank in side.ranks}  # type: ignore[arg-type]
 
 
-def store(side: Side, arrived: Mapping[str, Array], rank: int) -> Arrays:
+def store(side: KnownSide, arrived: Mapping[str, Array], rank: int) -> Arrays:
     """The stored tensors of a rank whose local tensors these are."""
     out = {name: np.zeros(shape, np.int64) for (_, name), shape in side.natives(rank).items()}
     for name, slot in side.slots(rank).items():

@@ -25,7 +25,7 @@ from shardmath_vllm.workers import loading as loading_module
 from shardmath_vllm.workers import worker as worker_module
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
-from shardmath_vllm.workers.worker import Engine
+from shardmath_vllm.workers.worker import WorkerEngine
 
 
 class Part(nn.Module):
@@ -154,7 +154,7 @@ def test_an_engine_that_rebalances_experts_is_refused(
 ) -> None:
     """vLLM for CPUs starts none."""
     monkeypatch.setattr(worker_module, "Meeting", Joining)
-    engine: Any = object.__new__(Engine)
+    engine: Any = object.__new__(WorkerEngine)
     config: Any = None
     engine.model, engine._link, engine._loading = model, None, Loading(model, config)
     engine.parallel_config = ParallelConfig()
@@ -170,7 +170,7 @@ def test_an_engine_that_rebalances_experts_is_refused(
 
 def test_an_engine_that_has_joined_no_trainer() -> None:
     """Raises what vLLM's own engines raise, and ours."""
-    engine: Any = object.__new__(Engine)
+    engine: Any = object.__new__(WorkerEngine)
     engine._link = None
     for kind in (RuntimeError, ExchangeError):
         with pytest.raises(kind, match="no trainer was joined"):
@@ -235,7 +235,7 @@ class Moving:
 
 def make_engine(model: nn.Module, link: Moving, meeting: str = "") -> Any:
     """A worker's engine that has met others."""
-    engine: Any = object.__new__(Engine)
+    engine: Any = object.__new__(WorkerEngine)
     config: Any = SimpleNamespace(dtype=torch.float32)
     engine.model, engine._link, engine._meeting = model, link, meeting
     engine._loading = Loading(model, config)

@@ -14,10 +14,10 @@ from shardmath import ExchangeError
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native
 from shardmath_vllm.cells import Cells
-from shardmath_vllm.update import State
+from shardmath_vllm.update import Phase
 from shardmath_vllm.workers import worker
 from shardmath_vllm.workers.coverage import list_written
-from shardmath_vllm.workers.worker import Engine
+from shardmath_vllm.workers.worker import WorkerEngine
 
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "q": ((2,), "float32"),
@@ -61,14 +61,14 @@ class Worker:
     """A worker's engine without vLLM's own constructor, whose updates end as the test has it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engine: Any = Engine.__new__(Engine)
+        self.engine: Any = WorkerEngine.__new__(WorkerEngine)
         self.engine.model = self.model = Model()
         self.engine._link = SimpleNamespace()
         self.engine._meeting = ""
         self.engine._torn = Cells({})
         self._patch = monkeypatch
 
-    def update(self, planned: sm.Refit, place: int, state: State) -> None:
+    def update(self, planned: sm.Refit, place: int, state: Phase) -> None:
         """An update that ends so at this rank."""
         self.engine._writes = list_written(planned, place)
 
@@ -80,14 +80,14 @@ class Worker:
                 self.update = type(self.update)(
                     1, state, writes=self.update.writes, torn=self.update.torn
                 )
-                if state is not State.MOVED:
+                if state is not Phase.MOVED:
                     raise ExchangeError("rank 3 left")
 
         self._patch.setattr(worker, "Life", Ending)
         try:
             self.engine.receive_weights(SimpleNamespace(number=1, meeting=""))
         except ExchangeError:
-            assert state is not State.MOVED
+            assert state is not Phase.MOVED
 
     @property
     def is_torn(self) -> bool:
@@ -103,18 +103,18 @@ def test_an_update_of_some_tensors_leaves_others_torn(monkeypatch: pytest.Monkey
     """Of one stored tensor, too: "q" and "k" are written to one."""
     own = Worker(monkeypatch)
     everything, some = plan({1: "qko"}), plan({1: "qo"})
-    own.update(everything, 1, State.KEPT)
+    own.update(everything, 1, Phase.KEPT)
     assert not own.is_torn
-    own.update(everything, 1, State.TORN)
+    own.update(everything, 1, Phase.TORN)
     assert own.is_torn
-    own.update(some, 1, State.MOVED)
+    own.update(some, 1, Phase.MOVED)
     assert own.is_torn
-    own.update(everything, 1, State.KEPT)
+    own.update(everything, 1, Phase.KEPT)
     assert own.is_torn
-    own.update(plan({1: "k"}), 1, State.MOVED)
+    own.update(plan({1: "k"}), 1, Phase.MOVED)
     assert not own.is_torn
-    own.update(some, 1, State.TORN)
-    own.update(everything, 1, State.MOVED)
+    own.update(some, 1, Phase.TORN)
+    own.update(everything, 1, Phase.MOVED)
     assert not own.is_torn
 
 
@@ -125,9 +125,9 @@ def test_a_trainer_that_names_the_same_cells_otherwise_makes_whole(
     own = Worker(monkeypatch)
     fused, apart = plan({1: "fo"}), plan({1: "qko"})
     for torn, whole in ((fused, apart), (apart, fused)):
-        own.update(torn, 1, State.TORN)
+        own.update(torn, 1, Phase.TORN)
         assert own.is_torn
-        own.update(whole, 1, State.MOVED)
+        own.update(whole, 1, Phase.MOVED)
         assert not own.is_torn
 
 
@@ -135,10 +135,10 @@ def test_what_another_worker_of_the_engine_stores_counts(monkeypatch: pytest.Mon
     """The last stage of an engine is asked for its logits, which come of the weights of all stages."""
     last = Worker(monkeypatch)
     both = plan({1: "qk", 2: "o"})
-    last.update(both, 2, State.TORN)
-    last.update(plan({1: "", 2: "o"}), 2, State.MOVED)
+    last.update(both, 2, Phase.TORN)
+    last.update(plan({1: "", 2: "o"}), 2, Phase.MOVED)
     assert last.is_torn
-    last.update(both, 2, State.MOVED)
+    last.update(both, 2, Phase.MOVED)
     assert not last.is_torn
 
 
@@ -147,5 +147,5 @@ def test_a_rank_that_is_interrupted_between_two_steps_refuses(
 ) -> None:
     """Others may have moved."""
     own = Worker(monkeypatch)
-    own.update(plan({1: "qko"}), 1, State.BEGUN)
+    own.update(plan({1: "qko"}), 1, Phase.BEGUN)
     assert own.is_torn

@@ -44,7 +44,7 @@ from shardmath_torch.checkpoints.opening import open_checkpoint
 from shardmath_torch.checkpoints.safetensors.strided import Strided
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.checkpoints.verifying import (
-    Chunks,
+    CheckpointChunks,
     Marks,
     check_chunk,
     chunk_ends,
@@ -85,7 +85,7 @@ class Reader(storage.StorageReader):
         self._verify = verify
         self._found: Checkpoint | None = None
         self._strided: dict[StoredBox, Strided] = {}
-        self._chunks = Chunks(_NOTHING)
+        self._chunks = CheckpointChunks(_NOTHING)
         self._marks: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -103,7 +103,7 @@ class Reader(storage.StorageReader):
         found.check(names)
         self._strided = found.check_archives(names, self._share)
         self._found = found
-        self._chunks = Chunks(found if self._verify else _NOTHING)
+        self._chunks = CheckpointChunks(found if self._verify else _NOTHING)
         return Metadata({name: _describe(found[name]) for name in names})
 
     def set_up_storage_reader(

@@ -22,7 +22,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError, Place
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
 
 __all__ = [
-    "Chunks",
+    "CheckpointChunks",
     "Marks",
     "check_chunk",
     "chunk_ends",
@@ -36,7 +36,7 @@ Marks: TypeAlias = NDArray[np.bool_]
 """One for every chunk."""
 
 
-class Chunks:
+class CheckpointChunks:
     """The chunks of a checkpoint, numbered; none where it has no checksums."""
 
     def __init__(self, found: Checkpoint) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shardmath import ExchangeError, Layout, ShardError
 from shardmath_torch.checkpoints.safetensors.slices import assemble
 from shardmath_torch.commands.refit_out import shard_file
-from shardmath_torch.commands.refit_report import Table
+from shardmath_torch.commands.refit_report import TextTable
 
 __all__ = ["SENTENCES", "compare", "find_model", "read_arrived"]
 
@@ -62,7 +62,7 @@ def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch
     return tensors
 
 
-def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
+def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
     """How similar the sentences are, by the original model and by one made of `tensors`.
 
     Raises ExchangeError if their embeddings differ in any bit.
@@ -76,7 +76,7 @@ def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
     return _make_table(ours)
 
 
-def _make_table(embeddings: torch.Tensor) -> Table:
+def _make_table(embeddings: torch.Tensor) -> TextTable:
     """The cosine of each two sentences."""
     # Embeddings have unit length, so that products are cosines.
     similar = (embeddings @ embeddings.T).tolist()
@@ -86,7 +86,7 @@ def _make_table(embeddings: torch.Tensor) -> Table:
         cosines = [f"{cosine:.4f}" for cosine in row]
         rows.append((number, text, *cosines))
     title = "Cosine similarity of sentence embeddings, computed from the arrived weights"
-    return Table(title, ("", "sentence", *numbers), tuple(rows))
+    return TextTable(title, ("", "sentence", *numbers), tuple(rows))
 
 
 def _embed(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:

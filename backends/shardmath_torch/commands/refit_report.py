@@ -33,7 +33,7 @@ from shardmath_torch.commands.refit_rank import Outcome
 __all__ = [
     "PHASES",
     "Screen",
-    "Table",
+    "TextTable",
     "choose_screen",
     "layouts_table",
     "times_table",
@@ -50,7 +50,7 @@ Watch: TypeAlias = Callable[[Mapping[int, Progress]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Rows of text under a header; columns of numbers stand right."""
 
     title: str
@@ -89,7 +89,7 @@ class Screen(Protocol):
     def line(self, text: str) -> None:
         """A line of text."""
 
-    def table(self, table: Table) -> None:
+    def table(self, table: TextTable) -> None:
         """A table, with a blank line before it."""
 
     def progress(self) -> AbstractContextManager[Watch]:
@@ -107,7 +107,7 @@ class _PlainScreen:
     def line(self, text: str) -> None:
         print(text, flush=True)
 
-    def table(self, table: Table) -> None:
+    def table(self, table: TextTable) -> None:
         print(f"\n{table}\n", flush=True)
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class _TerminalScreen:
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def table(self, table: Table) -> None:
+    def table(self, table: TextTable) -> None:
         shown = RichTable(title=table.title, title_justify="left", title_style="bold")
         for i, name in enumerate(table.header):
             numbers = table.right(i)
@@ -190,7 +190,7 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
     return min(behind / len(progress), len(PHASES) - 1)
 
 
-def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
+def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
     """The layouts chosen: tensors by the rules that they fall to on either side, most tensors first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
@@ -199,7 +199,7 @@ def layouts_table(weights: Weights, src: Side, dst: Side) -> Table:
     header = ("rule", "tensors", "size", "source", "destination", "for example")
     before_mesh, after_mesh = Side(src.mesh), Side(dst.mesh)  # without rules: the meshes alone
     title = f"Layouts: {before_mesh}  ->  {after_mesh}"
-    return Table(title, header, tuple(rows))
+    return TextTable(title, header, tuple(rows))
 
 
 _Rules: TypeAlias = tuple[Rule | None, Rule | None]
@@ -232,14 +232,14 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
     )
 
 
-def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> Table:
+def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> TextTable:
     """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
     counts = _count_traffic(plan, bound, outcomes)
     rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
     rows.append(("all", *map(show_bytes, totals)))
     title = "Bytes of one move, each beside its lower bound"
-    return Table(title, TRAFFIC, tuple(rows))
+    return TextTable(title, TRAFFIC, tuple(rows))
 
 
 TRAFFIC = (
@@ -269,7 +269,7 @@ def _count_traffic(
     return counts
 
 
-def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
+def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
     """Seconds and throughput of the moves, beside those of a plain exchange of the same bytes.
 
     A step takes as long as its slowest rank.
@@ -285,7 +285,7 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> Table:
     )
     header = ("", "first", f"best of {len(ours)}", "best throughput")
     what = "hand-written isend/irecv of the same bytes between the same ranks"
-    return Table(f"Time of one move, beside {what}", header, rows)
+    return TextTable(f"Time of one move, beside {what}", header, rows)
 
 
 def _find_slowest_ranks(steps_of_ranks: Sequence[Sequence[float]]) -> list[float]:

@@ -23,7 +23,7 @@ from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.sides import BoundRecorded
 from shardmath.models.refits.coverage import matches
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 from shardmath_vllm.cells import Cells
 
 __all__ = ["check_coverage", "check_stays", "check_types", "find_engine", "list_written"]
@@ -87,7 +87,7 @@ def check_types(recorded: sm.storage.Recorded) -> None:
         )
 
 
-def find_engine(planned: sm.Refit, place: int) -> tuple[str, Side]:
+def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
     """What the refit calls the engine of the worker at this place, and the engine."""
     for name, engine in planned.engines.items():
         if place in engine.ranks:

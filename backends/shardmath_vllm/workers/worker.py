@@ -31,7 +31,7 @@ from shardmath_vllm.cells import Cells
 from shardmath_vllm.link import Life, Link
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
-from shardmath_vllm.update import State, Update
+from shardmath_vllm.update import Phase, Update
 from shardmath_vllm.workers.coverage import (
     check_coverage,
     check_stays,
@@ -43,7 +43,7 @@ from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.reducing import join_groups, reducing
 from shardmath_vllm.workers.refusing import accept, refuse
 
-__all__ = ["Engine"]
+__all__ = ["WorkerEngine"]
 
 
 class _Joining(infos.Joining, WeightTransferInitInfo):
@@ -58,7 +58,7 @@ class NotJoinedError(ExchangeError, RuntimeError):
     """No trainer was joined: RuntimeError too, as vLLM's own engines raise it."""
 
 
-class Engine(WeightTransferEngine[_Joining, _Updating]):
+class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
     """One worker's end of transfers."""
 
     init_info_cls = _Joining
@@ -152,7 +152,7 @@ class Engine(WeightTransferEngine[_Joining, _Updating]):
         self._torn = update.mixed
         if not self._torn:
             accept(self.model)
-        elif update.state in (State.BEGUN, State.TORN):
+        elif update.phase in (Phase.BEGUN, Phase.TORN):
             # Also where this rank has all of its weights: one of the others may not have.
             refuse(self.model, why)
 

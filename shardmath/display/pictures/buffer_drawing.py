@@ -19,7 +19,7 @@ from shardmath.base.text import show_share
 from shardmath.buffers.param_layout import PerBufferParamLayout
 from shardmath.display.pictures.buffer_text import (
     Bucket,
-    Span,
+    BucketSpan,
     list_buckets,
     make_gap,
     read_arguments,
@@ -196,7 +196,7 @@ def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
             yield words(x + wide / 2, y + 19, label, fill=colour, stroke=fill, **hide)
 
 
-def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Span, float, float, tuple[str, str]]]:
+def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float, tuple[str, str]]]:
     """What is drawn, from where, how wide, and the colours of box and text."""
     if not bucket.numel:
         return
@@ -215,9 +215,9 @@ def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[Span, float, float, tupl
         yield span, x, wide, paint
 
 
-def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Span]:
+def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[BucketSpan]:
     """The spans, where those too narrow to see are one, from one border between `groups` to the next."""
-    run: list[Span] = []
+    run: list[BucketSpan] = []
     for span in bucket.spans:
         least = SLIT if span.padding else NARROW
         is_wide = span.numel * scale >= least
@@ -232,14 +232,14 @@ def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[Span]:
         yield _merge(run)
 
 
-def _is_beyond(bucket: Bucket, first: Span, span: Span, groups: int) -> bool:
+def _is_beyond(bucket: Bucket, first: BucketSpan, span: BucketSpan, groups: int) -> bool:
     """Whether a border between groups of ranks lies between the beginnings of the two."""
     group = first.start * groups // bucket.numel
     other = span.start * groups // bucket.numel
     return group != other
 
 
-def _merge(run: Sequence[Span]) -> Span:
+def _merge(run: Sequence[BucketSpan]) -> BucketSpan:
     """The spans as one: that of a parameter that is alone, or several with their padding."""
     start = run[0].start
     end = run[-1].end
@@ -252,10 +252,10 @@ def _merge(run: Sequence[Span]) -> Span:
     names = params[0].name
     if len(params) > 1:
         names += f"\n... {params[-1].name}"
-    return Span(start, end, names, params[0].shape, padding, len(params))
+    return BucketSpan(start, end, names, params[0].shape, padding, len(params))
 
 
-def _tooltip(bucket: Bucket, span: Span) -> str:
+def _tooltip(bucket: Bucket, span: BucketSpan) -> str:
     """What a box is, where it lies and who has it."""
     ranks = bucket.held_by(span)
     noun = "ranks" if "-" in ranks else "rank"
@@ -270,7 +270,7 @@ def _tooltip(bucket: Bucket, span: Span) -> str:
     return f"{what}\n{where}"
 
 
-def _label(span: Span, wide: float) -> str:
+def _label(span: BucketSpan, wide: float) -> str:
     """As much of the end of its name as there is room for, in whole parts."""
     letters = int((wide - 6) / LETTER)
     for text in _list_labels(span):
@@ -279,7 +279,7 @@ def _label(span: Span, wide: float) -> str:
     return ""
 
 
-def _list_labels(span: Span) -> Iterator[str]:
+def _list_labels(span: BucketSpan) -> Iterator[str]:
     """What may be written on a box, the longest first."""
     if span.several > 1:
         yield f"{span.several:,} parameters"

@@ -50,7 +50,7 @@ from shardmath.display.pictures.text import align, count, count_more, replace_un
 
 __all__ = [
     "Bucket",
-    "Span",
+    "BucketSpan",
     "buffer_map",
     "list_buckets",
     "make_gap",
@@ -64,7 +64,7 @@ OTHERS, PADDING = "#=", "."
 KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in the flat array of its first rank'
 
 
-class Span(NamedTuple):
+class BucketSpan(NamedTuple):
     """Elements start..end-1 of a bucket: of one parameter, of padding (""), or, drawn as one, of `several`."""
 
     start: int
@@ -86,11 +86,11 @@ class Bucket(NamedTuple):
     number: int
     start: int
     numel: int
-    spans: tuple[Span, ...]
+    spans: tuple[BucketSpan, ...]
     ranks: int
 
     @property
-    def params(self) -> list[Span]:
+    def params(self) -> list[BucketSpan]:
         """The spans of parameters."""
         return [span for span in self.spans if span.several]
 
@@ -99,11 +99,11 @@ class Bucket(NamedTuple):
         """Elements of padding."""
         return sum(span.padding for span in self.spans)
 
-    def within(self, span: Span) -> str:
+    def within(self, span: BucketSpan) -> str:
         """Where in the buffer it lies."""
         return f"[{self.start + span.start:,}, {self.start + span.end:,})"
 
-    def held_by(self, span: Span) -> str:
+    def held_by(self, span: BucketSpan) -> str:
         """The ranks that have some of it."""
         if not span.numel:
             return "none"
@@ -111,7 +111,7 @@ class Bucket(NamedTuple):
         last = (span.end - 1) * self.ranks // self.numel
         return str(first) if first == last else f"{first}-{last}"
 
-    def at(self, span: Span) -> int:
+    def at(self, span: BucketSpan) -> int:
         """Where it begins in the flat array of the first rank that has some of it."""
         size = max(self.numel // self.ranks, 1)
         return self.start // self.ranks + span.start % size
@@ -132,20 +132,20 @@ def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bu
 
 def _list_params(
     layout: PerBufferParamLayout, borders: Sequence[tuple[int, int]]
-) -> list[list[Span]]:
+) -> list[list[BucketSpan]]:
     """The parameters of each of these buckets, the first of the buffer."""
-    held: list[list[Span]] = [[] for _ in borders]
+    held: list[list[BucketSpan]] = [[] for _ in borders]
     shapes = layout.shapes or [None] * len(layout.placed)
     for (name, where), shape in zip(layout.placed, shapes, strict=True):
         start, end, number = where
         if number < len(borders):
             first, _ = borders[number]
-            span = Span(start - first, end - first, name, shape)
+            span = BucketSpan(start - first, end - first, name, shape)
             held[number].append(span)
     return held
 
 
-def _fill_gaps(spans: Iterable[Span], numel: int) -> Iterator[Span]:
+def _fill_gaps(spans: Iterable[BucketSpan], numel: int) -> Iterator[BucketSpan]:
     """The spans in order, and padding wherever there is none."""
     end = 0
     for span in sorted(spans, key=_PLACE):
@@ -161,9 +161,9 @@ _PLACE = itemgetter(0, 1)
 """Start and end of a span, by which spans are sorted."""
 
 
-def make_gap(start: int, end: int) -> Span:
+def make_gap(start: int, end: int) -> BucketSpan:
     """Padding."""
-    return Span(start, end, padding=end - start, several=0)
+    return BucketSpan(start, end, padding=end - start, several=0)
 
 
 # What a buffer holds, in numbers
@@ -290,7 +290,7 @@ def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
     yield from count_more(len(bucket.params), len(listed), "parameter")
 
 
-def _pick_largest(bucket: Bucket, most: int) -> list[Span]:
+def _pick_largest(bucket: Bucket, most: int) -> list[BucketSpan]:
     """At most so many of the parameters, in order."""
     room = min(most, len(LETTERS))
     listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
@@ -298,7 +298,7 @@ def _pick_largest(bucket: Bucket, most: int) -> list[Span]:
     return listed
 
 
-def _describe(bucket: Bucket, span: Span, letter: str) -> tuple[str, str, str, str, str, str]:
+def _describe(bucket: Bucket, span: BucketSpan, letter: str) -> tuple[str, str, str, str, str, str]:
     """The row of a parameter in the list."""
     elements = bucket.within(span)
     ranks = bucket.held_by(span)
@@ -309,13 +309,13 @@ def _describe(bucket: Bucket, span: Span, letter: str) -> tuple[str, str, str, s
 
 def _head_bucket(bucket: Bucket) -> str:
     """Where a bucket lies and how much it holds."""
-    where = bucket.within(Span(0, bucket.numel))
+    where = bucket.within(BucketSpan(0, bucket.numel))
     params = count(len(bucket.params), "parameter")
     part = show_share(bucket.padding, bucket.numel)
     return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
 
 
-def shape_of(span: Span) -> str:
+def shape_of(span: BucketSpan) -> str:
     """The shape of the span's parameter as people read it."""
     return "?" if span.shape is None else str(span.shape)
 
@@ -361,7 +361,7 @@ def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
     return "".join(signs)
 
 
-def _spread(span: Span, numel: int, width: int) -> Iterator[tuple[int, int]]:
+def _spread(span: BucketSpan, numel: int, width: int) -> Iterator[tuple[int, int]]:
     """How much of it lies in which of `width` equal parts of a bucket of so many elements."""
     if not span.numel:
         return

@@ -33,7 +33,7 @@ from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 
 __all__ = [
-    "Cells",
+    "Panels",
     "Holders",
     "Panel",
     "cells_of",
@@ -70,7 +70,7 @@ class Panel(NamedTuple):
     holders: tuple[tuple[Holders, ...], ...]
 
 
-class Cells(NamedTuple):
+class Panels(NamedTuple):
     """The panels that are drawn, and how many there are in all."""
 
     panels: tuple[Panel, ...]
@@ -88,7 +88,7 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 """A stretch, and the parts of the dimension that have it."""
 
 
-def cells_of(layout: Layout, most: int = MOST_CELLS) -> Cells:
+def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
     """At most so many cells of the layout, in its order."""
     owned = [_cut_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
@@ -101,7 +101,7 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Cells:
         holders = names.of_panel(held, rows, columns)
         panel = Panel(lead, rows.spans, columns.spans, holders)
         panels.append(panel)
-    return Cells(tuple(panels), slices)
+    return Panels(tuple(panels), slices)
 
 
 def _make_strips(layout: Layout, shown: Sequence[list[_Owned]]) -> list[_Strip]:

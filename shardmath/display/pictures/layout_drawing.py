@@ -20,9 +20,9 @@ from shardmath.base.text import plural
 from shardmath.display.pictures import elements
 from shardmath.display.pictures.cells import (
     MOST_PANELS,
-    Cells,
     Holders,
     Panel,
+    Panels,
     cells_of,
     idle_ranks,
     list_pieces,
@@ -109,7 +109,7 @@ def _shortened(runs: Runs) -> str:
     return f"{Runs(runs.segments[:3])} and {len(runs.segments) - 3:,} more ranges"
 
 
-def draw_layout(layout: Layout, cells: Cells, colours: Colours, wide: float = WIDE) -> Drawing:
+def draw_layout(layout: Layout, cells: Panels, colours: Colours, wide: float = WIDE) -> Drawing:
     """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
     panels = [_Panel(layout, cut, colours, wide) for cut in cells.panels]
     drawn = [panel.draw() for panel in panels]
@@ -148,7 +148,7 @@ def _number_notes(panels: Sequence[_Panel]) -> Iterator[str]:
         yield "numbers are ranks" if step == 1 else f"numbers are ranks, in one box of {step:,}"
 
 
-def colours_of(several: Iterable[Cells]) -> Colours:
+def colours_of(several: Iterable[Panels]) -> Colours:
     """A colour for each set of holders, in the order of their first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     found = _distinct(panels)
@@ -355,7 +355,7 @@ def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawi
     return Drawing(width, LINE, (square, label))
 
 
-def _notes(layout: Layout, cells: Cells) -> Iterator[str]:
+def _notes(layout: Layout, cells: Panels) -> Iterator[str]:
     """What the boxes do not say by themselves."""
     empty = 0 in layout.shape
     if empty:
@@ -380,7 +380,7 @@ def _has_unheld(panel: Panel) -> bool:
     return any(() in row for row in panel.holders)
 
 
-def _left_out(layout: Layout, cells: Cells) -> Iterator[str]:
+def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
     """What is not drawn."""
     more = cells.slices - MOST_PANELS
     if cells.slices > len(cells.panels):

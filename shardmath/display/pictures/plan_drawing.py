@@ -17,7 +17,7 @@ import numpy as np
 
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, show_bytes, shown
-from shardmath.display.pictures.cells import Cells, cells_of
+from shardmath.display.pictures.cells import Panels, cells_of
 from shardmath.display.pictures.elements import (
     BLUES,
     LETTER,
@@ -34,7 +34,7 @@ from shardmath.display.pictures.elements import (
     words,
 )
 from shardmath.display.pictures.layout_drawing import Colours, colours_of, draw_layout
-from shardmath.display.pictures.traffic import Group, Traffic, traffic
+from shardmath.display.pictures.traffic import RankGroup, TrafficMatrix, traffic
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.flows.topology import Topology, checked
@@ -127,7 +127,7 @@ def _name_tensor(p: Movable, name: str) -> str:
 
 
 def _draw_side(
-    head: str, windows: Sequence[Layout], cells: Mapping[Layout, Cells], colours: Colours
+    head: str, windows: Sequence[Layout], cells: Mapping[Layout, Panels], colours: Colours
 ) -> Drawing:
     """The first windows of a tensor, under each other."""
     parts = [lines([head], font_weight="bold")]
@@ -147,7 +147,7 @@ def _find_nodes(value: Plan | Transposed | Program) -> Topology | None:
     return value.topology
 
 
-def _describe(moved: Traffic, where: Topology | None) -> list[str]:
+def _describe(moved: TrafficMatrix, where: Topology | None) -> list[str]:
     """The sums of the heat map."""
     sent, stays, far = (int(table.sum()) for table in moved[2:])
     texts = [f"{show_bytes(sent)} between ranks, {show_bytes(stays)} stays where it is"]
@@ -156,7 +156,7 @@ def _describe(moved: Traffic, where: Topology | None) -> list[str]:
     return texts
 
 
-def _describe_groups(moved: Traffic) -> Iterator[str]:
+def _describe_groups(moved: TrafficMatrix) -> Iterator[str]:
     """How many ranks a row and a column stand for, if for more than one."""
     for what, groups in (("row", moved.senders), ("column", moved.receivers)):
         sizes = [len(group.ranks) for group in groups]
@@ -171,13 +171,13 @@ def _describe_groups(moved: Traffic) -> Iterator[str]:
 class _Axis(NamedTuple):
     """The rows or the columns of a heat map: where each begins, how large all are, how much room all take."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RankGroup, ...]
     at: tuple[float, ...]
     each: float
     total: float
 
 
-def _place_groups(groups: tuple[Group, ...], each: float) -> _Axis:
+def _place_groups(groups: tuple[RankGroup, ...], each: float) -> _Axis:
     """Rows or columns one after the other, with a gap between nodes."""
     at = []
     x = 0.0
@@ -191,7 +191,7 @@ def _place_groups(groups: tuple[Group, ...], each: float) -> _Axis:
     return _Axis(groups, tuple(at), each, x)
 
 
-def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
+def _draw_heat(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     """Who sends how much to whom."""
     heat = _draw_boxes(moved, where)
     head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
@@ -199,7 +199,7 @@ def _draw_heat(moved: Traffic, where: Topology | None) -> Drawing:
     return below([head, heat, legend], 8)
 
 
-def _draw_boxes(moved: Traffic, where: Topology | None) -> Drawing:
+def _draw_boxes(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     """A box for each sender and receiver, with their names."""
     few = max(moved.sent.shape) <= FEW
     high, wide = (24.0, 54.0) if few else (18.0, 18.0)
@@ -227,7 +227,7 @@ def _measure_names(axis: _Axis) -> int:
     return max(map(len, names), default=0)
 
 
-def _group_name(group: Group) -> str:
+def _group_name(group: RankGroup) -> str:
     """The ranks of a row or a column."""
     first = group.ranks[0]
     last = group.ranks[-1]
@@ -289,7 +289,9 @@ def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
         yield node, begin, end
 
 
-def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float) -> Iterator[str]:
+def _boxes(
+    moved: TrafficMatrix, rows: _Axis, columns: _Axis, left: float, top: float
+) -> Iterator[str]:
     """A box for each pair of groups; one without bytes is only an edge."""
     largest = int(moved.sent.max(initial=0))
     edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
@@ -311,7 +313,7 @@ def _boxes(moved: Traffic, rows: _Axis, columns: _Axis, left: float, top: float)
             yield _write_amount(middle, baseline, shown, fill)
 
 
-def _read_pair(moved: Traffic, row: int, column: int) -> tuple[int, int, int]:
+def _read_pair(moved: TrafficMatrix, row: int, column: int) -> tuple[int, int, int]:
     """The bytes of a pair of groups: sent, what stays, and what of the sent goes to another node."""
     sent = moved.sent[row, column]
     stays = moved.stays[row, column]
@@ -352,7 +354,7 @@ def _fill(sent: int, stays: int, far: int, largest: int) -> str:
     return STAYS if stays else "none"
 
 
-def _draw_legend(moved: Traffic, where: Topology | None) -> Drawing:
+def _draw_legend(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     """What the shades mean."""
     largest = int(moved.sent.max(initial=0))
     most = f"up to {show_bytes(largest)}"

@@ -28,7 +28,7 @@ from shardmath.plans.plan import Plan
 from shardmath.plans.programs.loads import sum_pairs
 from shardmath.plans.programs.program import Program
 
-__all__ = ["Group", "Traffic", "traffic"]
+__all__ = ["RankGroup", "TrafficMatrix", "traffic"]
 
 _T = TypeVar("_T")
 
@@ -40,21 +40,21 @@ ONE_NODE = 1 << 24
 """More ranks than any mesh has: without a topology all are on one node."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that share a row or a column, and the node that all of them are on."""
 
     ranks: tuple[int, ...]
     node: int | None = None
 
 
-class Traffic(NamedTuple):
+class TrafficMatrix(NamedTuple):
     """Bytes by sender and receiver, or groups of them: int64 of shape (senders, receivers).
 
     `sent` goes to another rank, and `far` of that to another node; `stays` does not leave its rank.
     """
 
-    senders: tuple[Group, ...]
-    receivers: tuple[Group, ...]
+    senders: tuple[RankGroup, ...]
+    receivers: tuple[RankGroup, ...]
     sent: Ints
     stays: Ints
     far: Ints
@@ -62,7 +62,7 @@ class Traffic(NamedTuple):
 
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
-) -> Traffic:
+) -> TrafficMatrix:
     """What a plan, or a program, sends from where to where, ranks in at most so many groups on each side."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
@@ -70,7 +70,7 @@ def traffic(
         forward = traffic(value.forward, topology, most)
         senders, receivers, *tables = forward
         turned = [table.T for table in tables]
-        return Traffic(receivers, senders, *turned)
+        return TrafficMatrix(receivers, senders, *turned)
     rows = _group_ranks(value.src_ranks, topology, most)
     columns = _group_ranks(value.dst_ranks, topology, most)
     sums = _Sums(rows, columns, value.lines, topology)
@@ -78,7 +78,7 @@ def traffic(
     return sums.finish()
 
 
-def _sum_program(program: Program, topology: Topology | None, most: int) -> Traffic:
+def _sum_program(program: Program, topology: Topology | None, most: int) -> TrafficMatrix:
     """What the streams of a program carry."""
     p = program.plan
     ranks = np.array(p.ranks, np.int64)
@@ -99,8 +99,8 @@ class _Sums:
 
     def __init__(
         self,
-        rows: tuple[Group, ...],
-        columns: tuple[Group, ...],
+        rows: tuple[RankGroup, ...],
+        columns: tuple[RankGroup, ...],
         on: Demands,
         topology: Topology | None,
     ) -> None:
@@ -116,10 +116,10 @@ class _Sums:
         self.per_node = ONE_NODE if topology is None else topology.ranks_per_node
         self.members: dict[int, Ints] = {}
 
-    def finish(self) -> Traffic:
+    def finish(self) -> TrafficMatrix:
         """The sums, with what stays where it is."""
         self._add_stays()
-        return Traffic(self.rows, self.columns, self.sent, self.stays, self.far)
+        return TrafficMatrix(self.rows, self.columns, self.sent, self.stays, self.far)
 
     def add(self, sender: Ints, receiver: Ints, nbytes: Ints) -> None:
         """Bytes that go from ranks to ranks."""
@@ -234,7 +234,7 @@ def _lay_out_receivers(on: Demands, line: int, blocks: range) -> tuple[Ints, Int
     return np.array(receivers, np.int64), np.array(ends, np.int64)
 
 
-def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tuple[Group, ...]:
+def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tuple[RankGroup, ...]:
     """The ranks, ascending, in at most so many groups."""
     nodes = [sorted(ranks)]
     if where is not None:
@@ -278,16 +278,16 @@ def _chop(values: list[_T], size: int) -> list[list[_T]]:
     return [values[i : i + size] for i in starts]
 
 
-def _make_group(ranks: Sequence[int], where: Topology | None) -> Group:
+def _make_group(ranks: Sequence[int], where: Topology | None) -> RankGroup:
     """These ranks as a row or a column."""
     if where is None:
-        return Group(tuple(ranks))
+        return RankGroup(tuple(ranks))
     first = where.node(ranks[0])
     last = where.node(ranks[-1])
-    return Group(tuple(ranks), first if first == last else None)
+    return RankGroup(tuple(ranks), first if first == last else None)
 
 
-def _number_groups(groups: Sequence[Group]) -> Ints:
+def _number_groups(groups: Sequence[RankGroup]) -> Ints:
     """The number of each rank's group, by rank."""
     last_ranks = [group.ranks[-1] for group in groups]
     largest = max(last_ranks, default=-1)

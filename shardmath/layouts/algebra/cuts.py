@@ -1,10 +1,10 @@
 """Cuts: the ways in which a piece of one dimension is divided into parts.
 
-An **interval cut** (`Chunks`, `Balanced`, `Sizes`, `FixedBlock`) has consecutive parts: `count(length)`
+An **interval cut** (`Chunks`, `BalancedChunks`, `Sizes`, `FixedBlock`) has consecutive parts: `count(length)`
 says how many a piece of that length has, `part(length, i)` where part i begins and how long it is.
 A `UserCut` is a user's own way, and its parts may be any Runs.
 
->>> [Chunks(3).part(7, i) for i in range(3)], [Balanced(3).part(7, i) for i in range(3)]
+>>> [Chunks(3).part(7, i) for i in range(3)], [BalancedChunks(3).part(7, i) for i in range(3)]
 ([(0, 3), (3, 3), (6, 1)], [(0, 3), (3, 2), (5, 2)])
 """
 
@@ -22,7 +22,7 @@ from shardmath.base.text import plural
 from shardmath.layouts.algebra.runs import Runs
 
 __all__ = [
-    "Balanced",
+    "BalancedChunks",
     "FixedBlock",
     "Chunks",
     "Cut",
@@ -86,7 +86,7 @@ class Chunks(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class Balanced(_Numbered):
+class BalancedChunks(_Numbered):
     """Sizes that differ by at most one, larger first, as numpy.array_split."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class UserCut:
         return _split(self.by, length, self.parts)
 
 
-Interval: TypeAlias = Chunks | Balanced | Sizes | FixedBlock
+Interval: TypeAlias = Chunks | BalancedChunks | Sizes | FixedBlock
 Cut: TypeAlias = Interval | UserCut
 
 
@@ -235,7 +235,7 @@ def _shorten(value: object) -> str:
 def parts_to_visit(cut: Cut, size: int) -> int:
     """How many parts of a piece to look at: parts after position `size` of a piece are empty."""
     count = cut.count(size)
-    if isinstance(cut, Chunks | Balanced):
+    if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)
     return count
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from shardmath.base.errors import PlacementError
 from shardmath.layouts.algebra.cuts import (
-    Balanced,
+    BalancedChunks,
     Chunks,
     Cut,
     FixedBlock,
@@ -206,7 +206,7 @@ def stage_cells(stage: Stage, length: int) -> list[Runs]:
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
-        if digit.axes and isinstance(cut, Chunks | Balanced | Sizes):
+        if digit.axes and isinstance(cut, Chunks | BalancedChunks | Sizes):
             count = math.prod(digit.sizes)
             return _single_digit_cells(cut, length, count)
     axes = stage_axes(stage)

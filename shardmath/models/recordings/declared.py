@@ -24,14 +24,14 @@ from typing import NamedTuple, TypeAlias
 from shardmath.layouts.layout import Layout
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded
-from shardmath.models.storage.stored import Shapes, Side, Slot
+from shardmath.models.storage.stored import KnownSide, Shapes, Slot
 
 __all__ = ["record_declared"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
 
-def record_declared(bound: Side, shapes: Shapes, rank: int) -> Recorded:
+def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
     """What the rank stores of tensors of these shapes and dtypes, to which its side was bound.
 
     A stored tensor has the dtype of the first that lies in it.

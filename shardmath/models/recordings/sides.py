@@ -32,7 +32,7 @@ from shardmath.layouts.fitting import fit, from_holdings
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded, show
-from shardmath.models.recordings.views import View
+from shardmath.models.recordings.views import RecordedView
 from shardmath.models.storage.stored import Shapes, Slot
 
 __all__ = ["BoundRecorded", "RecordedSide"]
@@ -163,7 +163,7 @@ class BoundRecorded:
 def _hold(recorded: Recorded, tensors: Shapes) -> _Held:
     """What one rank holds of these tensors."""
     faults = []
-    views: dict[str, tuple[Native, View]] = {}
+    views: dict[str, tuple[Native, RecordedView]] = {}
     # Made anew at each look, of as many tensors as a model has.
     shapes = recorded.shapes
     make = _Views()
@@ -198,9 +198,9 @@ class _Views:
     """Tensors in what stores them. Layers that are alike have equal views, each of which is made once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, View] = {}
+        self._known: dict[object, RecordedView] = {}
 
-    def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> View:
+    def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
         """A tensor's view. Raises StoreError where it is none, and where two store it."""
         first, *others = holders
         stored = first.native
@@ -214,14 +214,14 @@ class _Views:
         except StoreError as error:
             raise StoreError(f"{name!r} is not a view of {stored.label!r}: {error}") from None
 
-    def _make(self, stored: _Shape, shape: _Shape, pieces: Sequence[Piece]) -> View:
+    def _make(self, stored: _Shape, shape: _Shape, pieces: Sequence[Piece]) -> RecordedView:
         placed = []
         for piece in pieces:
             placed.append((piece.cell, piece.element, piece.blocks))
         key = stored, shape, tuple(placed)
         known = self._known.get(key)
         if known is None:
-            known = View(stored, shape, pieces)
+            known = RecordedView(stored, shape, pieces)
             self._known[key] = known
         return known
 
@@ -243,7 +243,7 @@ def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[_Holder
 
 
 def _make_parts(
-    recorded: Recorded, views: Mapping[str, tuple[Native, View]]
+    recorded: Recorded, views: Mapping[str, tuple[Native, RecordedView]]
 ) -> tuple[dict[str, _Part], dict[_Key, _Shape]]:
     """The parts of a rank, and the shapes of which they are views."""
     stored = [native for native in recorded.natives if native.pieces]

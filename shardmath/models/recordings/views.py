@@ -4,7 +4,7 @@
    that were taken by their number say by their number which dimension they are of.
 2. What is held is a product of positions of each dimension. Anything else is an error.
 
->>> view = View((3, 2), (2, 3), [Piece("q", 0, 0, ((3, 2, 1), (2, 1, 3)))])
+>>> view = RecordedView((3, 2), (2, 3), [Piece("q", 0, 0, ((3, 2, 1), (2, 1, 3)))])
 >>> view.order, view.cut(2)
 ((1, 0), (slice(0, 3, 1), slice(0, 2, 1)))
 """
@@ -21,7 +21,7 @@ from shardmath.layouts.fitting import trim
 from shardmath.models.recordings.boxes import Atom, Box, align
 from shardmath.models.recordings.pieces import Piece
 
-__all__ = ["View"]
+__all__ = ["RecordedView"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
@@ -30,7 +30,7 @@ MOST_SEGMENTS = 1 << 20
 NO_PRODUCT = "its cells are no product of positions of each dimension"
 
 
-class View:
+class RecordedView:
     """Pieces of a tensor in a stored one. Raises StoreError where they are no view, and no product.
 
     `missing` are dimensions of 1 that the stored tensor has too few; `cut` and `order` are those of a slot, `runs`

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.edits import relabelled
 from shardmath.models.storage.binding import Bound, Held
-from shardmath.models.storage.owners import Block
+from shardmath.models.storage.owners import OwnedTensor
 from shardmath.models.storage.stored import Stored
 
 __all__ = ["copy_bound"]
@@ -64,7 +64,7 @@ class _Renamer:
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 
-    def _rename_block(self, block: Block) -> Block:
+    def _rename_block(self, block: OwnedTensor) -> OwnedTensor:
         owner = block.owner
         meshes = self.meshes.get(owner.meshes)
         if meshes is None:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 
 __all__ = ["Native", "count_cells", "find_faults", "matches", "show_native"]
 
@@ -62,7 +62,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
     return [n for n in shape if n != 1] != [n for n in has if n != 1]
 
 
-def count_cells(bound: Side, rank: int) -> tuple[int, int]:
+def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
     """(cells that the rank stores, those of them that are some tensor's); the others are padding."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0

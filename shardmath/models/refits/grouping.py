@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 
 __all__ = ["group_by_layer", "join_modules"]
 
@@ -40,7 +40,7 @@ def _find_layer(name: str) -> tuple[str, int] | None:
     return None
 
 
-def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[Side]) -> list[list[str]]:
+def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
     """The groups, of which those that reach into one module of an engine's rank are one."""
     number = {name: i for i, group in enumerate(groups) for name in group}
     first = list(range(len(groups)))
@@ -53,7 +53,7 @@ def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[Side]) -> li
     return list(joined.values())
 
 
-def _join_rank(engine: Side, rank: int, number: Mapping[str, int], first: list[int]) -> None:
+def _join_rank(engine: KnownSide, rank: int, number: Mapping[str, int], first: list[int]) -> None:
     """Join the groups that reach into one module of the rank; `number` are names' groups."""
     modules: dict[object, int] = {}
     for name, slot in engine.slots(rank).items():

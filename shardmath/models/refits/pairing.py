@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
 from shardmath.models.refits.sharing import share
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 from shardmath.plans.uncovered import first_unheld, holds_all
 from shardmath.values.transforms.choosing import choose
 from shardmath.values.transforms.components import End, Transform, list_companions
@@ -23,7 +23,7 @@ __all__ = ["group_tensors", "list_held", "pair"]
 
 
 def pair(
-    trainer: Side, engines: Mapping[str, Side], rules: Mapping[str, Transform]
+    trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
     """What moves as both sides hold it. Raises PlanError for an engine that holds a part of a tensor."""
     for engine, side in engines.items():
@@ -48,7 +48,7 @@ def pair(
     return needed, windows
 
 
-def _check_whole(engine: str, side: Side) -> None:
+def _check_whole(engine: str, side: KnownSide) -> None:
     """Raise PlanError for a tensor of which an engine holds a part, as where a loader cuts off what is too large."""
     for name, layout in side.layouts.items():
         if not holds_all((layout,)):
@@ -78,7 +78,7 @@ def group_tensors(
 
 
 def list_held(
-    engines: Mapping[str, Side], together: tuple[str, ...]
+    engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
     """How each engine that stores a tensor holds it, with its companions. Raises PlanError where it lacks one."""
     first, *others = together

@@ -42,7 +42,7 @@ from shardmath.models.refits.plain import PlainSide
 from shardmath.models.refits.sharing import share
 from shardmath.models.refits.tiling import check_places, check_scales, explain_cut
 from shardmath.models.storage.binding import Bound, bind
-from shardmath.models.storage.stored import Shapes, Side, Slot, Stored, Vocabulary
+from shardmath.models.storage.stored import KnownSide, Shapes, Slot, Stored, Vocabulary
 from shardmath.plans.membership.leaving import without
 from shardmath.plans.plan import Plan, plan
 from shardmath.values.transforms.components import Transform
@@ -67,8 +67,8 @@ class Refit:
     """
 
     plan: Plan
-    trainer: Side
-    engines: Mapping[str, Side]
+    trainer: KnownSide
+    engines: Mapping[str, KnownSide]
     transforms: Transformed | None = None
     whole: Refit | None = None
 
@@ -197,7 +197,7 @@ class Refit:
             raise StoreError(f"rank {rank} stores no {native!r}; ask for one of its natives")
         return "\n".join(lines)
 
-    def _find(self, engine: str) -> Side:
+    def _find(self, engine: str) -> KnownSide:
         if engine not in self.engines:
             raise PlanError(f"no engine {engine!r}; engines are {', '.join(self.engines)}")
         return self.engines[engine]
@@ -211,7 +211,7 @@ def _guess_side(moved: Refit, rank: int) -> str | None:
     return None
 
 
-def _list_parts(side: Side, native: Native, rank: int) -> list[str]:
+def _list_parts(side: KnownSide, native: Native, rank: int) -> list[str]:
     """A line for each logical tensor in the stored one."""
     lines = []
     for name, slot in side.slots(rank).items():
@@ -280,9 +280,9 @@ class _Asked(NamedTuple):
     unused: Sequence[str]
 
 
-def _bind_all(asked: Sequence[_Asked], rules: Mapping[str, Transform]) -> list[Side]:
+def _bind_all(asked: Sequence[_Asked], rules: Mapping[str, Transform]) -> list[KnownSide]:
     """The sides, bound. Raises StoreError with the faults of all."""
-    bound: list[Side | None] = []
+    bound: list[KnownSide | None] = []
     faults = []
     for one in asked:
         # Those that are bound already to the same tensors.
@@ -314,7 +314,7 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     return given  # type: ignore[return-value]
 
 
-def _bind(asked: _Asked, others: Iterable[Side | None]) -> Side:
+def _bind(asked: _Asked, others: Iterable[KnownSide | None]) -> KnownSide:
     """The side bound to its tensors; `others` are bound to the same ones."""
     side = asked.side
     if isinstance(side, RecordedSide):
@@ -330,7 +330,7 @@ def _bind(asked: _Asked, others: Iterable[Side | None]) -> Side:
     return bind(side, asked.of, asked.unused)
 
 
-def _check_sources(trainer: Side, needed: Collection[str]) -> None:
+def _check_sources(trainer: KnownSide, needed: Collection[str]) -> None:
     """Raise StoreError where the trainer stores a function of what engines need, and not the tensor itself."""
     computed = trainer.find_computed(needed)
     if computed is not None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardmath.layouts.layout import Layout
-from shardmath.models.storage.stored import Side, Slot
+from shardmath.models.storage.stored import KnownSide, Slot
 
 __all__ = ["Selected"]
 
@@ -24,7 +24,7 @@ __all__ = ["Selected"]
 class Selected:
     """The tensors of a side that have these names: a side, too. Its ranks are those of the whole one."""
 
-    side: Side
+    side: KnownSide
     names: frozenset[str]
 
     @property

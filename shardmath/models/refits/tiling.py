@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.models.storage.binding import Bound, bind
-from shardmath.models.storage.stored import Side, Slot, Stored, Vocabulary
+from shardmath.models.storage.stored import KnownSide, Slot, Stored, Vocabulary
 from shardmath.values.formats.scales import lay_blocks
 from shardmath.values.transforms.choosing import choose
 from shardmath.values.transforms.components import Companion, Component, Transform, list_companions
@@ -57,7 +57,7 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 
 
 def check_scales(
-    engines: Mapping[str, Side], of: Vocabulary, rules: Mapping[str, Transform]
+    engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
     """Raise StoreError where a rank of an engine has numbers of a tensor without their scale."""
     beside = _list_beside(of, rules)
@@ -84,7 +84,7 @@ def check_scales(
 
 
 def check_places(
-    engines: Mapping[str, Side], of: Vocabulary, rules: Mapping[str, Transform]
+    engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
     """Raise StoreError where a part of a fused tensor begins inside a tile, or beside the scales of another part."""
     beside = _list_beside(of, rules)
@@ -101,7 +101,7 @@ def check_places(
 
 
 def _check_rank(
-    engine: str, side: Side, rank: int, beside: Mapping[str, tuple[str, Companion]]
+    engine: str, side: KnownSide, rank: int, beside: Mapping[str, tuple[str, Companion]]
 ) -> None:
     slots = side.slots(rank)
     for own, (name, companion) in beside.items():

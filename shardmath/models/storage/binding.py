@@ -33,7 +33,7 @@ from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
 from shardmath.models.storage.names import STARS
-from shardmath.models.storage.owners import Block, Layouts, Maker, pile
+from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
 
@@ -53,7 +53,7 @@ class Held:
     row: Row
     star: str
     components: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[OwnedTensor, ...]
 
     @property
     def names(self) -> set[str]:
@@ -124,7 +124,7 @@ class Bound:
                     yield from _list_slots(held, block, coords, numbers)
 
 
-def _list_numbers(block: Block, coords: Mapping[str, int]) -> list[tuple[int, int]]:
+def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[int, int]]:
     """(local number, number) of all that is stacked at these coordinates."""
     stack = block.owner.stack
     if stack is None:
@@ -134,7 +134,7 @@ def _list_numbers(block: Block, coords: Mapping[str, int]) -> list[tuple[int, in
 
 
 def _list_slots(
-    held: Held, block: Block, coords: Mapping[str, int], numbers: list[tuple[int, int]]
+    held: Held, block: OwnedTensor, coords: Mapping[str, int], numbers: list[tuple[int, int]]
 ) -> Iterator[tuple[str, Slot, _Shape]]:
     """(logical name, slot, shape of the stored tensor) of each component, for these numbers."""
     laid = block.laid
@@ -221,7 +221,7 @@ class _Binder:
 
     def _make_blocks(
         self, row: Row, words: tuple[str, ...], templates: Sequence[str]
-    ) -> list[Block]:
+    ) -> list[OwnedTensor]:
         """The stored tensors of the row whose components' names are of these templates."""
         maker = Maker(self.stored, self.vocabulary, row, words)
         stacked = maker.owners.place_stacked()
@@ -273,7 +273,7 @@ class _Binder:
             return False
         return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
 
-    def _note(self, row: Row, block: Block, layouts: Layouts) -> bool:
+    def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
         """Keep the layouts; False for a copy where the tensors are already."""
         names = itertools.chain(*block.names)
         by_name = dict(zip(names, itertools.chain(*layouts), strict=True))

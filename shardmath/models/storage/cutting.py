@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import LayoutError, RunsError
 from shardmath.layouts.algebra.runs import Runs, from_ranges
-from shardmath.models.storage.structure import Group, Number, Term, Word, list_words
+from shardmath.models.storage.structure import GroupedDim, Number, Term, Word, list_words
 
 __all__ = ["Frame", "axes_of", "lay_out"]
 
@@ -78,7 +78,7 @@ _Piece: TypeAlias = tuple[int, int]
 """Start and stop of consecutive positions; (-1, n) is a hole of n."""
 
 
-def lay_out(group: Group, frame: Frame, coords: Mapping[str, int]) -> Runs:
+def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
     """What a rank at these coordinates stores, as positions in the components laid one after the other.
 
     Raises LayoutError for words that are nothing here, and for what does not divide.
@@ -86,7 +86,7 @@ def lay_out(group: Group, frame: Frame, coords: Mapping[str, int]) -> Runs:
     return _Layer(frame, coords).lay(group)
 
 
-def axes_of(group: Group, frame: Frame) -> tuple[str, ...]:
+def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
     """The mesh axes that the group names, in the order of the mesh."""
     named = {word.name for word in list_words((group,))}
     return tuple(axis for axis in frame.axes if axis in named)
@@ -103,7 +103,7 @@ class _Layer:
         self.spans = dict(zip(frame.lengths, itertools.pairwise(starts), strict=True))
         self.before: list[_Piece] | None = None  # what the stages before have laid
 
-    def lay(self, group: Group) -> Runs:
+    def lay(self, group: GroupedDim) -> Runs:
         """All stages, one on the other."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
@@ -114,7 +114,7 @@ class _Layer:
             said = self._word_twice(group, pieces) or f"'{group}': {error}"
             raise LayoutError(said) from None
 
-    def _word_twice(self, group: Group, pieces: Iterable[_Piece]) -> str:
+    def _word_twice(self, group: GroupedDim, pieces: Iterable[_Piece]) -> str:
         """What is wrong with pieces that have a position twice; "" for others."""
         spans = sorted(piece for piece in pieces if piece[0] >= 0)
         for (_, stop), (start, _) in itertools.pairwise(spans):
@@ -122,7 +122,7 @@ class _Layer:
                 return f"{self._word_position(group, start)}; store it once per rank"
         return ""
 
-    def _word_position(self, group: Group, position: int) -> str:
+    def _word_position(self, group: GroupedDim, position: int) -> str:
         """That a position is stored twice at this coordinate."""
         axes = axes_of(group, self.frame)
         here = ", ".join(f"{axis}={self.coords[axis]}" for axis in axes)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
-from shardmath.models.storage.stored import Side, Slot
+from shardmath.models.storage.stored import KnownSide, Slot
 
 __all__ = ["fill", "gather", "view_of"]
 
@@ -32,7 +32,7 @@ _Native: TypeAlias = tuple[int, str]
 
 
 def fill(
-    bound: Side, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
+    bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
     """What the rank stores of these logical arrays; cells that are no tensor's have the value `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
@@ -56,7 +56,7 @@ def fill(
 
 
 def gather(
-    bound: Side, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
+    bound: KnownSide, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
     """The logical arrays of which these ranks store parts; elements that none of them has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
@@ -84,7 +84,7 @@ def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
 class _Held:
     """Where local cells of a rank are that hold elements, and which elements these are."""
 
-    def __init__(self, bound: Side, rank: int) -> None:
+    def __init__(self, bound: KnownSide, rank: int) -> None:
         self.bound = bound
         self.rank = rank
         self.found: dict[int, tuple[Any, Any]] = {}

@@ -28,7 +28,7 @@ from shardmath.layouts.algebra.runs import Runs, restrict
 from shardmath.layouts.fitting import Trim, fit, trim
 from shardmath.models.storage.cutting import Frame, axes_of, lay_out
 from shardmath.models.storage.rows import Row
-from shardmath.models.storage.structure import Group, Number, Structure, list_words
+from shardmath.models.storage.structure import GroupedDim, Number, Structure, list_words
 
 __all__ = ["Laid", "Stack", "give_words", "lay", "order_of", "stack_names"]
 
@@ -250,7 +250,7 @@ def _show(
     return shown, fitted, named
 
 
-def _show_group(group: Group, frame: Frame) -> tuple[_Shown, dict[str, Dimension]]:
+def _show_group(group: GroupedDim, frame: Frame) -> tuple[_Shown, dict[str, Dimension]]:
     """A dimension that a group divides, for each component of the frame."""
     axes = axes_of(group, frame)
     sizes = {axis: frame.axes[axis] for axis in axes}
@@ -262,7 +262,7 @@ def _show_group(group: Group, frame: Frame) -> tuple[_Shown, dict[str, Dimension
     return _Shown(axes, total, trims), fitted
 
 
-def _cut_everywhere(word: Group, frame: Frame, sizes: Mapping[str, int]) -> dict[_At, Runs]:
+def _cut_everywhere(word: GroupedDim, frame: Frame, sizes: Mapping[str, int]) -> dict[_At, Runs]:
     """What every coordinate of these axes stores."""
     held = {}
     for at in itertools.product(*map(range, sizes.values())):

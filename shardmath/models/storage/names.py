@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from shardmath.base.errors import NotationError
 
-__all__ = ["STARS", "Name", "Part", "parse", "split"]
+__all__ = ["STARS", "Name", "PatternPart", "parse", "split"]
 
 STARS = ("weight", "bias")
 """What a star stands for."""
@@ -43,7 +43,7 @@ SHOWN = {"choice": "[{}]", "index": "{{{}}}"}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PatternPart:
     """A part of a pattern, by its kind.
 
     A "choice" has a word per component, and an "index" the words of the stage that spreads a number, most significant
@@ -66,12 +66,12 @@ class Part:
 class Name:
     """A pattern of names, in parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PatternPart, ...]
 
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
-    def _list(self, kind: str) -> tuple[Part, ...]:
+    def _list(self, kind: str) -> tuple[PatternPart, ...]:
         return tuple(part for part in self.parts if part.kind == kind)
 
     @property
@@ -80,7 +80,7 @@ class Name:
         return next((part.words for part in self._list("choice")), ())
 
     @property
-    def indices(self) -> tuple[Part, ...]:
+    def indices(self) -> tuple[PatternPart, ...]:
         """Its numbers, in order."""
         return self._list("index")
 
@@ -122,7 +122,7 @@ def split(name: str) -> tuple[str, tuple[int, ...]]:
 
 def parse(text: str) -> Name:
     """The pattern that the text is. Raises NotationError with a caret."""
-    parts: list[Part] = []
+    parts: list[PatternPart] = []
     at = 0
     while at < len(text):
         match = PART.match(text, at)
@@ -133,7 +133,7 @@ def parse(text: str) -> Name:
         words = tuple(match[kind].split()) if kind in SHOWN else (match[kind],)
         if not words:
             raise NotationError("nothing between the brackets", text, at, "write a word")
-        parts.append(Part(kind, words))
+        parts.append(PatternPart(kind, words))
         at = match.end()
     for kind, what in (("choice", "choice [...]"), ("star", "star")):
         if sum(part.kind == kind for part in parts) > 1:

@@ -29,9 +29,9 @@ from shardmath.models.storage.cutting import Frame, axes_of, lay_out
 from shardmath.models.storage.laying import Laid, Stack, lay, stack_names
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Entry, Stored, Vocabulary
-from shardmath.models.storage.structure import Group, Term, Word, list_words
+from shardmath.models.storage.structure import GroupedDim, Term, Word, list_words
 
-__all__ = ["Block", "Layouts", "Maker", "Owner", "Owners", "pile"]
+__all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile"]
 
 
 class Owner(NamedTuple):
@@ -175,7 +175,7 @@ class Owners:
         found.chunk = spot.chunk
         found.local[index] = spot.number
 
-    def _go_to(self, place: rows.Place, found: _Found) -> None:
+    def _go_to(self, place: rows.AxisPlace, found: _Found) -> None:
         """Note the coordinate of the place. The last one's own is the last chunk there."""
         size = self.mesh.axis_size(place.axis)
         if not -size <= place.at < size:
@@ -216,13 +216,13 @@ class Owners:
                 raise LayoutError(f"{count_ranks(ranks)}: {error}") from error
         return Stack(index, count, axes, held)
 
-    def _find_group(self, index: str) -> Group:
+    def _find_group(self, index: str) -> GroupedDim:
         """The structure of the index: its dimension, or its words in the native name."""
         dims = self.row.dims or ()
         for i, name in self.in_dims.items():
             if name == index:
                 dim = dims[i]
-                return dim if isinstance(dim, Group) else _make_group(Word(dim))
+                return dim if isinstance(dim, GroupedDim) else _make_group(Word(dim))
         spread = self.row.spread
         written = spread.words if spread else (index,)
         words = map(_read_word, written)
@@ -273,11 +273,11 @@ def _read_word(written: str) -> Word:
     return Word(name, balanced=written.endswith("~"))
 
 
-def _make_group(*words: Word) -> Group:
+def _make_group(*words: Word) -> GroupedDim:
     """The group of one term."""
     term = Term(words)
     stage = (term,)
-    return Group((stage,))
+    return GroupedDim((stage,))
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
@@ -287,7 +287,7 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
     return Mesh(shape, ranks=ranks)
 
 
-class Block(NamedTuple):
+class OwnedTensor(NamedTuple):
     """A stored tensor: its components' names, one list per component, by number of the stack."""
 
     names: tuple[list[str], ...]
@@ -315,7 +315,7 @@ class Maker:
 
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
-    ) -> tuple[Block, Layouts]:
+    ) -> tuple[OwnedTensor, Layouts]:
         """The stored tensor of these numbers; `names` are its components' by number of the stack.
 
         Raises StoreError where numbers of a stack are missing, or differ in shape or dtype.
@@ -335,7 +335,7 @@ class Maker:
         if layouts is None:
             layouts = self._make_layouts(entries, laid, owner)
             self.made[shared] = layouts
-        return Block(ordered, laid, owner), layouts
+        return OwnedTensor(ordered, laid, owner), layouts
 
     def _lay(self, entries: tuple[Entry, ...], owner: Owner) -> Laid:
         stored = self.stored

@@ -37,10 +37,10 @@ from dataclasses import dataclass
 from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.models.storage import names
-from shardmath.models.storage.names import Name, Part
+from shardmath.models.storage.names import Name, PatternPart
 from shardmath.models.storage.structure import Structure, read_dims
 
-__all__ = ["Place", "Row", "parse", "show"]
+__all__ = ["AxisPlace", "Row", "parse", "show"]
 
 TRANSPOSES = (".mT", ".T")
 NAME = re.compile(r"(?:[^\s\[\]{}=:@?!()#]|\[[^\]=]*\]|\{[^}]*\})+")
@@ -51,7 +51,7 @@ PLACE = re.compile(r"@\s*(?P<axis>\w+)\s*=\s*(?P<at>-?\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AxisPlace:
     """One coordinate of a mesh axis; -1 is the last."""
 
     axis: str
@@ -68,7 +68,7 @@ class Row:
     native: Name
     logical: Name
     dims: tuple[Structure, ...] | None = None
-    place: Place | None = None
+    place: AxisPlace | None = None
     also: bool = False
     function: str = ""
     transpose: str = ""
@@ -90,7 +90,7 @@ class Row:
         return " ".join(words)
 
     @property
-    def spread(self) -> Part | None:
+    def spread(self) -> PatternPart | None:
         """The index of the native name that is spread over mesh axes, as {ep e}; None without one."""
         for index in self.native.indices:
             if len(index.words) > 1:
@@ -110,7 +110,7 @@ class _Head:
 
     native: str = ""
     logical: str = ""
-    place: Place | None = None
+    place: AxisPlace | None = None
 
 
 @memo(64)
@@ -190,10 +190,10 @@ class _Line:
             at = start + error.position
             raise NotationError(error.what, self.text, at, error.fix) from None
 
-    def place(self) -> Place | None:
+    def place(self) -> AxisPlace | None:
         """Take a place, if one is next."""
         match = self.take(PLACE)
-        return Place(match["axis"], int(match["at"])) if match else None
+        return AxisPlace(match["axis"], int(match["at"])) if match else None
 
 
 def _read_head(line: str) -> _Head:

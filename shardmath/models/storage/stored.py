@@ -34,7 +34,7 @@ from shardmath.models.storage import rows
 from shardmath.models.storage.names import split
 from shardmath.models.storage.rows import Row
 
-__all__ = ["Entry", "Shapes", "Side", "Slot", "Spot", "Stored", "Vocabulary", "replicates"]
+__all__ = ["Entry", "Shapes", "KnownSide", "Slot", "Spot", "Stored", "Vocabulary", "replicates"]
 
 FORMAT = "shardmath declared storage"
 VERSION = 1
@@ -65,7 +65,7 @@ class Slot(NamedTuple):
     function: str
 
 
-class Side(Protocol):
+class KnownSide(Protocol):
     """A side whose tensors are known: the layout of each, and where ranks store it."""
 
     @property

@@ -25,7 +25,7 @@ from typing import TypeAlias
 from shardmath.base.errors import NotationError
 from shardmath.layouts.reader import Cursor
 
-__all__ = ["Group", "Number", "Structure", "Term", "Word", "list_words", "parse", "read_dims"]
+__all__ = ["GroupedDim", "Number", "Structure", "Term", "Word", "list_words", "parse", "read_dims"]
 
 MARKS = "( ) + | = ^ % ~ / ..."
 
@@ -69,7 +69,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupedDim:
     """A dimension in parentheses: stages, each a sequence of terms."""
 
     stages: tuple[tuple[Term, ...], ...]
@@ -78,7 +78,7 @@ class Group:
         return f"({' | '.join(map(_join, self.stages))})"
 
 
-Structure: TypeAlias = Group | str
+Structure: TypeAlias = GroupedDim | str
 """A dimension: a group, a free name that is not divided, or `...`."""
 
 
@@ -88,7 +88,7 @@ def _join(terms: Iterable[Term]) -> str:
 
 def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
     """Every word of the groups among these dimensions."""
-    groups = [dim for dim in dims if isinstance(dim, Group)]
+    groups = [dim for dim in dims if isinstance(dim, GroupedDim)]
     terms = [term for group in groups for stage in group.stages for term in stage]
     while terms:
         term = terms.pop()
@@ -96,10 +96,10 @@ def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
         yield from term.words
 
 
-def parse(text: str) -> Group:
+def parse(text: str) -> GroupedDim:
     """One dimension. Raises NotationError with a caret."""
     dims = read_dims(text)
-    if len(dims) != 1 or not isinstance(dims[0], Group):
+    if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
         raise NotationError("not one group", text, 0, "write (tp n)")
     return dims[0]
 
@@ -121,13 +121,13 @@ def read_dims(text: str) -> tuple[Structure, ...]:
     return tuple(dims)
 
 
-def _read_group(read: Cursor) -> Group:
+def _read_group(read: Cursor) -> GroupedDim:
     """Stages up to the closing parenthesis."""
     stages = [_read_terms(read)]
     while read.accept("|"):
         stages.append(_read_terms(read))
     read.expect(")", "close the group")
-    return Group(tuple(stages))
+    return GroupedDim(tuple(stages))
 
 
 def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:

@@ -53,7 +53,7 @@ from shardmath.base.errors import LayoutError, MeshError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.styles import is_expert, tp_text
-from shardmath.models.systems.hf import Place, Shapes, cell, expert_counts, layouts, numbers
+from shardmath.models.systems.hf import Shapes, TensorPlace, cell, expert_counts, layouts, numbers
 
 __all__ = ["HALVES", "KV", "engine", "trainer"]
 
@@ -106,14 +106,14 @@ class _Trainer:
     stacked: bool
     vocab_multiple: int
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Place:
+    def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
         """Where the tensor lies. Raises LayoutError for what ep or tp do not divide."""
         stage = self._find_stage(name)
         if is_expert(name):
             return self._place_expert(name, shape, stage)
         tp = stage.dense.axis_size("tp")
         text = tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple)
-        return Place(stage.dense, text, shape)
+        return TensorPlace(stage.dense, text, shape)
 
     def _find_stage(self, name: str) -> _Stage:
         layer, _ = numbers(name)
@@ -121,17 +121,17 @@ class _Trainer:
             return self.stages[self.stage_of[layer]]
         return self.stages[0] if FIRST.search(name) else self.stages[-1]
 
-    def _place_expert(self, name: str, shape: tuple[int, ...], stage: _Stage) -> Place:
+    def _place_expert(self, name: str, shape: tuple[int, ...], stage: _Stage) -> TensorPlace:
         """Where an expert, or a group of them, lies in its stage."""
         ep = len(stage.holders)
         layer, expert = numbers(name)
         if expert is None:
             _check_experts(repr(name), shape[0], ep)
-            return Place(stage.experts, "(ep n) ...", shape)
+            return TensorPlace(stage.experts, "(ep n) ...", shape)
         count = self.counts[layer]
         if self.stacked:
-            return Place(stage.experts, f"(ep n)={cell(expert, count)} ...", (1, *shape))
-        return Place(stage.holders[expert * ep // count], "...", shape)
+            return TensorPlace(stage.experts, f"(ep n)={cell(expert, count)} ...", (1, *shape))
+        return TensorPlace(stage.holders[expert * ep // count], "...", shape)
 
 
 def _check_experts(whose: str, experts: int, ep: int) -> None:
@@ -255,19 +255,19 @@ class _Engine:
     counts: Counter[int | None] | None
     vocab_multiple: int
 
-    def place(self, name: str, shape: tuple[int, ...]) -> Place:
+    def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
         """Where the tensor lies. Raises LayoutError for a dimension that is not divided evenly."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")
-            return Place(self.kv, tp_text(name, shape, tp=heads, axis="kv"), shape)
+            return TensorPlace(self.kv, tp_text(name, shape, tp=heads, axis="kv"), shape)
         tp = self.mesh.axis_size("tp")
         text = tp_text(name, shape, tp=tp, vocab_multiple=self.vocab_multiple)
         layer, expert = numbers(name)
         if self.counts is None or expert is None:
-            return Place(self.mesh, text, shape)
+            return TensorPlace(self.mesh, text, shape)
         stored = cell(expert, self.counts[layer])
-        return Place(self.mesh, _stack(text, module, shape, stored), (1, *shape))
+        return TensorPlace(self.mesh, _stack(text, module, shape, stored), (1, *shape))
 
 
 def _stack(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:

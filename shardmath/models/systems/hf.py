@@ -23,7 +23,7 @@ from shardmath.layouts.layout import Layout
 
 __all__ = [
     "Entry",
-    "Place",
+    "TensorPlace",
     "Shapes",
     "cell",
     "expert_counts",
@@ -111,7 +111,7 @@ def _group(group: str, found: list[_Member]) -> Entry:
     return (count, *shape), dtype
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where and how a tensor lies: what a Layout needs beside the dtype."""
 
     mesh: Mesh
@@ -119,12 +119,14 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layouts(shapes: Shapes, place: Callable[[str, tuple[int, ...]], Place]) -> dict[str, Layout]:
+def layouts(
+    shapes: Shapes, place: Callable[[str, tuple[int, ...]], TensorPlace]
+) -> dict[str, Layout]:
     """The layout of every tensor, by name, as `place(name, shape)` says; each distinct one is made once.
 
     Raises LayoutError, naming the tensor, for a place that does not fit.
     """
-    made: dict[tuple[Place, str], Layout] = {}
+    made: dict[tuple[TensorPlace, str], Layout] = {}
     by_name: dict[str, Layout] = {}
     for name, (shape, dtype) in shapes.items():
         at = place(name, shape)
@@ -135,7 +137,7 @@ def layouts(shapes: Shapes, place: Callable[[str, tuple[int, ...]], Place]) -> d
     return by_name
 
 
-def _make_layout(name: str, at: Place, dtype: str) -> Layout:
+def _make_layout(name: str, at: TensorPlace, dtype: str) -> Layout:
     """The layout of this place. Raises LayoutError, naming the tensor."""
     try:
         return Layout(at.shape, at.mesh, at.text, dtype=dtype)

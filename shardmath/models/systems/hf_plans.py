@@ -29,10 +29,10 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath.models.systems.hf import Shapes
 
-__all__ = ["STYLES", "Style", "ep_plan", "hf_parallel", "tp_plan"]
+__all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
-class Style(NamedTuple):
+class HFStyle(NamedTuple):
     """The dimension that a style divides, from the end for a negative one, None for none.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias`, and those of one dimension,
@@ -46,21 +46,21 @@ class Style(NamedTuple):
     even: bool = False
 
 
-WHOLE = Style()
-COLUMN = Style(-2)
-ROW = Style(-1, biases=False)
-STYLES: dict[str, Style] = {
+WHOLE = HFStyle()
+COLUMN = HFStyle(-2)
+ROW = HFStyle(-1, biases=False)
+STYLES: dict[str, HFStyle] = {
     "colwise": COLUMN,
     "colwise_rep": COLUMN,
     "colwise_gather_output": COLUMN,
     "rowwise": ROW,
     "rowwise_rep": ROW,
     "rowwise_split_input": ROW,
-    "packed_colwise": Style(-2, halves=True),
-    "packed_rowwise": Style(-1, halves=True, vectors=False),
-    "embedding_rowwise": Style(0),
-    "embedding_colwise": Style(1),
-    "grouped_gemm": Style(0, even=True),
+    "packed_colwise": HFStyle(-2, halves=True),
+    "packed_rowwise": HFStyle(-1, halves=True, vectors=False),
+    "embedding_rowwise": HFStyle(0),
+    "embedding_colwise": HFStyle(1),
+    "grouped_gemm": HFStyle(0, even=True),
     "sequence_parallel": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
     "mla_kv_a_proj": WHOLE,
@@ -161,7 +161,7 @@ class _Side(NamedTuple):
         return Layout(shape, self.mesh, text, dtype=dtype)
 
 
-def _divided(style: Style, name: str, shape: tuple[int, ...]) -> int | None:
+def _divided(style: HFStyle, name: str, shape: tuple[int, ...]) -> int | None:
     """The dimension that is divided, None for none."""
     if style.dim is None or not shape:
         return None

@@ -27,7 +27,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.megatron_rows import table
-from shardmath.models.systems.megatron_shapes import Config, logical_shapes
+from shardmath.models.systems.megatron_shapes import MegatronConfig, logical_shapes
 from shardmath.models.systems.placing import fill_sizes, place_layers
 
 __all__ = ["logical_shapes", "megatron", "pad_vocab"]
@@ -80,7 +80,7 @@ def megatron(
     `unknown` "refuse" or "replicate".
     Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages.
     """
-    fields = Config(config)
+    fields = MegatronConfig(config)
     etp = tp if etp is None else etp
     sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
@@ -98,7 +98,7 @@ def megatron(
     return Stored(table_rows, meshes, indices, numbers)
 
 
-def _place_layers(config: Config, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
+def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
     """Where each layer is. Those that predict further tokens are where the last one is, numbered from 0."""
     written = config.get("pipeline_model_parallel_layout")
     counts = _count_evenly(config, pp, vpp) if written is None else _read_layout(written)
@@ -109,7 +109,7 @@ def _place_layers(config: Config, pp: int, vpp: int) -> dict[str, tuple[Spot, ..
     return {"l": layers, "m": further}
 
 
-def _find_experts(config: Config, spec: str) -> str:
+def _find_experts(config: MegatronConfig, spec: str) -> str:
     """How routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
@@ -138,7 +138,7 @@ def _read_order(order: str) -> list[str]:
     return names[::-1]
 
 
-def _count_evenly(config: Config, pp: int, vpp: int) -> list[int]:
+def _count_evenly(config: MegatronConfig, pp: int, vpp: int) -> list[int]:
     """As many layers everywhere, but for a first or last stage that asks for others."""
     first = config.get("num_layers_in_first_pipeline_stage")
     last = config.get("num_layers_in_last_pipeline_stage")

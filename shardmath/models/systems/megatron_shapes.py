@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from shardmath.base.errors import StoreError
 from shardmath.models.storage.stored import Shapes
 
-__all__ = ["Config", "logical_shapes"]
+__all__ = ["MegatronConfig", "logical_shapes"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -49,7 +49,7 @@ MLA_Q_LORA = 512
 """The rank of latent queries where the field is left out; None means that there are none."""
 
 
-class Config:
+class MegatronConfig:
     """The fields of a configuration, with Megatron's defaults."""
 
     def __init__(self, given: object) -> None:
@@ -122,7 +122,7 @@ def logical_shapes(
 def _list_all(
     given: object, vocab: int, tied: bool, positions: int, pattern: str | None
 ) -> Iterator[tuple[str, Shape]]:
-    config = Config(given)
+    config = MegatronConfig(given)
     h = config.hidden
     yield "model.embed_tokens.weight", (vocab, h)
     if positions:
@@ -139,7 +139,7 @@ def _list_all(
             yield f"mtp.{layer}.{name}", shape
 
 
-def _choose_modules(config: Config, layer: int) -> str:
+def _choose_modules(config: MegatronConfig, layer: int) -> str:
     """The modules of a GPT's layer."""
     mixer = "*"
     if config.get("experimental_attention_variant") == "gated_delta_net":
@@ -149,7 +149,7 @@ def _choose_modules(config: Config, layer: int) -> str:
     return mixer + _choose_mlp(config, layer)
 
 
-def _choose_mlp(config: Config, layer: int) -> str:
+def _choose_mlp(config: MegatronConfig, layer: int) -> str:
     """Experts, or a dense MLP."""
     if not config.experts:
         return "-"
@@ -158,7 +158,7 @@ def _choose_mlp(config: Config, layer: int) -> str:
     return "E" if routed else "-"
 
 
-def _list_layer(config: Config, modules: str) -> Iterator[tuple[str, Shape]]:
+def _list_layer(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Shape]]:
     """The tensors of one layer."""
     makers = {
         "*": ("input_layernorm", _list_attention),
@@ -176,7 +176,7 @@ def _list_layer(config: Config, modules: str) -> Iterator[tuple[str, Shape]]:
         yield from make(config)
 
 
-def _list_mtp(config: Config, pattern: str | None) -> Iterator[tuple[str, Shape]]:
+def _list_mtp(config: MegatronConfig, pattern: str | None) -> Iterator[tuple[str, Shape]]:
     """A layer that predicts a further token: the last layer's modules behind a projection."""
     h = config.hidden
     yield from _norm(config, "enorm", h)
@@ -187,7 +187,7 @@ def _list_mtp(config: Config, pattern: str | None) -> Iterator[tuple[str, Shape]
     yield from _norm(config, "norm", h)
 
 
-def _norm(config: Config, name: str, n: int) -> Iterator[tuple[str, Shape]]:
+def _norm(config: MegatronConfig, name: str, n: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (n,)
     if config.get("normalization") == "LayerNorm":
         yield f"{name}.bias", (n,)
@@ -199,7 +199,7 @@ def _linear(name: str, out: int, inner: int, bias: object = False) -> Iterator[t
         yield f"{name}.bias", (out,)
 
 
-def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_attention(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     if config.latent:
         yield from _list_latent(config)
         return
@@ -221,7 +221,7 @@ def _list_attention(config: Config) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, "self_attn.k_norm", config.head_dim)
 
 
-def _list_latent(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_latent(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     rank = config.get("kv_lora_rank")
     keys = config.get("qk_head_dim")
@@ -238,7 +238,7 @@ def _list_latent(config: Config) -> Iterator[tuple[str, Shape]]:
     yield from _linear("self_attn.o_proj", h, values, bias)
 
 
-def _list_latent_queries(config: Config, head: int) -> Iterator[tuple[str, Shape]]:
+def _list_latent_queries(config: MegatronConfig, head: int) -> Iterator[tuple[str, Shape]]:
     """Queries of `head` elements a head, through a rank of their own or not."""
     # A field that says None says that queries are not latent; one that is left out has a rank.
     rank = config.fields.get("q_lora_rank", MLA_Q_LORA)
@@ -251,11 +251,11 @@ def _list_latent_queries(config: Config, head: int) -> Iterator[tuple[str, Shape
         yield from _norm(config, "self_attn.q_a_layernorm", rank)
 
 
-def _list_mlp(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_mlp(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     yield from _ffn(config, "mlp.", config.ffn, config.hidden)
 
 
-def _ffn(config: Config, prefix: str, inner: int, h: int) -> Iterator[tuple[str, Shape]]:
+def _ffn(config: MegatronConfig, prefix: str, inner: int, h: int) -> Iterator[tuple[str, Shape]]:
     bias = config.get("add_bias_linear")
     if config.get("gated_linear_unit"):
         yield from _linear(f"{prefix}gate_proj", inner, h, bias)
@@ -263,7 +263,7 @@ def _ffn(config: Config, prefix: str, inner: int, h: int) -> Iterator[tuple[str,
     yield from _linear(f"{prefix}down_proj", h, inner, bias)
 
 
-def _list_experts(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_experts(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     bias = config.get("add_bias_linear")
     yield from _linear("mlp.gate", config.experts, h, bias)
@@ -277,7 +277,7 @@ def _list_experts(config: Config) -> Iterator[tuple[str, Shape]]:
             yield "mlp.shared_expert_gate.weight", (1, h)
 
 
-def _list_routed(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_routed(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     bias = config.get("add_bias_linear")
     inner = int(config.get("moe_ffn_hidden_size", config.ffn))
@@ -289,7 +289,7 @@ def _list_routed(config: Config) -> Iterator[tuple[str, Shape]]:
         yield from _ffn(config, f"mlp.experts.{expert}.", inner, latent or h)
 
 
-def _list_mamba(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_mamba(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     head = config.get("mamba_head_dim")
     heads = config.get("mamba_num_heads", 2 * h // head)
@@ -308,7 +308,7 @@ def _list_mamba(config: Config) -> Iterator[tuple[str, Shape]]:
     yield from _linear("mixer.out_proj", h, inner, False)
 
 
-def _list_delta_net(config: Config) -> Iterator[tuple[str, Shape]]:
+def _list_delta_net(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     heads = config.get("linear_num_value_heads")
     keys = config.get("linear_num_key_heads") * config.get("linear_key_head_dim")

@@ -26,7 +26,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Stored, replicates
 from shardmath.models.systems.config import Config
 from shardmath.models.systems.placing import divide_layers, fill_sizes, place_layers
-from shardmath.models.systems.sglang_rows import Form, table
+from shardmath.models.systems.sglang_rows import SGLangForm, table
 
 __all__ = ["sglang"]
 
@@ -67,7 +67,7 @@ def sglang(
     meshes = (whole, whole.split("tp", **attention), whole.split("tp", **experts))
     counts = divide_layers(fields.layers, pp) if stages is None else stages
     layers = place_layers(counts, layers=fields.layers, pp=pp)
-    form = Form(
+    form = SGLangForm(
         words_in="atp" if attn_dp > 1 else "tp",
         words_out="atp" if dp_lm_head else "tp",
         staged=pp > 1,
@@ -98,7 +98,9 @@ def _check(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
         raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has 1 or tp={tp} alone; give one")
 
 
-def _list_numbers(config: Config, form: Form, meshes: tuple[Mesh, Mesh, Mesh]) -> dict[str, int]:
+def _list_numbers(
+    config: Config, form: SGLangForm, meshes: tuple[Mesh, Mesh, Mesh]
+) -> dict[str, int]:
     """What the words of rows stand for, but for those of layers that are whole if asked."""
     dense, attention, experts = meshes
     tp = dense.axis_size("tp")

@@ -9,7 +9,7 @@
 Source: SGLang 0.5.23 (PyPI wheel), `srt/layers/linear.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`, `srt/models`.
 
->>> print(table("llama", Form())[0])
+>>> print(table("llama", SGLangForm())[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=in_vocab) h
 """
 
@@ -36,7 +36,7 @@ from shardmath.models.systems.vllm_rows import (
     write_unknown,
 )
 
-__all__ = ["Form", "table"]
+__all__ = ["SGLangForm", "table"]
 
 ENDS = """
 model.embed_tokens.weight @pp=0   = model.embed_tokens.weight : (IN n=in_vocab) h
@@ -63,7 +63,7 @@ CUT = re.compile(r"\btp\b(?!/alike)")
 RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 
 
-class Form(NamedTuple):
+class SGLangForm(NamedTuple):
     """How a model is stored beside what its kind says: over which axis words are cut on their way in and out, whether
     there are several stages, whether linear layers have a scale for each block, and whether unknown tensors are whole
     on each rank, or refused.
@@ -77,7 +77,7 @@ class Form(NamedTuple):
 
 
 @memo()
-def table(kind: str, form: Form) -> tuple[Row, ...]:
+def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
     """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
     own = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
@@ -91,7 +91,7 @@ def table(kind: str, form: Form) -> tuple[Row, ...]:
     return rename_rows(text, lambda name: _rename(kind, name))
 
 
-def _write_ends(kind: str, form: Form) -> str:
+def _write_ends(kind: str, form: SGLangForm) -> str:
     """The rows of the first and last modules."""
     everywhere = kind in map(plain, HEADS_EVERYWHERE.split())
     has_copy = form.staged and kind not in map(plain, HEADLESS.split())

@@ -30,7 +30,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.config import Config
 from shardmath.models.systems.placing import divide_layers, place_layers
-from shardmath.models.systems.vllm_rows import Form, draft_table, table
+from shardmath.models.systems.vllm_rows import VLLMForm, draft_table, table
 
 __all__ = ["vllm"]
 
@@ -84,7 +84,7 @@ def vllm(
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
     gated = _choose_gated(backend, processed)
-    form = Form(deal, gated, fields.has_scales, replicates(unknown))
+    form = VLLMForm(deal, gated, fields.has_scales, replicates(unknown))
     make = draft_table if draft else table
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)

@@ -10,7 +10,7 @@
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
->>> print(table("llama", Form())[0])
+>>> print(table("llama", VLLMForm())[0])
 model.embed_tokens.weight @pp=0 = model.embed_tokens.weight : (tp n=vocab) h
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "NORMS",
     "OWN_BY_KIND",
     "UNKNOWN",
-    "Form",
+    "VLLMForm",
     "draft_table",
     "rename_rows",
     "table",
@@ -219,7 +219,7 @@ WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
 GRAIN = re.compile(r" hd\b|\^tile\b")
 
 
-class Form(NamedTuple):
+class VLLMForm(NamedTuple):
     """How a model is stored beside what its kind says: how experts are dealt, how gate and up lie in each, whether
     linear layers have a scale for each block, and whether unknown tensors are whole on each rank, or refused.
     """
@@ -231,7 +231,7 @@ class Form(NamedTuple):
 
 
 @memo()
-def table(kind: str, form: Form) -> tuple[Row, ...]:
+def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
     """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
@@ -241,7 +241,7 @@ def table(kind: str, form: Form) -> tuple[Row, ...]:
 
 
 @memo()
-def draft_table(kind: str, form: Form) -> tuple[Row, ...]:
+def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
     """The rows of the model that predicts further tokens."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
@@ -260,7 +260,7 @@ def _write_ends(kind: str) -> str:
     return "".join(lines)
 
 
-def _write_layer(native: str, logical: str, kind: str, form: Form) -> str:
+def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     """The rows of every layer, under these prefixes."""
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)

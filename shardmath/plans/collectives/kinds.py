@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.plans.collectives.spans import NOTHING, Holding, find_divided, tile
 
-__all__ = ["COPIES", "FITS", "Buffer", "Found", "Kind", "Members", "Side"]
+__all__ = ["COPIES", "FITS", "Buffer", "Found", "Kind", "Members", "CollectiveSide"]
 
 Kind: TypeAlias = Literal[
     "local", "broadcast", "permute", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"
@@ -30,7 +30,7 @@ Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
+class CollectiveSide:
     """The box that ranks of each class hold, and their buffers.
 
     Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
@@ -44,7 +44,9 @@ class Side:
         return [self.held[member] for member in group]
 
 
-def _broadcast(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _broadcast(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """One member holds it all, everybody gets it."""
     senders: dict[Members, Members] = {}
     for group in groups:
@@ -59,7 +61,7 @@ def _broadcast(before: Side, after: Side, groups: Iterable[Members]) -> Found | 
     return (), senders
 
 
-def _find_member(side: Side, group: Members) -> int:
+def _find_member(side: CollectiveSide, group: Members) -> int:
     """The place in the group of the first rank of the side's mesh, 0 if none is."""
     for i, member in enumerate(group):
         if side.buffers[member] is not None:
@@ -67,7 +69,9 @@ def _find_member(side: Side, group: Members) -> int:
     return 0
 
 
-def _permute(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _permute(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """Every member gets what one member held; whoever holds it already keeps it."""
     senders: dict[Members, Members] = {}
     for group in groups:
@@ -94,7 +98,9 @@ def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
     return tuple(senders)
 
 
-def _all_gather(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _all_gather(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """Members hold shares of a box, everybody gets it."""
     dims: set[int] = set()
     for group in groups:
@@ -108,7 +114,9 @@ def _all_gather(before: Side, after: Side, groups: Iterable[Members]) -> Found |
     return tuple(sorted(dims)), {}
 
 
-def _all_to_all(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _all_to_all(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """Members share a box along one dimension, and then along another."""
     gathered: set[int] = set()
     scattered: set[int] = set()
@@ -127,7 +135,9 @@ def _all_to_all(before: Side, after: Side, groups: Iterable[Members]) -> Found |
     return (*gathered, *scattered), {}
 
 
-def _all_reduce(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _all_reduce(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """Members hold addends of a box, everybody gets their reduction."""
     for group in groups:
         if before.boxes(group) != after.boxes(group):
@@ -135,7 +145,9 @@ def _all_reduce(before: Side, after: Side, groups: Iterable[Members]) -> Found |
     return (), {}
 
 
-def _reduce_scatter(before: Side, after: Side, groups: Iterable[Members]) -> Found | None:
+def _reduce_scatter(
+    before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
+) -> Found | None:
     """Members hold addends of a box, everybody gets a share of their reduction.
 
     That is the transpose of an all_gather.
@@ -147,7 +159,7 @@ def _reduce_scatter(before: Side, after: Side, groups: Iterable[Members]) -> Fou
     return found if dims else None
 
 
-FITS: dict[Kind, Callable[[Side, Side, Iterable[Members]], Found | None]] = {
+FITS: dict[Kind, Callable[[CollectiveSide, CollectiveSide, Iterable[Members]], Found | None]] = {
     "broadcast": _broadcast,
     "permute": _permute,
     "all_gather": _all_gather,

@@ -15,7 +15,7 @@ import numpy as np
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
-from shardmath.plans.collectives.kinds import Buffer, Members, Side
+from shardmath.plans.collectives.kinds import Buffer, CollectiveSide, Members
 from shardmath.plans.collectives.spans import NOTHING, Holding, spans_of
 
 __all__ = ["Groups", "Move", "compare_ranks"]
@@ -31,8 +31,8 @@ class Move:
     `number` is the class of each rank.
     """
 
-    before: Side
-    after: Side
+    before: CollectiveSide
+    after: CollectiveSide
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
@@ -75,13 +75,13 @@ def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
     return parts, by_rank
 
 
-def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> Side:
+def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> CollectiveSide:
     """What each class holds, given by the number of its part of each dimension.
 
     None stands for ranks outside the mesh.
     """
     spans = [[spans_of(runs) for runs in each] for each in parts]
-    side = Side([], [])
+    side = CollectiveSide([], [])
     for numbers in classes:
         box: Holding = NOTHING
         buffer: Buffer | None = None

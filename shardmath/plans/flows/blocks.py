@@ -20,7 +20,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.text import count_ranks
 from shardmath.plans.flows.topology import Topology
 
-__all__ = ["Block", "Machine", "Sets", "Table", "read_blocks", "sum_by_code"]
+__all__ = ["Block", "Machine", "NumberedSets", "BlockTable", "read_blocks", "sum_by_code"]
 
 MOST_BYTES = 1 << 62
 """More bytes than any program moves; sums and differences of them stay exact in 64 bits."""
@@ -57,7 +57,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sets:
+class NumberedSets:
     """Sets of ranks, numbered: block i has set `of[i]`.
 
     Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
@@ -71,15 +71,15 @@ class Sets:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class BlockTable:
     """Blocks that have bytes and receivers.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).
     """
 
-    holders: Sets
-    receivers: Sets
+    holders: NumberedSets
+    receivers: NumberedSets
     nbytes: Ints
     key: Ints
     group: Ints
@@ -88,7 +88,7 @@ class Table:
 
 def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
-) -> tuple[Table, Machine]:
+) -> tuple[BlockTable, Machine]:
     """The blocks and the machine as arrays; every block has bytes and receivers.
 
     Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
@@ -129,7 +129,7 @@ def _read_machine(ranks: Iterable[int], topology: Topology) -> Machine:
     return Machine(np.array(listed, np.int64), node, size, intra, inter)
 
 
-def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
+def _read_table(blocks: Sequence[Block], machine: Machine) -> BlockTable:
     """The blocks, their sets of ranks and their keys numbered."""
     sizes = [block.nbytes for block in blocks]
     nbytes = np.array(sizes, np.int64)
@@ -144,7 +144,7 @@ def _read_table(blocks: Sequence[Block], machine: Machine) -> Table:
     code, amount = sum_by_code(pairs, nbytes)
     sets, key_of_sum = np.divmod(code, keys)
     wanted = (sets, key_of_sum, amount)
-    return Table(holders, receivers, nbytes, key, group, wanted)
+    return BlockTable(holders, receivers, nbytes, key, group, wanted)
 
 
 def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
@@ -162,7 +162,7 @@ def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
     return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
 
 
-def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
+def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> NumberedSets:
     """The sets by value. Raises PlanError for a rank that the machine does not have."""
     # Most blocks share their tuples: those that are one object are hashed once.
     by_id = {id(ranks): ranks for ranks in given}
@@ -173,7 +173,7 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Sets:
     numbers = [number_of_id[id(ranks)] for ranks in given]
     of = np.array(numbers, np.int64)
     owner, member = _place_members(number, machine)
-    return Sets(of, len(number), owner, member)
+    return NumberedSets(of, len(number), owner, member)
 
 
 def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple[Ints, Ints]:

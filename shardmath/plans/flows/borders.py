@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, begins, ranges
-from shardmath.plans.flows.blocks import Machine, Sets, Table, sum_by_code
+from shardmath.plans.flows.blocks import BlockTable, Machine, NumberedSets, sum_by_code
 
-__all__ = ["Cut", "Touched", "find_shared", "list_cuts", "touch"]
+__all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Touched:
+class TouchedLabels:
     """The labels of each set of ranks, ascending; block i has the labels of set `of[i]`.
 
     `labels` are items of the sets, `sets` whose they are.
@@ -55,7 +55,7 @@ class Touched:
         return self.labels[at], owner
 
 
-def touch(sets: Sets, label: Ints, count: int) -> Touched:
+def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
     """The labels, below `count`, that the ranks of each set have."""
     # One number for (set, label): sorted, they are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
@@ -63,10 +63,10 @@ def touch(sets: Sets, label: Ints, count: int) -> Touched:
     borders = np.arange(sets.count + 1) * count
     first = np.searchsorted(code, borders)
     labels = code % count
-    return Touched(sets.of, Offsets(first), labels)
+    return TouchedLabels(sets.of, Offsets(first), labels)
 
 
-def find_shared(hold: Touched, need: Touched, count: int) -> tuple[Ints, Ints]:
+def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
     """(label, block) wherever some ranks of one label hold the block and some need it."""
     few = hold
     many = need
@@ -83,7 +83,7 @@ def find_shared(hold: Touched, need: Touched, count: int) -> tuple[Ints, Ints]:
 # Forced bytes
 
 
-def _force(table: Table, label: Ints, key: Ints, nbytes: Ints, count: int) -> Ints:
+def _force(table: BlockTable, label: Ints, key: Ints, nbytes: Ints, count: int) -> Ints:
     """Bytes by label, given rows (label, key, bytes): of a group the addend with most, then summed.
 
     A group's addends are copies of the same elements, and one sum may serve all that miss.
@@ -102,7 +102,7 @@ def _force(table: Table, label: Ints, key: Ints, nbytes: Ints, count: int) -> In
     return out
 
 
-def _force_in(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
+def _force_in(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count: int) -> Ints:
     """Bytes that must enter the ranks X of each label: some of X need them and none of X has them.
 
     A first copy of each such element has to cross into X. Inside X it may be relayed, so it counts
@@ -122,7 +122,7 @@ def _force_in(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
     return _force(table, labels, keys, amounts, count)
 
 
-def _force_out(table: Table, hold: Touched, need: Touched, count: int) -> Ints:
+def _force_out(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count: int) -> Ints:
     """Bytes that must leave the ranks X of each label: only X has them, and others need them.
 
     This is what must enter the ranks outside X. The number of replicas that want them does not
@@ -180,7 +180,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
     return intra, np.minimum(smaller, outside_largest)
 
 
-def list_cuts(table: Table, machine: Machine, label: Ints) -> Iterator[Cut]:
+def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
     """The worst cuts of a family, in both directions.
 
     Of the sets that have equal links these are the ones with the most forced bytes.

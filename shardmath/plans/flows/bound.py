@@ -43,8 +43,8 @@ from fractions import Fraction
 import numpy as np
 
 from shardmath.base.arrays import Ints
-from shardmath.plans.flows.blocks import Block, Machine, Table, read_blocks, sum_by_code
-from shardmath.plans.flows.borders import Cut, Touched, find_shared, list_cuts, touch
+from shardmath.plans.flows.blocks import Block, BlockTable, Machine, read_blocks, sum_by_code
+from shardmath.plans.flows.borders import Cut, TouchedLabels, find_shared, list_cuts, touch
 from shardmath.plans.flows.certificate import Witness
 from shardmath.plans.flows.flow import find_levels
 from shardmath.plans.flows.topology import Topology
@@ -75,7 +75,7 @@ def find_bound(
     return float(seconds), _name_witness(worst, machine)
 
 
-def _gather_cuts(table: Table, machine: Machine) -> list[Cut]:
+def _gather_cuts(table: BlockTable, machine: Machine) -> list[Cut]:
     """The worst cuts of all families that are looked at."""
     cuts: list[Cut] = []
     for label in _list_families(table, machine):
@@ -101,7 +101,7 @@ def _name_witness(cut: Cut, machine: Machine) -> Witness:
     return Witness(ranks, direction, cut.nbytes, float(cut.rate))
 
 
-def _list_families(table: Table, machine: Machine) -> Iterator[Ints]:
+def _list_families(table: BlockTable, machine: Machine) -> Iterator[Ints]:
     """Nodes; ranks; the ranks that hold or need anything and those that do not.
 
     The latter both of each node and of the program.
@@ -126,7 +126,7 @@ def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
     yield each_rank, link
 
 
-def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
+def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
     """A family of sets of whole units (nodes, or ranks) with the most bytes that they alone hold.
 
     Most per rank, that is. Where the links of units add up, no union has to take in more per rank
@@ -150,7 +150,7 @@ def _find_crowded(table: Table, unit: Ints, link: Fraction, found: Fraction) -> 
     return label
 
 
-def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int, ...]]]:
+def _gather_demands(table: BlockTable, unit: Ints) -> tuple[list[int], list[tuple[int, ...]]]:
     """Bytes that some unit needs and does not hold, by the ranks of the units that hold them.
 
     Ranks are positions, all those of a unit.
@@ -170,7 +170,7 @@ def _gather_demands(table: Table, unit: Ints) -> tuple[list[int], list[tuple[int
     return lengths, holders
 
 
-def _find_missed(table: Table, hold: Touched, unit: Ints, count: int) -> Ints:
+def _find_missed(table: BlockTable, hold: TouchedLabels, unit: Ints, count: int) -> Ints:
     """The blocks that some unit needs and does not hold.
 
     Of a group only those of its first addend: elements count once.

@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-__all__ = ["Leaf", "Network", "Part", "list_leaves", "take"]
+__all__ = ["Leaf", "Network", "Subnetwork", "list_leaves", "take"]
 
 SPREAD = 7919
 """A prime, so that its multiples are anywhere in a list."""
@@ -44,7 +44,7 @@ class Network(NamedTuple):
 # Levels
 
 
-class Part(NamedTuple):
+class Subnetwork(NamedTuple):
     """Lines and sinks that are decomposed by themselves."""
 
     lines: list[int]
@@ -68,7 +68,7 @@ def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
 
     Uses the network up.
     """
-    parts = [Part(list(range(network.first)), list(network.weight))]
+    parts = [Subnetwork(list(range(network.first)), list(network.weight))]
     while parts:
         for part in _divide_connected(network, parts.pop()):
             leaf, high = _average(network, part)
@@ -80,10 +80,10 @@ def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
                 parts.append(low)
             lines = [line for line in part.lines if line in high]
             sinks = [sink for sink in part.sinks if sink in high]
-            parts.append(Part(lines, sinks))
+            parts.append(Subnetwork(lines, sinks))
 
 
-def _average(network: Network, part: Part) -> tuple[Leaf, Mapping[int, int]]:
+def _average(network: Network, part: Subnetwork) -> tuple[Leaf, Mapping[int, int]]:
     """The part with every sink at the average, and what has too much among itself for that."""
     nbytes = 0
     weight = 0
@@ -109,7 +109,7 @@ def _settle_decided(network: Network, lines: list[int]) -> list[int]:
     return out
 
 
-def _leave_low(network: Network, part: Part, high: Mapping[int, int]) -> Part:
+def _leave_low(network: Network, part: Subnetwork, high: Mapping[int, int]) -> Subnetwork:
     """What remains without the high part.
 
     Lines that both could take go to the sinks that remain: the high ones have too much already.
@@ -119,17 +119,17 @@ def _leave_low(network: Network, part: Part, high: Mapping[int, int]) -> Part:
     for line in lines:
         reached = network.reach[line]
         network.reach[line] = [sink for sink in reached if sink not in high]
-    return Part(lines, sinks)
+    return Subnetwork(lines, sinks)
 
 
-def _divide_connected(network: Network, part: Part) -> list[Part]:
+def _divide_connected(network: Network, part: Subnetwork) -> list[Subnetwork]:
     """The part, as parts that share nothing, without lines that have one sink."""
     lines = _settle_decided(network, part.lines)
     sinks = part.sinks
     if lines and _count_near(network, lines) == len(sinks):
-        return [Part(lines, sinks)]
+        return [Subnetwork(lines, sinks)]
     label, found = _label_connected(network, lines, sinks)
-    parts = {part: Part([], []) for part in found}
+    parts = {part: Subnetwork([], []) for part in found}
     for sink in sinks:
         parts[label[sink]].sinks.append(sink)
     for line in lines:
@@ -188,7 +188,7 @@ class _Flow(NamedTuple):
     over: list[int]
 
 
-def _start_greedily(network: Network, part: Part, nbytes: int, weight: int) -> _Flow:
+def _start_greedily(network: Network, part: Subnetwork, nbytes: int, weight: int) -> _Flow:
     """A flow to begin with: longest line first, to the sink with most to spare.
 
     A line goes whole to one sink if it fits: whole lines are few pieces.
@@ -209,7 +209,7 @@ def _start_greedily(network: Network, part: Part, nbytes: int, weight: int) -> _
     return flow
 
 
-def _empty_flow(network: Network, part: Part, nbytes: int, scale: int) -> _Flow:
+def _empty_flow(network: Network, part: Subnetwork, nbytes: int, scale: int) -> _Flow:
     """No line sent: every sink can spare what it lacks of the average."""
     spare = {}
     over = []

@@ -29,20 +29,20 @@ from typing import NamedTuple
 from shardmath.plans.plan import Plan, Transfer, spell_transfers
 from shardmath.plans.programs.cutting import Pace, cut_transfers
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 from shardmath.plans.stretches import list_sent
 
-__all__ = ["Difference", "compare", "count_peers", "follow"]
+__all__ = ["MembershipChange", "compare", "count_peers", "follow"]
 
 
-class Difference(NamedTuple):
+class MembershipChange(NamedTuple):
     """The ranks that have left since, and those that are back."""
 
     gone: frozenset[int]
     back: frozenset[int]
 
 
-def compare(part: Part, plan: object) -> Difference | None:
+def compare(part: RankProgram, plan: object) -> MembershipChange | None:
     """Who has left the plan of the part, and who is back; None where this is another plan, or the rank had left.
 
     Programs are others: who leaves may have relayed what others get.
@@ -54,7 +54,7 @@ def compare(part: Part, plan: object) -> Difference | None:
         return None
     left = frozenset(plan.left)
     had_left = frozenset(before.left)
-    return Difference(left - had_left, had_left - left)
+    return MembershipChange(left - had_left, had_left - left)
 
 
 def _are_related(one: Plan, other: Plan) -> bool:
@@ -67,7 +67,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
     return tensors == len(one.src) == len(other.src)
 
 
-def count_peers(part: Part, plan: Plan) -> int:
+def count_peers(part: RankProgram, plan: Plan) -> int:
     """The `peers` of an outline of the plan, for a rank that stays in it."""
     # What a rank receives comes from whom it came before.
     senders: set[int] = set()
@@ -80,7 +80,7 @@ def count_peers(part: Part, plan: Plan) -> int:
     return max(len(senders), len(receivers))
 
 
-def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
+def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
     """The rank's part in a plan from which ranks have left, or to which they have come back.
 
     None where nothing of the part can be kept.
@@ -99,9 +99,9 @@ def follow(part: Part, plan: Plan, pace: Pace) -> Part | None:
     return replace(part, plan=plan, rounds=rounds, pace=pace)
 
 
-def _leave(rank: int, plan: Plan, pace: Pace) -> Part:
+def _leave(rank: int, plan: Plan, pace: Pace) -> RankProgram:
     """What a rank does that has left: nothing."""
-    return Part(
+    return RankProgram(
         plan=plan,
         rank=rank,
         sources={},

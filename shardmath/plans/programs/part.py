@@ -34,8 +34,8 @@ __all__ = [
     "INFLIGHT_BYTES",
     "CellWork",
     "Outline",
-    "Part",
-    "Stored",
+    "RankProgram",
+    "LocalTensor",
     "make_parts",
     "outline_part",
     "own_boxes",
@@ -49,7 +49,7 @@ INFLIGHT_BYTES = 1 << 30
 Slices = tuple[slice, ...]
 
 
-class Stored(NamedTuple):
+class LocalTensor(NamedTuple):
     """What a rank stores under a local name: of which tensor, and by which layout."""
 
     tensor: str
@@ -65,7 +65,7 @@ class CellWork(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankProgram:
     """All that one rank does, in order: fill, then the rounds, then divide.
 
     `sources` and `destinations` are what it stores by local name. `operations` are pairs (tensor,
@@ -75,8 +75,8 @@ class Part:
 
     plan: Plan | Transposed
     rank: int
-    sources: Mapping[str, Stored]
-    destinations: Mapping[str, Stored]
+    sources: Mapping[str, LocalTensor]
+    destinations: Mapping[str, LocalTensor]
     rounds: tuple[Round, ...]
     fills: tuple[CellWork, ...]
     divisions: tuple[CellWork, ...]
@@ -114,12 +114,12 @@ def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
     return given.plan if isinstance(given, Program) else given
 
 
-def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, Stored]:
+def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
     """What the rank stores of this side of a plan, by local name."""
-    found: dict[str, Stored] = {}
+    found: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
-            found[local] = Stored(tensor, layout)
+            found[local] = LocalTensor(tensor, layout)
     return found
 
 
@@ -176,7 +176,7 @@ class Outline:
 
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
-    ) -> Part:
+    ) -> RankProgram:
         """What the rank does.
 
         `peers` is the largest of any rank. With `by_addend` one addend goes after the other, which
@@ -199,7 +199,7 @@ class Outline:
         destinations = stored_on(plan.dst, self.rank)
         fills = _list_fills(plan, self.rank, destinations)
         divisions = _list_divisions(plan, self.rank, destinations)
-        return Part(
+        return RankProgram(
             plan=plan,
             rank=self.rank,
             sources=sources,
@@ -236,7 +236,7 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 
 def make_parts(
     given: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
-) -> tuple[Part, ...]:
+) -> tuple[RankProgram, ...]:
     """The parts of all ranks, as they would agree on them."""
     outlines = [outline_part(given, rank) for rank in given.ranks]
     peers = max((one.peers for one in outlines), default=0)
@@ -251,7 +251,7 @@ def make_parts(
     return made
 
 
-def _list_fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _list_fills(plan: Movable, rank: int, stored: Mapping[str, LocalTensor]) -> Iterator[CellWork]:
     """Destinations that are folded into start at the identity of their reduction."""
     for key, (tensor, layout) in stored.items():
         value = plan.fill(tensor)
@@ -260,7 +260,9 @@ def _list_fills(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Itera
             yield CellWork(key, boxes, value)
 
 
-def _list_divisions(plan: Movable, rank: int, stored: Mapping[str, Stored]) -> Iterator[CellWork]:
+def _list_divisions(
+    plan: Movable, rank: int, stored: Mapping[str, LocalTensor]
+) -> Iterator[CellWork]:
     """Averages are sums until all has arrived, and then divided."""
     for key, (tensor, layout) in stored.items():
         divisor = plan.divisor(tensor)

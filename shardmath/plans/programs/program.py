@@ -41,7 +41,7 @@ from shardmath.plans.programs.legs import Legs, Streams
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_bundles
-from shardmath.plans.programs.stretch_parts import Parts, Stretches, list_parts
+from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list_parts
 from shardmath.plans.stretches import find_lines, list_kept
 
 __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
@@ -203,7 +203,7 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     return list(messages)
 
 
-def _put_large_first(prog: Program, given: Stretches, message: Ints) -> tuple[Parts, Ints]:
+def _put_large_first(prog: Program, given: Stretches, message: Ints) -> tuple[StretchParts, Ints]:
     """The parts of stretches of these messages, message by message, and the message of each."""
     on = prog.legs.lines
     batches = prog.plan.batches

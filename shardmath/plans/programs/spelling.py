@@ -18,16 +18,16 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, distinct, lengths, number_alike
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.plans.demands import Batch, Demands
-from shardmath.plans.pieces import Piece, Transfer, expand
+from shardmath.plans.pieces import BoxPiece, Transfer, expand
 from shardmath.plans.plan import Plan
-from shardmath.plans.programs.stretch_parts import Parts, Stretches
+from shardmath.plans.programs.stretch_parts import Stretches, StretchParts
 from shardmath.plans.template import Template
 
 __all__ = ["spell_parts"]
 
 
 def spell_parts(
-    p: Plan, on: Demands, given: Stretches, relayed: Bools, parts: Parts
+    p: Plan, on: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
     """The transfers of parts of stretches of these lines of the plan, and which are each part's.
 
@@ -48,7 +48,9 @@ def spell_parts(
     return transfers, Offsets.of_counts(counts)
 
 
-def _repeat(parts: Parts, expanded: list[list[Piece]]) -> tuple[Ints, Ints, list[Piece]]:
+def _repeat(
+    parts: StretchParts, expanded: list[list[BoxPiece]]
+) -> tuple[Ints, Ints, list[BoxPiece]]:
     """The pieces of all tensors of parts, given those of one: of which part and tensor each is."""
     count = lengths(expanded)
     by_part = Offsets.of_counts(parts.copies * count)
@@ -79,11 +81,11 @@ class _Ends(NamedTuple):
         )
 
 
-def _spell(p: Plan, ends: _Ends, tensor: Ints, pieces: list[Piece]) -> list[Transfer]:
+def _spell(p: Plan, ends: _Ends, tensor: Ints, pieces: list[BoxPiece]) -> list[Transfer]:
     """The pieces as transfers, each of the tensor of this number of its batch."""
     names = _list_names(p.batches, ends.batch, tensor)
     here, there = _list_local_names(p, ends, names)
-    fields = range(len(Piece._fields))
+    fields = range(len(BoxPiece._fields))
     src, dst, at, shape, nbytes, addend = (map(itemgetter(i), pieces) for i in fields)
     columns = (
         names,
@@ -138,7 +140,7 @@ def _has_windows(p: Plan, batch: Batch) -> bool:
     return len(p.src[name]) > 1 or len(p.dst[name]) > 1
 
 
-def _list_operations(batches: Sequence[Batch], ends: _Ends, pieces: list[Piece]) -> list[str]:
+def _list_operations(batches: Sequence[Batch], ends: _Ends, pieces: list[BoxPiece]) -> list[str]:
     """The operation with which each piece enters."""
     ops = ["copy"] * len(pieces)
     rules = [batch.template.reduction for batch in batches]
@@ -154,8 +156,8 @@ def _list_operations(batches: Sequence[Batch], ends: _Ends, pieces: list[Piece])
 
 
 def _expand_parts(
-    batches: Sequence[Batch], ends: _Ends, unit: Ints, parts: Parts
-) -> list[list[Piece]]:
+    batches: Sequence[Batch], ends: _Ends, unit: Ints, parts: StretchParts
+) -> list[list[BoxPiece]]:
     """The pieces of each part, as one tensor has them."""
     here, there = _find_positions(batches, ends)
     templates, of_batch = _number_templates(batches)

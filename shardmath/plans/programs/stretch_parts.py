@@ -27,7 +27,7 @@ from shardmath.base.arrays import Ints, ranges
 from shardmath.plans.balance import Grid, make_grid
 from shardmath.plans.demands import Batch, Demands
 
-__all__ = ["Parts", "Stretches", "list_parts"]
+__all__ = ["StretchParts", "Stretches", "list_parts"]
 
 _Column: TypeAlias = NDArray[Any]
 
@@ -42,7 +42,7 @@ class Stretches(NamedTuple):
     hi: Ints
 
 
-class Parts(NamedTuple):
+class StretchParts(NamedTuple):
     """Part i is of stretch number `stretch[i]`, and of `copies[i]` tensors from number `tensor[i]` of a batch on.
 
     Of each it is elements lo..hi-1 of the unit of row `row[i]`.
@@ -55,12 +55,12 @@ class Parts(NamedTuple):
     lo: Ints
     hi: Ints
 
-    def take(self, some: Ints) -> Parts:
+    def take(self, some: Ints) -> StretchParts:
         """Some of the parts, in this order."""
-        return Parts(*(column[some] for column in self))
+        return StretchParts(*(column[some] for column in self))
 
 
-def list_parts(on: Demands, batches: tuple[Batch, ...], given: Stretches) -> Parts:
+def list_parts(on: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
     """The parts of stretches of these lines, stretch by stretch."""
     grid = make_grid(on, batches)
     cut = _cut_by_row(grid, given)
@@ -69,7 +69,7 @@ def list_parts(on: Demands, batches: tuple[Batch, ...], given: Stretches) -> Par
     row = cut.row[which]
     begin = on.lo[row]
     item = grid.item[row]
-    return Parts(
+    return StretchParts(
         stretch=cut.stretch[which],
         row=row,
         tensor=by_tensor.tensor,

@@ -47,7 +47,7 @@ from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.holdings import windows_of
 from shardmath.layouts.layout import Layout
-from shardmath.values.amaxes.parts import Box, Part, read_part, touch
+from shardmath.values.amaxes.parts import Box, PartStretches, read_part, touch
 from shardmath.values.amaxes.slots import Share, Side, join_slots, lay_slots, number_slots
 from shardmath.values.formats.blocks import Blocks, label
 from shardmath.values.formats.elements import Array, describe_type, numpy_type
@@ -59,7 +59,7 @@ from shardmath.values.formats.scales import list_stretches
 from shardmath.values.formats.windows import make_window
 from shardmath.values.transforms.packing import pack
 
-__all__ = ["Amaxes", "Piece", "plan_amaxes"]
+__all__ = ["Amaxes", "AmaxPiece", "plan_amaxes"]
 
 WHOLE = Blocks((), others=None)
 """The one block that all of a tensor is."""
@@ -71,12 +71,12 @@ class _Place(NamedTuple):
     The first kind are those of the scales; the second is the whole tensor, where its amax is needed.
     """
 
-    part: Part
+    part: PartStretches
     shape: tuple[int, ...]
     shares: tuple[Share, ...]
 
 
-class Piece(NamedTuple):
+class AmaxPiece(NamedTuple):
     """A box of a rank's part, which can be quantised alone where the amaxes of its blocks are known.
 
     `there` is where it is in the tensor, `here` in what the rank holds of it, packed; `blocks` where its blocks are
@@ -130,7 +130,7 @@ class Amaxes:
             return np.full(shape, self.format.tensor_amax, np.float32)
         return None
 
-    def list_pieces(self, rank: int) -> Iterator[Piece]:
+    def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
         """The boxes of which the rank's part is made, for those who measure and cast by other means than these."""
         part = self._find_place(rank).part
         shape = self.layout.shape
@@ -145,7 +145,7 @@ class Amaxes:
                 own = grid.locate(window.cover)
                 found.append(own)
             first, *others = found
-            yield Piece(there, here, first, tuple(others))
+            yield AmaxPiece(there, here, first, tuple(others))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
         """What the rank sends of what it has measured, by local name. Raises PlanError."""

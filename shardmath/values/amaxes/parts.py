@@ -7,7 +7,7 @@
 3. Its boxes begin where a block does, or end in the block in which they begin. So each has the blocks
    of a tensor of its own, and whoever quantises it need not know where it lies.
 
->>> part = Part((((0, 2), (3, 8)),))
+>>> part = PartStretches((((0, 2), (3, 8)),))
 >>> touched = touch(part, Blocks((2,)), (8,))
 >>> touched.numbers[0], touched.cut
 (array([0, 1, 2, 3]), array([False,  True, False, False]))
@@ -29,7 +29,7 @@ from shardmath.layouts.algebra.runs import Runs
 from shardmath.values.formats.blocks import Blocks, Sizes
 from shardmath.values.formats.scales import list_stretches
 
-__all__ = ["Bools", "Box", "Part", "Touched", "read_part", "touch"]
+__all__ = ["Bools", "Box", "PartStretches", "TouchedBlocks", "read_part", "touch"]
 
 Bools: TypeAlias = NDArray[np.bool_]
 Box: TypeAlias = tuple[slice, ...]
@@ -37,7 +37,7 @@ Stretches: TypeAlias = tuple[tuple[int, int], ...]
 """Ascending (start, stop) of one dimension; (0, 0) where there are none."""
 
 
-class Part(NamedTuple):
+class PartStretches(NamedTuple):
     """The stretches of each dimension."""
 
     dims: tuple[Stretches, ...]
@@ -56,13 +56,13 @@ class Part(NamedTuple):
             yield there, here
 
 
-def read_part(held: Sequence[Runs]) -> Part:
+def read_part(held: Sequence[Runs]) -> PartStretches:
     """The part that these hold, one for each dimension."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
         dims.append(spans or ((0, 0),))
-    return Part(tuple(dims))
+    return PartStretches(tuple(dims))
 
 
 def _place_stretches(spans: Stretches, size: int | None) -> list[tuple[slice, slice]]:
@@ -88,7 +88,7 @@ def _cut_first(spans: Stretches, size: int | None) -> Iterator[tuple[int, int]]:
         yield start, stop
 
 
-class Touched(NamedTuple):
+class TouchedBlocks(NamedTuple):
     """The blocks that a part touches: in each dimension their numbers, ascending, and whether it has all of each."""
 
     numbers: tuple[Ints, ...]
@@ -128,7 +128,7 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
     return tuple(np.meshgrid(*rows, indexing="ij", sparse=True))
 
 
-def touch(part: Part, blocks: Blocks, shape: tuple[int, ...]) -> Touched:
+def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
     """The blocks of a tensor of that shape that the part touches."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
@@ -138,7 +138,7 @@ def touch(part: Part, blocks: Blocks, shape: tuple[int, ...]) -> Touched:
         is_whole = _find_whole(found, spans, size or n, n)
         numbers.append(found)
         has_all.append(is_whole)
-    return Touched(tuple(numbers), tuple(has_all))
+    return TouchedBlocks(tuple(numbers), tuple(has_all))
 
 
 def _count_blocks(spans: Stretches, size: int | None) -> Ints:

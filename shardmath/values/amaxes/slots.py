@@ -6,7 +6,7 @@
 3. Blocks that the same parts touch have their slots together, part by part. So what a part sends or receives is a few
    stretches of the row, and not as many as it cuts blocks: plans of many rows stay small.
 
->>> halves = [Part((((0, 3),),)), Part((((3, 8),),))]
+>>> halves = [PartStretches((((0, 3),),)), PartStretches((((3, 8),),))]
 >>> slots = number_slots(halves, Blocks((2,)), (8,))
 >>> slots.size, [(share.sent, share.received) for share in slots.shares]
 (2, [(array([0]), array([0, 1])), (array([1]), array([0, 1]))])
@@ -24,7 +24,7 @@ from shardmath.base.arrays import Ints
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.fitting import from_holdings
 from shardmath.layouts.holdings import LayoutOrWindows
-from shardmath.values.amaxes.parts import Bools, Part, touch
+from shardmath.values.amaxes.parts import Bools, PartStretches, touch
 from shardmath.values.formats.blocks import Blocks
 
 __all__ = ["Share", "Side", "Slots", "join_slots", "lay_slots", "number_slots"]
@@ -60,7 +60,7 @@ class _Has(NamedTuple):
     cut: Ints
 
 
-def number_slots(parts: Sequence[Part], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
+def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """The slots of the blocks of a tensor of that shape that some of these parts cut."""
     count = blocks.count(shape)
     total = math.prod(count)

@@ -13,7 +13,7 @@
 >>> (message,) = parts[0].rounds[0].sends
 >>> receivers = Receivers({"": Lying(0, 5, (1, 1))}, [message])
 >>> list(receivers.place(0, np.array([1])))
-[Placed(row=0, which=array([0]), cell=array([6]))]
+[PlacedRow(row=0, which=array([0]), cell=array([6]))]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardmath.plans.programs.messages import Message
 from shardmath.values.changes.routing import as_row
 from shardmath.values.changes.windows import Steps, join_steps
 
-__all__ = ["Lying", "Placed", "Receivers"]
+__all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
@@ -42,7 +42,7 @@ class Lying(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Placed(NamedTuple):
+class PlacedRow(NamedTuple):
     """A row of memory, which of the elements come into it, and into which of its cells."""
 
     row: int
@@ -82,7 +82,7 @@ class Receivers:
     def __init__(self, lying: Mapping[str, Lying], messages: Sequence[Message]) -> None:
         self._arriving = [_index_arriving(lying, message) for message in messages]
 
-    def place(self, message: int, elements: Ints) -> Iterator[Placed]:
+    def place(self, message: int, elements: Ints) -> Iterator[PlacedRow]:
         """Where these elements of the message come; their numbers ascend."""
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
@@ -95,7 +95,7 @@ class Receivers:
             here = slice(*ends)
             some = which[here]
             if len(some):
-                yield Placed(name, some, cell[here])
+                yield PlacedRow(name, some, cell[here])
 
 
 def _find_cells(arriving: _Arriving, piece: Ints, element: Ints) -> Ints:

@@ -12,7 +12,7 @@
 >>> parts = make_parts(plan(Layout((4, 2), mesh, "(tp n) h"), Layout((4, 2), mesh, "n (tp h)")))
 >>> (message,) = parts[0].rounds[0].sends
 >>> senders = Senders({"": (2, 2)}, [message])
->>> list(senders.route([Asked("", np.array([0, 3]))]))
+>>> list(senders.route([AskedCells("", np.array([0, 3]))]))
 [Routed(cell=array([1]), piece=array([0]), element=array([1]))]
 >>> senders.pieces[0]
 range(0, 1)
@@ -32,7 +32,7 @@ from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Message, itemsize_of
 from shardmath.values.changes.boxes import Boxes, index_boxes
 
-__all__ = ["Asked", "Routed", "Senders", "as_row", "count_elements", "find_hulls"]
+__all__ = ["AskedCells", "Routed", "Senders", "as_row", "count_elements", "find_hulls"]
 
 Slices: TypeAlias = tuple[slice, ...]
 BATCH = 1 << 16
@@ -42,7 +42,7 @@ _Borders: TypeAlias = tuple[tuple[int, int], ...]
 """First and past cell of a box, by dimension."""
 
 
-class Asked(NamedTuple):
+class AskedCells(NamedTuple):
     """Cells of a source tensor, numbered row by row in its local shape."""
 
     key: str
@@ -160,7 +160,7 @@ class Senders:
         self._places[key] = _Place(number, len(rows))
         rows.append([one.number for one in leaving])
 
-    def route(self, asked: Iterable[Asked]) -> Iterator[Routed]:
+    def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
         """Where these cells go, which are numbered end to end; not one after the other.
 
         Those of one piece keep their order, and stand in few runs.
@@ -168,7 +168,7 @@ class Senders:
         for batch in self._list_batches(asked):
             yield self._route(batch)
 
-    def _list_batches(self, asked: Iterable[Asked]) -> Iterator[list[_Part]]:
+    def _list_batches(self, asked: Iterable[AskedCells]) -> Iterator[list[_Part]]:
         """Parts of tensors that are cut alike, of few enough cells for a cache with what is made of them."""
         waiting: dict[int, list[_Part]] = {}
         counts: Counter[int] = Counter()
@@ -181,7 +181,7 @@ class Senders:
             waiting.setdefault(cut, []).append(part)
         yield from waiting.values()
 
-    def _list_parts(self, asked: Iterable[Asked]) -> Iterator[_Part]:
+    def _list_parts(self, asked: Iterable[AskedCells]) -> Iterator[_Part]:
         """Cells of tensors from which something leaves, at most BATCH of each at once."""
         start = 0
         for key, cells in asked:

@@ -24,14 +24,14 @@ import numpy as np
 from shardmath.base.arrays import Ints
 from shardmath.values.changes.boxes import unravel
 
-__all__ = ["Window", "join_steps", "make_window"]
+__all__ = ["ChangedWindow", "join_steps", "make_window"]
 
 Steps: TypeAlias = tuple[tuple[int, int], ...]
 """Of each dimension its size, and what lies between one cell and the next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class ChangedWindow:
     """A box of a tensor of this shape; `steps` are between the tensor's numbers, from `first` on."""
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
     return which, places[which]
 
 
-def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> Window:
+def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
     """The box of a tensor of this shape, its cells numbered in that order of dimensions."""
     steps = []
     first = 0
@@ -103,7 +103,7 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
         first += one.start * step
         steps.append((size, step))
     joined = join_steps(steps)
-    return Window(tuple(shape), tuple(box), tuple(order), first, joined)
+    return ChangedWindow(tuple(shape), tuple(box), tuple(order), first, joined)
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:

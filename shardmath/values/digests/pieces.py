@@ -21,7 +21,7 @@ from shardmath.base.memo import memo
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.values.digests.field import table, weigh_positions
 
-__all__ = ["ROW", "Part", "Piece", "list_pieces", "weigh_part"]
+__all__ = ["ROW", "DimensionPart", "Piece", "list_pieces", "weigh_part"]
 
 ROW = 256
 """Words that are added up at a time: as many as a float64 is exact for (see `weighing`)."""
@@ -33,7 +33,7 @@ MOST = 256 * ROW
 """Words, or not many more, for which weights are written out one by one where ranges are short."""
 
 
-class Part(NamedTuple):
+class DimensionPart(NamedTuple):
     """The local positions start .. stop - 1 of a dimension, and which global ones lie there.
 
     Where `inner` is not 0, the part is one range, whose global start and length are multiples of
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-Piece: TypeAlias = tuple[Part, ...]
+Piece: TypeAlias = tuple[DimensionPart, ...]
 """A part of each dimension; the piece is their product."""
 
 
@@ -59,12 +59,12 @@ def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Itera
     """The pieces of a local array; `order` are its dimensions, the closest in memory first, and an
     element has so many words."""
     if all(own.segments for own in runs):
-        parts: list[Part | None] = [None] * len(runs)
+        parts: list[DimensionPart | None] = [None] * len(runs)
         yield from _extend(runs, order, words, parts)
 
 
 def _extend(
-    runs: Sequence[Runs], order: Sequence[int], inner: int, parts: list[Part | None]
+    runs: Sequence[Runs], order: Sequence[int], inner: int, parts: list[DimensionPart | None]
 ) -> Iterator[Piece]:
     """The pieces whose parts of the dimensions before these are chosen already; those are `inner`
     words together."""
@@ -78,7 +78,7 @@ def _extend(
 
 
 @memo()
-def _cut(runs: Runs, inner: int) -> tuple[Part, ...]:
+def _cut(runs: Runs, inner: int) -> tuple[DimensionPart, ...]:
     """The parts of a dimension of which each position is `inner` words."""
     whole = _join(runs.segments)
     longest = max(size for _, _, size in runs.segments)
@@ -87,7 +87,7 @@ def _cut(runs: Runs, inner: int) -> tuple[Part, ...]:
         return (whole,)
     # The least power of two that fills a row.
     bits = (-(-ROW // inner) - 1).bit_length()
-    parts: list[Part] = []
+    parts: list[DimensionPart] = []
     short: list[Segment] = []
     for segment in runs.segments:
         if inner * segment[2] < LONG:
@@ -112,7 +112,7 @@ def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[S
     return [head] if before else [], body, [tail] if after else []
 
 
-def _list_short(segments: Sequence[Segment], inner: int) -> list[Part]:
+def _list_short(segments: Sequence[Segment], inner: int) -> list[DimensionPart]:
     """The segments as parts of at most MOST words or so, each of as many as fit."""
     parts = []
     most = max(1, MOST // inner)
@@ -127,15 +127,15 @@ def _list_short(segments: Sequence[Segment], inner: int) -> list[Part]:
     return parts
 
 
-def _join(segments: Sequence[Segment]) -> Part:
+def _join(segments: Sequence[Segment]) -> DimensionPart:
     """The part from the first of the segments to the last."""
     start = segments[0][0]
     local, _, size = segments[-1]
-    return Part(start, local + size, tuple(segments))
+    return DimensionPart(start, local + size, tuple(segments))
 
 
 @memo(256)
-def weigh_part(seed: int, dimension: int, part: Part) -> tuple[Ints, ...]:
+def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
     """The weights along the part's axis, or along its outer and its inner one."""
     if part.inner:
         ((_, start, size),) = part.segments
@@ -145,7 +145,7 @@ def weigh_part(seed: int, dimension: int, part: Part) -> tuple[Ints, ...]:
     return (_weigh_segments(seed, dimension, part),)
 
 
-def _weigh_segments(seed: int, dimension: int, part: Part) -> Ints:
+def _weigh_segments(seed: int, dimension: int, part: DimensionPart) -> Ints:
     """The weights of the part's positions, where they lie; zeros elsewhere."""
     segments = np.array(part.segments, np.int64)
     local, start, size = segments.T

@@ -31,7 +31,7 @@ from shardmath.base.arrays import Ints
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.values.digests.field import HALF, PRIME, Numbers, add_up, double, multiply, table
-from shardmath.values.digests.pieces import ROW, Part, Piece, list_pieces, weigh_part
+from shardmath.values.digests.pieces import ROW, DimensionPart, Piece, list_pieces, weigh_part
 
 __all__ = ["NUMPY", "Array", "Library", "weigh"]
 
@@ -157,7 +157,7 @@ class _Axis(NamedTuple):
     """An axis of a piece: the part of a dimension, or the outer or inner axis of one that is cut in two."""
 
     dimension: int
-    part: Part
+    part: DimensionPart
     number: int
     length: int
 

@@ -18,7 +18,7 @@ from shardmath.values.formats.elements import Array, numpy_type, read_elements
 from shardmath.values.transforms.packing import pack, unpack
 from shardmath.values.transforms.wires import Wired
 
-__all__ = ["Arrays", "Job", "finalize", "find_array", "prepare"]
+__all__ = ["Arrays", "WireJob", "finalize", "find_array", "prepare"]
 
 Arrays: TypeAlias = Mapping[str, Array] | Array
 """Local arrays by local name; the one array of a side without names."""
@@ -31,7 +31,7 @@ Named: TypeAlias = tuple[tuple[str, Layout], ...]
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Job(NamedTuple):
+class WireJob(NamedTuple):
     """A local tensor of a rank with its companions, and the wire tensors that stand for it, by local name; `wired` is
     None, and the names are one, where it travels as it is."""
 
@@ -61,7 +61,7 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
     return arrays[key]
 
 
-def prepare(job: Job, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
+def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
     """The wire tensors of a local array and its companions."""
     wired = job.wired
     names = [key for key, _ in job.wires]
@@ -71,7 +71,9 @@ def prepare(job: Job, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
     return dict(zip(names, made, strict=True))
 
 
-def _make_wires(job: Job, wired: Wired, rank: int, given: tuple[Array, ...]) -> tuple[Array, ...]:
+def _make_wires(
+    job: WireJob, wired: Wired, rank: int, given: tuple[Array, ...]
+) -> tuple[Array, ...]:
     """What the transform makes of them. Raises PlanError where that is not what it says."""
     arrays = _read_all(given, job.held, rank)
     packed = []
@@ -124,7 +126,7 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 
 
 def finalize(
-    job: Job, rank: int, given: Sequence[Array], into: Sequence[Array | None]
+    job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
     """The local array of the wire tensors, and its companions; those of `into` themselves where they are given."""
     wired = job.wired
@@ -145,7 +147,7 @@ def finalize(
     return made
 
 
-def _put(job: Job, key: str, layout: Layout, rank: int, packed: Array, out: Array) -> Array:
+def _put(job: WireJob, key: str, layout: Layout, rank: int, packed: Array, out: Array) -> Array:
     """The local array, with what was made in it."""
     if job.wired is None:
         unpack(layout, rank, packed, out)
@@ -157,7 +159,7 @@ def _put(job: Job, key: str, layout: Layout, rank: int, packed: Array, out: Arra
     return out
 
 
-def _compute(job: Job, wired: Wired, rank: int, given: Sequence[Array]) -> list[Array]:
+def _compute(job: WireJob, wired: Wired, rank: int, given: Sequence[Array]) -> list[Array]:
     """What the rank holds of the tensor and its companions, packed."""
     arrays = _read_all(given, job.wires, rank)
     shapes = [_count_held(layout, rank) for _, layout in job.held]
@@ -177,7 +179,7 @@ def _count_held(layout: Layout, rank: int) -> Shape:
 
 
 def _read_made(
-    job: Job, wired: Wired, rank: int, made: Any, shapes: Sequence[Shape]
+    job: WireJob, wired: Wired, rank: int, made: Any, shapes: Sequence[Shape]
 ) -> list[Array]:
     """What a transform made, if it is what it says. Raises PlanError if not."""
     values = (made,)

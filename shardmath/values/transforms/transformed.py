@@ -42,7 +42,7 @@ from shardmath.plans.groups import Side, describe_form, key_by_name
 from shardmath.values.formats.elements import Array
 from shardmath.values.transforms.choosing import pair
 from shardmath.values.transforms.components import End, Transform
-from shardmath.values.transforms.local import Arrays, Job, finalize, find_array, prepare
+from shardmath.values.transforms.local import Arrays, WireJob, finalize, find_array, prepare
 from shardmath.values.transforms.wires import Held as WithCompanions
 from shardmath.values.transforms.wires import Wired, wire
 
@@ -114,7 +114,7 @@ class Transformed:
                 found.append(name)
         return found
 
-    def jobs(self, rank: int, end: End) -> Iterator[Job]:
+    def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
         """Every local tensor that the rank holds at an end, and what stands for it."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
@@ -128,7 +128,7 @@ class Transformed:
             for mine, own in local:
                 _, layout = mine[0]
                 if rank in layout.mesh:
-                    yield Job(name, mine, own, wired)
+                    yield WireJob(name, mine, own, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
         """The rank's wire tensors at the source, of the local arrays that it holds; those without a transform as given.

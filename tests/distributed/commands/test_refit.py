@@ -27,7 +27,7 @@ from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
-from shardmath_torch.commands.refit_report import Table
+from shardmath_torch.commands.refit_report import TextTable
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"
@@ -537,5 +537,5 @@ def test_bound_of_nothing() -> None:
 
 
 def test_tables_align() -> None:
-    table = Table("Title", ("name", "n"), (("a", "5"), ("bcd", "12")))
+    table = TextTable("Title", ("name", "n"), (("a", "5"), ("bcd", "12")))
     assert str(table) == "Title\n  name   n\n  ----  --\n  a      5\n  bcd   12"

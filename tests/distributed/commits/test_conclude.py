@@ -15,7 +15,7 @@ from shardmath.plans.protocol import TABLE, Event, State, Table
 from shardmath_torch.groups.agreement.turns import Turns
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.commits import conclude as concluding
-from shardmath_torch.moves.commits.blocks import Block, Member
+from shardmath_torch.moves.commits.blocks import CommitBlock, Member
 from shardmath_torch.moves.commits.conclude import conclude
 
 SIZE = 3
@@ -144,8 +144,8 @@ def test_it_goes_by_the_table() -> None:
 def test_a_block_waits_as_long_as_its_movers() -> None:
     """Of those that are named and those that have moved: an engine's may wait for the next step for an hour."""
     slow, slower = (Member(object(), key, key, True, s) for key, s in (("a", 300.0), ("b", 3600.0)))  # type: ignore[arg-type]
-    assert Block(Turns(), {}).timeout == 60.0
-    block = Block(Turns(), {"a": slow})
+    assert CommitBlock(Turns(), {}).timeout == 60.0
+    block = CommitBlock(Turns(), {"a": slow})
     assert block.timeout == 300.0
     block.add(slower, object())  # type: ignore[arg-type]
     assert block.timeout == 3600.0

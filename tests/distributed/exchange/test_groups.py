@@ -17,7 +17,7 @@ import torch
 
 import shardmath as sm
 from shardmath.plans.programs.messages import MOST_OPS
-from shardmath.plans.programs.part import Part, make_parts
+from shardmath.plans.programs.part import RankProgram, make_parts
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.exchange.engine import Exchange
 from shardmath_torch.moves.exchange.task import Task
@@ -105,7 +105,7 @@ def _find_other_ends(groups: Groups) -> dict[tuple[int, int], list[tuple[int, in
     return ends
 
 
-def record(parts: Sequence[Part]) -> dict[int, list[list[Op]]]:
+def record(parts: Sequence[RankProgram]) -> dict[int, list[list[Op]]]:
     """What the exchange starts together, by rank."""
     found = {}
     for part in parts:
@@ -128,7 +128,7 @@ class Group:
     """In the place of a process group, which staging belongs to."""
 
 
-def make_tensors(part: Part) -> Iterator[dict[str, torch.Tensor]]:
+def make_tensors(part: RankProgram) -> Iterator[dict[str, torch.Tensor]]:
     """A rank's tensors of both sides."""
     for side in (part.sources, part.destinations):
         yield {

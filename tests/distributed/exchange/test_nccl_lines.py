@@ -121,7 +121,7 @@ def test_messages_of_a_batch_are_one_group() -> None:
     channel: Any = Channel()
     device = torch.device("cpu")
     row, other = torch.zeros(4), torch.zeros(2)
-    messages = [batches.Message(False, row, 3), batches.Message(True, other, 1)]
+    messages = [batches.WireMessage(False, row, 3), batches.WireMessage(True, other, 1)]
     assert batches.start_batch(channel, device, messages) == ["_end_coalescing"]
     assert channel.told == [
         ("_start_coalescing", device),

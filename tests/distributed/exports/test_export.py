@@ -396,10 +396,10 @@ def test_a_draft_that_is_given_up_is_ones_own(tmp_path: Path, closed: bool) -> N
     Where it has closed its own, the system may give the file's number to the next one, as ext4 does.
     """
     name, tensors = "model-00001-of-00001.safetensors", {"w": ((2,), "float32")}
-    late = hf_folder.Draft(tmp_path, name, tensors, {})
+    late = hf_folder.DraftFile(tmp_path, name, tensors, {})
     if closed:
         late.close()
-    draft = hf_folder.Draft(tmp_path, name, tensors, {})
+    draft = hf_folder.DraftFile(tmp_path, name, tensors, {})
     draft.append(torch.ones(2), Tally(None))
     draft.close()
     hf_folder.discard([late])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardmath.base.dtypes import ITEMSIZE
-from shardmath_torch.tensors.probes.drawing import Kind, list_runs
+from shardmath_torch.tensors.probes.drawing import TypedElements, list_runs
 from shardmath_torch.tensors.probes.patterns import as_tensor, holds, list_finite
 
 NAMES = [name for name in ITEMSIZE if name != "float4_e2m1fn_x2" and hasattr(torch, name)]
@@ -57,7 +57,7 @@ def test_types_that_do_not(narrow: str, wide: str) -> None:
 def test_a_mirrored_run_reverses_the_order(name: str) -> None:
     """So that no largest or smallest of several is one of them in both."""
     dtype = getattr(torch, name)
-    kind = Kind(0, dtype, {"w": (50,)}, (dtype,))
+    kind = TypedElements(0, dtype, {"w": (50,)}, (dtype,))
     drawn, mirrored = (
         kind.make("w", run).double().numpy()
         for run in list_runs([kind])

@@ -178,13 +178,13 @@ def exported(
     rank: int, path: str, layouts: dict[str, Any], how: dict[str, Any], spoil: int | None = None
 ) -> Any:
     """Exports the element numbers; one rank may find that its file cannot be written."""
-    before = hf_folder.Draft.append
+    before = hf_folder.DraftFile.append
     if rank == spoil:
-        hf_folder.Draft.append = _full  # type: ignore[method-assign]
+        hf_folder.DraftFile.append = _full  # type: ignore[method-assign]
     try:
         return caught(lambda: smt.export(path, keyed(layouts, rank), layouts, **how))
     finally:
-        hf_folder.Draft.append = before  # type: ignore[method-assign]
+        hf_folder.DraftFile.append = before  # type: ignore[method-assign]
 
 
 def _full(*_: object) -> None:

@@ -19,7 +19,7 @@ from shardmath_vllm import board as boards
 from shardmath_vllm.board import Board
 from shardmath_vllm.cells import Cells
 from shardmath_vllm.link import Life
-from shardmath_vllm.update import TABLE, Event, State, Update
+from shardmath_vllm.update import TABLE, Phase, Step, Update
 
 TRAINERS, WORKERS = 2, 2
 SIZE = TRAINERS + WORKERS
@@ -38,13 +38,11 @@ CELLS = cells("qk")
 # The table
 
 
-def walk(
-    update: Update, path: tuple[Event, ...] = ()
-) -> Iterator[tuple[tuple[Event, ...], Update]]:
+def walk(update: Update, path: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], Update]]:
     """Every way through the table, with what the update is after each of its steps."""
     yield path, update
-    for event in TABLE.get(update.state, {}):
-        yield from walk(update.after(event), (*path, event))
+    for step in TABLE.get(update.phase, {}):
+        yield from walk(update.after(step), (*path, step))
 
 
 @pytest.mark.parametrize("torn", ["", "kv", "k"])
@@ -55,8 +53,8 @@ def test_every_way_through_an_update(torn: str) -> None:
     assert len(ways) == 12
     for path, update in ways:
         # Others may have moved once this rank has voted, until it knows that they have, or do not.
-        may_move = Event.CHECK in path and Event.REFUSE not in path
-        have_moved = Event.ARRIVE in path
+        may_move = Step.CHECK in path and Step.REFUSE not in path
+        have_moved = Step.ARRIVE in path
         if not may_move:
             assert update.mixed == before
         elif have_moved:
@@ -64,28 +62,26 @@ def test_every_way_through_an_update(torn: str) -> None:
         else:
             assert update.mixed == before | CELLS
         assert update.is_new == have_moved
-        is_over = not TABLE.get(update.state)
-        assert is_over == (
-            (path[-1:] and path[-1] in (Event.FAIL, Event.REFUSE, Event.END)) or False
-        )
+        is_over = not TABLE.get(update.phase)
+        assert is_over == ((path[-1:] and path[-1] in (Step.FAIL, Step.REFUSE, Step.END)) or False)
         # Who goes on beside the others knows what became of all of them.
         if is_over and update.mixed - before:
             assert not update.keeps_link
 
 
 def test_what_cannot_happen_is_an_error() -> None:
-    for state, event in itertools.product(State, Event):
-        if event not in TABLE.get(state, {}):
+    for state, step in itertools.product(Phase, Step):
+        if step not in TABLE.get(state, {}):
             with pytest.raises(ExchangeError, match=f"an update that is {state.value} cannot"):
-                Update(1, state).after(event)
+                Update(1, state).after(step)
 
 
 def test_only_what_writes_the_same_makes_whole() -> None:
     """A trainer of some tensors comes after one of all, which has failed."""
-    torn = Update(1, State.BEGUN, writes=cells("qkv")).after(Event.FAIL).mixed
-    some = Update(1, State.BEGUN, writes=cells("qk"), torn=torn).after(Event.ARRIVE)
+    torn = Update(1, Phase.BEGUN, writes=cells("qkv")).after(Step.FAIL).mixed
+    some = Update(1, Phase.BEGUN, writes=cells("qk"), torn=torn).after(Step.ARRIVE)
     assert some.mixed == cells("v")
-    rest = Update(1, State.BEGUN, writes=cells("v"), torn=some.mixed).after(Event.ARRIVE)
+    rest = Update(1, Phase.BEGUN, writes=cells("v"), torn=some.mixed).after(Step.ARRIVE)
     assert not rest.mixed
 
 
@@ -225,9 +221,9 @@ def test_whatever_fails_wherever(failing: int, step: str, error: BaseException) 
 def test_an_update_that_goes_well() -> None:
     ended = Run(lambda place, step: None).ended
     assert [one.error for one in ended.values()] == [None] * SIZE
-    assert [ended[place].update.state for place in range(SIZE)] == [
-        *[State.ENDED] * TRAINERS,
-        *[State.MOVED] * WORKERS,
+    assert [ended[place].update.phase for place in range(SIZE)] == [
+        *[Phase.ENDED] * TRAINERS,
+        *[Phase.MOVED] * WORKERS,
     ]
 
 
@@ -304,8 +300,8 @@ def test_who_waits_to_hear_of_place_0_hears_ctrl_c(step: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         go_through()
     assert time.monotonic() - start < SOON_S
-    states = {"start": State.KEPT, "begin": State.TORN, "end": State.STALE}
-    assert life.update.state is states[step]
+    states = {"start": Phase.KEPT, "begin": Phase.TORN, "end": Phase.STALE}
+    assert life.update.phase is states[step]
     # The update has come to its end on the others: place 0 does not wait, and raise, for who has an error of its own.
     if step == "end":
         Board(link.store, 0, TRAINERS, SIZE, 0.5).finish("finish update 1", lambda: None)
@@ -404,7 +400,7 @@ def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() ->
         patch.setattr(boards, "LATER_S", -TIMEOUT_S + 0.1)
         with pytest.raises(ExchangeError, match="place 0 did not begin update 1"):
             life.receive(lambda: None)
-    assert life.update.state is State.TORN and barrier.broken
+    assert life.update.phase is Phase.TORN and barrier.broken
 
 
 def test_who_is_interrupted_as_others_are_told_to_go_leaves(
@@ -423,7 +419,7 @@ def test_who_is_interrupted_as_others_are_told_to_go_leaves(
     monkeypatch.setattr(boards, "HEARD_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         life.receive(lambda: None)
-    assert life.update.state is State.TORN and barrier.broken
+    assert life.update.phase is Phase.TORN and barrier.broken
 
 
 def test_place_0_that_is_interrupted_before_it_has_said_what_is_decided(

@@ -17,7 +17,7 @@ from shardmath import formats
 from shardmath.layouts.edits import cast
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.weights.dequantising import dequantise
-from shardmath_torch.checkpoints.weights.quantised import Quantised
+from shardmath_torch.checkpoints.weights.quantised import QuantisedRead
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import fine_grained as work
 from tests.distributed.tasks.quantised import taken
@@ -97,7 +97,7 @@ def test_every_rank_has_its_slice(one: formats.Format, text: str) -> None:
     )
     whole = torch.from_numpy(one.dequantise(*(part.numpy() for part in stored.values())))
     scale_layout = one.scale_layout(lies, duplicated=True)
-    quant = Quantised("w", one, lies, cast(lies, "uint8"), scale_layout, "scales")
+    quant = QuantisedRead("w", one, lies, cast(lies, "uint8"), scale_layout, "scales")
     for rank in MESH.ranks:
         read = [
             taken(stored[name], layout, rank)

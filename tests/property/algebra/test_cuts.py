@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardmath.base.memo import clear_caches
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.runs import Runs
 
 LENGTHS = range(13)
@@ -33,7 +33,7 @@ def pieces_of(cut, n: int) -> list[list[int]]:
 def test_cuts_are_their_definitions(n: int) -> None:
     for k in range(1, 6):
         assert pieces_of(Chunks(k), n) == torch_chunk(n, k)
-        assert pieces_of(Balanced(k), n) == [
+        assert pieces_of(BalancedChunks(k), n) == [
             part.tolist() for part in np.array_split(np.arange(n), k)
         ]
         assert pieces_of(FixedBlock(k), n) == blocks(n, k)
@@ -78,7 +78,7 @@ def test_a_user_cut_does_not_grow() -> None:
 
 
 def test_cuts_of_one_number_differ_by_kind() -> None:
-    assert Chunks(3) != Balanced(3)
-    for cut in (Chunks(3), Balanced(3)):
+    assert Chunks(3) != BalancedChunks(3)
+    for cut in (Chunks(3), BalancedChunks(3)):
         assert pickle.loads(pickle.dumps(cut)) == cut
         assert repr(cut) == f"{type(cut).__name__}(parts=3)"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import PlacementError, Runs
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.dimension import Dimension, Field, cells, lengths_at
 from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.algebra.stages import Digit, canonical_stages
@@ -125,7 +125,7 @@ def test_errors(make, message: str, fails) -> None:
     [
         (7, Digit(Chunks(2)), 3),
         (7, B, 3),
-        (7, Digit(Balanced(2)), 3),
+        (7, Digit(BalancedChunks(2)), 3),
         (7, Digit(FixedBlock(4)), 3),
         (7, Digit(Sizes((4, 3))), 3),
         (5, Digit(FixedBlock(4)), 1),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.stages import Digit, canonical_stages, pieces_runs, stage_runs
 from tests.property.drawn.digits import Halves, by_definition, coordinates, stage_lists
 
@@ -42,7 +42,7 @@ LOCAL = Digit(Chunks(2))
         (((A, LOCAL),), ((A,),)),
         (((A, LOCAL, LOCAL),), ((A,),)),
         (((Digit(Chunks(1)), A),), ((A,),)),
-        (((Digit(Balanced(1)), A),), ((Digit(Balanced(1)), A),)),
+        (((Digit(BalancedChunks(1)), A),), ((Digit(BalancedChunks(1)), A),)),
         (((Digit(Sizes((4,))), A),), ((A,),)),
         (((Digit(Sizes((4, 0))), A),), ((Digit(Sizes((4, 0))), A),)),
         (((A,), (B,)), ((A, B),)),

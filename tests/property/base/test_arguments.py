@@ -74,7 +74,7 @@ def of(i: Callable[[int], int], s: Callable[[str], str]) -> list[object]:
         mesh, mesh.split(s("tp"), a=i(2), b=i(1)), mesh.relabel({0: i(7)}), mesh.merge([s("tp")], s("x")),
         sm.Shard(i(0)), sm.Balanced(i(0)), sm.StridedShard(i(0), i(2)), sm.Packed(i(0), [i(2), i(2)]),
         sm.Ragged(i(0), [i(2), i(2)]), sm.BlockCyclic(i(0), i(3)), sm.Table(i(0), list(halves)), sm.Partial(s("sum")),
-        cuts.Chunks(i(2)), cuts.Balanced(i(2)), cuts.FixedBlock(i(2)), cuts.Sizes([i(2), i(2)]),
+        cuts.Chunks(i(2)), cuts.BalancedChunks(i(2)), cuts.FixedBlock(i(2)), cuts.Sizes([i(2), i(2)]),
         halves, runs.identity(i(4)), runs.invert(halves[1], i(4)), runs.restrict(halves[1], i(2), i(3)),
         sm.Topology(ranks_per_node=i(4), latency_s=i(0)), store.View(s("b"), i(3), [i(1)]),
         store.Store({(s("w"), i(0)): store.View(s("b"))}),

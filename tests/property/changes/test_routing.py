@@ -10,7 +10,7 @@ from shardmath.plans.programs.messages import Message
 from shardmath.plans.programs.part import make_parts
 from shardmath.values.changes import routing
 from shardmath.values.changes.placing import Lying, Receivers
-from shardmath.values.changes.routing import Asked, Senders, find_hulls
+from shardmath.values.changes.routing import AskedCells, Senders, find_hulls
 
 MESH = sm.Mesh(tp=4)
 EXPERTS = [f"expert {k}" for k in range(5)]
@@ -60,7 +60,7 @@ def test_each_cell_goes_where_a_piece_has_it(
     asked = []
     for key, shape in shapes.items():
         cells = np.flatnonzero(rng.random(int(np.prod(shape))) < 0.6)
-        asked.append(Asked(key, cells))
+        asked.append(AskedCells(key, cells))
     numbered = [(one.key, cell) for one in asked for cell in one.cells.tolist()]
     found = []
     for routed in senders.route(asked):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from shardmath import Runs
-from shardmath.layouts.algebra.cuts import Balanced, Chunks, FixedBlock
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, FixedBlock
 from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.algebra.stages import Digit
@@ -39,7 +39,7 @@ def digits(draw: st.DrawFn, axis: str) -> Digit:
     keeper = draw(st.sampled_from([(), (2,), (3,)]))
     cuts = [
         Chunks(k := (keeper or (draw(st.integers(1, 3)),))[0]),
-        Balanced(k),
+        BalancedChunks(k),
         FixedBlock(draw(st.integers(1, 4))),
     ]
     return Digit(draw(st.sampled_from(cuts)), (axis,) if keeper else (), keeper)

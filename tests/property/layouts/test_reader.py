@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardmath.layouts.reader import Reader, list_tokens, listed
+from shardmath.layouts.reader import LayoutReader, list_tokens, listed
 
 
 def test_tokens_know_their_place() -> None:
@@ -18,7 +18,7 @@ def test_tokens_know_their_place() -> None:
 
 
 def test_reader_looks_takes_and_accepts() -> None:
-    read = Reader("a ( b", (1,), {"a": 2}, {})
+    read = LayoutReader("a ( b", (1,), {"a": 2}, {})
     assert (
         read.here.text,
         read.take().text,

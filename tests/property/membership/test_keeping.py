@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Topology, adjoint, plan, schedule, without
-from shardmath.plans.membership.keeping import Difference, compare, count_peers, follow
+from shardmath.plans.membership.keeping import MembershipChange, compare, count_peers, follow
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import Pace
-from shardmath.plans.programs.part import Part, outline_part
+from shardmath.plans.programs.part import RankProgram, outline_part
 from shardmath.proofs.part_proof import prove_parts
 from shardmath.testing.strategies import copies
 
 
-def make(p: Plan, peers: int, limit: int, by_addend: bool = False) -> dict[int, Part]:
+def make(p: Plan, peers: int, limit: int, by_addend: bool = False) -> dict[int, RankProgram]:
     """The parts of all ranks at the pace of so many peers."""
     return {
         rank: outline_part(p, rank).part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
@@ -25,7 +25,7 @@ def make(p: Plan, peers: int, limit: int, by_addend: bool = False) -> dict[int, 
     }
 
 
-def check_same(part: Part | None, made: Part) -> None:
+def check_same(part: RankProgram | None, made: RankProgram) -> None:
     """All is as if made anew; layouts are so on this rank."""
     assert part is not None
     for side in ("sources", "destinations"):
@@ -37,7 +37,7 @@ def check_same(part: Part | None, made: Part) -> None:
     assert replace(part, destinations=made.destinations) == made
 
 
-def pace_of(parts: dict[int, Part]) -> Pace:
+def pace_of(parts: dict[int, RankProgram]) -> Pace:
     pace = next(iter(parts.values())).pace
     assert pace is not None
     return pace
@@ -74,8 +74,8 @@ def test_what_follows_is_what_is_made_anew(
         assert {id(m) for one in left.rounds for m in one.messages} <= known
         check_same(follow(after[rank], p, pace_of(before)), before[rank])
         some = frozenset(leaving)
-        assert compare(before[rank], rest) == Difference(some, frozenset())
-        assert compare(after[rank], p) == Difference(frozenset(), some)
+        assert compare(before[rank], rest) == MembershipChange(some, frozenset())
+        assert compare(after[rank], p) == MembershipChange(frozenset(), some)
 
 
 @given(copies(), st.data())

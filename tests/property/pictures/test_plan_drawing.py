@@ -30,7 +30,7 @@ from shardmath import (
 )
 from shardmath.display.pictures import traffic as traffic_file
 from shardmath.display.pictures.plan_drawing import STAYS, plan_svg
-from shardmath.display.pictures.traffic import Traffic, traffic
+from shardmath.display.pictures.traffic import TrafficMatrix, traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
 MANY = 1000
@@ -50,7 +50,7 @@ def summed(value: Plan | Transposed | Program) -> Counter[tuple[int, int]]:
     return +out
 
 
-def drawn(moved: Traffic) -> Counter[tuple[int, int]]:
+def drawn(moved: TrafficMatrix) -> Counter[tuple[int, int]]:
     """The same from the tables, where groups are of one rank."""
     out: Counter[tuple[int, int]] = Counter()
     for i, sender in enumerate(moved.senders):

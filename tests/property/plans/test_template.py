@@ -15,7 +15,7 @@ from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import relabelled
 from shardmath.plans.pieces import (
     SMALL,
-    Piece,
+    BoxPiece,
     expand,
     is_legal_cut,
     snap,
@@ -48,7 +48,7 @@ def units(t: Template) -> list[tuple[int, list[int], list[int]]]:
     return [(unit, here[k], there[c]) for unit, (k, c) in enumerate(ends)]
 
 
-def elements(piece: Piece) -> list[tuple[int, ...]]:
+def elements(piece: BoxPiece) -> list[tuple[int, ...]]:
     """(addend, global element) of a piece, row-major."""
     return list(
         itertools.product([piece.addend], *(range(s.start, s.stop) for s in piece.global_slices))
@@ -158,7 +158,7 @@ def test_scalars_are_one_unit() -> None:
     t = of(Layout((), MESH, ""), Layout((), Mesh(ranks=[9]), ""))
     assert (t.unit_size.tolist(), units(t)) == ([1], [(0, [0, 1, 2, 3], [0])])
     assert unit_boxes(t, 0) == ([()], [()], [1])
-    assert expand(t, 0, 2, 0, 0, 1) == [Piece((), (), (), (), 4, 0)]
+    assert expand(t, 0, 2, 0, 0, 1) == [BoxPiece((), (), (), (), 4, 0)]
     assert [is_legal_cut(t, 0, at) for at in (0, 1)] == [True, True] and [
         snap(t, 0, at) for at in (0, 1)
     ] == [0, 1]

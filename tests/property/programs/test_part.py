@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardmath as sm
 from shardmath.layouts.store import local_name
 from shardmath.plans.programs.messages import Message, Step
-from shardmath.plans.programs.part import Part, make_parts, outline_part, own_boxes
+from shardmath.plans.programs.part import RankProgram, make_parts, outline_part, own_boxes
 from shardmath.proofs.simulate import FOLD
 from tests.property.drawn.programs import Arrays, plans, programs, results, shards_of
 
@@ -31,18 +31,18 @@ def blank(plan: sm.Plan) -> Arrays:
     return out
 
 
-def steps(made: Sequence[Part]) -> list[Step]:
+def steps(made: Sequence[RankProgram]) -> list[Step]:
     """All steps, in order."""
     return sorted({each.step for one in made for each in one.rounds})
 
 
-def arriving(made: Sequence[Part], step: Step) -> list[Message]:
+def arriving(made: Sequence[RankProgram], step: Step) -> list[Message]:
     """What arrives in a step on any rank, or stays there."""
     rounds = (each for one in made for each in one.rounds if each.step == step)
     return [m for each in rounds for m in each.arriving]
 
 
-def walk(made: Sequence[Part], src: Arrays) -> Arrays:
+def walk(made: Sequence[RankProgram], src: Arrays) -> Arrays:
     """Everything that the parts say, and nothing else."""
     out = blank(made[0].plan)
     for one in made:
@@ -103,7 +103,7 @@ def test_an_outline_knows_what_the_part_computes(plan: sm.Plan) -> None:
         assert one.operations == outline_part(plan, one.rank).operations == brought | begun | ended
 
 
-def one_by_one(one: Part, src: Arrays, out: Arrays) -> Iterator[int]:
+def one_by_one(one: RankProgram, src: Arrays, out: Arrays) -> Iterator[int]:
     """Everything that one rank's part of a plan does, into `out`; gives how many steps have begun, after each write."""
     mine = out[one.rank]
     yield 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath.plans.programs.messages import Message, Round
-from shardmath.plans.programs.part import Part, make_parts
+from shardmath.plans.programs.part import RankProgram, make_parts
 from shardmath.proofs.part_proof import prove_parts
 from tests.property.drawn.programs import plans, programs
 
@@ -28,21 +28,21 @@ def test_parts_of_programs_are_right(program: sm.Program) -> None:
     prove_parts(make_parts(program), relays=True)
 
 
-def example() -> tuple[Part, ...]:
+def example() -> tuple[RankProgram, ...]:
     """Rows to columns between two ranks, in several rounds."""
     mesh, shape = sm.Mesh(tp=2), (8, 6)
     a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
     return make_parts(sm.plan(a, b), max_inflight_bytes=64)
 
 
-def changed(one: Part, change: Callable[[Message], Message]) -> Part:
+def changed(one: RankProgram, change: Callable[[Message], Message]) -> RankProgram:
     """The part with its first message sent changed."""
     first, *rest = one.rounds
     sent = (change(first.sends[0]), *first.sends[1:])
     return replace(one, rounds=(first._replace(sends=sent), *rest))
 
 
-def without(one: Part, number: int) -> Part:
+def without(one: RankProgram, number: int) -> RankProgram:
     return replace(one, rounds=(*one.rounds[:number], *one.rounds[number + 1 :]))
 
 
@@ -54,7 +54,7 @@ def moved(message: Message) -> Message:
     return message._replace(starts=tuple(start + 4 for start in message.starts))
 
 
-def shifted(one: Part) -> Part:
+def shifted(one: RankProgram) -> RankProgram:
     """Every piece is read one row further on."""
 
     def each(message: Message) -> Message:
@@ -70,7 +70,7 @@ def shifted(one: Part) -> Part:
     return replace(one, rounds=tuple(map(all_of, one.rounds)))
 
 
-WRONG: dict[str, tuple[Callable[[tuple[Part, ...]], tuple[Part, ...]], str]] = {
+WRONG: dict[str, tuple[Callable[[tuple[RankProgram, ...]], tuple[RankProgram, ...]], str]] = {
     "a send that nobody receives": (
         lambda ps: (ps[0], replace(ps[1], rounds=())),
         "which receives nothing",

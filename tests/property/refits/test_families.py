@@ -10,7 +10,7 @@ import pytest
 
 import shardmath as sm
 from shardmath.models.storage.filling import view_of
-from shardmath.models.storage.stored import Side, Slot
+from shardmath.models.storage.stored import KnownSide, Slot
 from tests.references import checkpoint, megatron, vllm
 from tests.references.checkpoint import Array, Order, Weights
 from tests.references.shapes import shapes_of
@@ -55,7 +55,7 @@ def move(case: Case, stored: Stored) -> dict[str, dict[int, Weights]]:
     return engines
 
 
-def put(side: Side, slots: dict[str, Slot], arrived: Weights, rank: int) -> Weights:
+def put(side: KnownSide, slots: dict[str, Slot], arrived: Weights, rank: int) -> Weights:
     """The stored tensors of an engine's rank."""
     out = {}
     for (_, name), shape in side.natives(rank).items():

@@ -15,7 +15,7 @@ from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.vllm import vllm
 from shardmath.plans.programs.messages import Message, staging_bytes
-from shardmath.plans.programs.part import Part, make_parts
+from shardmath.plans.programs.part import RankProgram, make_parts
 from shardmath.storage import Spot, Stored, Vocabulary, bind, parse
 from tests.refits.carrying import LAYER, SERVED, TRAINED, divided, whole
 
@@ -108,7 +108,7 @@ def test_an_engine_that_is_gone() -> None:
 # In which messages
 
 
-def list_messages(parts: tuple[Part, ...]) -> list[Message]:
+def list_messages(parts: tuple[RankProgram, ...]) -> list[Message]:
     """All that travels, once."""
     return [m for part in parts for one in part.rounds for m in one.sends]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardmath import LayoutError
 from shardmath.models.storage.cutting import Frame, axes_of, lay_out
-from shardmath.models.storage.structure import Group, Term, Word, parse
+from shardmath.models.storage.structure import GroupedDim, Term, Word, parse
 
 Labels: TypeAlias = NDArray[np.int64]
 
@@ -88,7 +88,7 @@ def terms(draw: st.DrawFn) -> Term:
 @given(terms())
 def test_structures_store_what_numpy_splits_and_joins(term: Term) -> None:
     frame = Frame(AXES, NUMBERS, LENGTHS)
-    group = Group(((term,),))
+    group = GroupedDim(((term,),))
     assert parse(str(group)) == group
     for at in itertools.product(range(2), range(4)):
         coords = dict(zip(AXES, at, strict=True))
@@ -103,7 +103,7 @@ def test_a_second_stage_cuts_the_sequence(term: Term, at: int) -> None:
     coords = {"tp": 0, "ep": at}
     if any(word.name == "ep" for word in term.words):
         return
-    stored = lay_out(Group(((term,), (free,))), frame, coords).indices()
+    stored = lay_out(GroupedDim(((term,), (free,))), frame, coords).indices()
     whole = join(term, label(), coords)
     np.testing.assert_array_equal(stored, np.split(whole, 4)[at])
 

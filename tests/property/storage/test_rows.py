@@ -22,7 +22,7 @@ def test_every_part_of_a_row() -> None:
     (row,) = rows.parse(text)
     assert row.also
     assert row.function == "neg_exp"
-    assert row.place == rows.Place("pp", -1)
+    assert row.place == rows.AxisPlace("pp", -1)
     assert (
         str(row)
         == "also a.{l}.w @pp=-1 = neg_exp(b.{l}.w).mT ? /c.{l}.w ! /d.w : (tp n=vocab | dp n) ... h"

@@ -13,7 +13,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.styles import is_expert
 from shardmath.models.systems.former import trainer
 from shardmath.models.systems.hf import (
-    Place,
+    TensorPlace,
     cell,
     expert_counts,
     grouped,
@@ -32,9 +32,9 @@ def test_each_distinct_layout_is_one_object() -> None:
     assert (len(experts), len({id(layout) for layout in experts})) == (48, 12)
     calls: list[str] = []
 
-    def place(name: str, shape: tuple[int, ...]) -> Place:
+    def place(name: str, shape: tuple[int, ...]) -> TensorPlace:
         calls.append(name)
-        return Place(Mesh(tp=2), "(tp n) ...", shape)
+        return TensorPlace(Mesh(tp=2), "(tp n) ...", shape)
 
     found = layouts({"a": ((4, 2), "int8"), "b": ((4, 2), "int8"), "c": ((4, 2), "int16")}, place)
     assert found["a"] is found["b"] is not found["c"]

@@ -30,7 +30,7 @@ from shardmath.models.systems.hf import Entry
 from shardmath.plans.plan import Plan, plan
 from shardmath_torch.checkpoints.checkpoint import check_ranks
 from shardmath_torch.checkpoints.exports.sources import (
-    Source,
+    ExportSource,
     check_source,
     describe_source,
     lay_out,
@@ -40,7 +40,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError, local_fold
 from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.loading import local_layouts
 from shardmath_torch.checkpoints.safetensors.hf_folder import (
-    Draft,
+    DraftFile,
     check_folder,
     check_tied,
     commit,
@@ -148,7 +148,7 @@ def _lock(task: _Task, stack: contextlib.ExitStack) -> None:
 
 
 def _prepare(
-    path: str | os.PathLike[str], given: Source, limit: int | str, group: Group | None
+    path: str | os.PathLike[str], given: ExportSource, limit: int | str, group: Group | None
 ) -> _Task:
     """What to do, after everything is checked that can be before a byte moves."""
     check_ranks(given.layouts, group)
@@ -186,7 +186,7 @@ def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
         raise CheckpointError(f"{what}; tie a new name to a tensor that is")
 
 
-def _describe_task(given: Source, task: _Task) -> dict[str, str]:
+def _describe_task(given: ExportSource, task: _Task) -> dict[str, str]:
     """What ranks must have in common."""
     said = {"the folder": repr(str(task.folder))}
     for file, tensors in task.files.items():
@@ -204,11 +204,11 @@ def _describe_task(given: Source, task: _Task) -> dict[str, str]:
 # Files
 
 
-def _write(task: _Task, given: Source, group: Group | None, tally: Tally) -> None:
+def _write(task: _Task, given: ExportSource, group: Group | None, tally: Tally) -> None:
     """Writes all files, and gives them their names when all are written."""
     names = list(task.files)
     count = len(task.ranks)
-    drafts: list[Draft] = []
+    drafts: list[DraftFile] = []
     try:
         for at in range(0, len(names), count):
             wave = names[at : at + count]
@@ -221,9 +221,9 @@ def _write(task: _Task, given: Source, group: Group | None, tally: Tally) -> Non
 
 def _write_wave(
     task: _Task,
-    given: Source,
+    given: ExportSource,
     names: Sequence[str],
-    drafts: list[Draft],
+    drafts: list[DraftFile],
     group: Group | None,
     tally: Tally,
 ) -> None:
@@ -242,7 +242,7 @@ def _write_wave(
     on_all("write its file", partial(_close, task, draft), group)
 
 
-def _begin(task: _Task, given: Source, name: str | None, tally: Tally) -> Draft | None:
+def _begin(task: _Task, given: ExportSource, name: str | None, tally: Tally) -> DraftFile | None:
     """This rank's next file; None where the others write the last ones."""
     number = task.ranks.index(compat.rank_or_0())
     files = list(task.files.values())[number :: len(task.ranks)]
@@ -252,10 +252,12 @@ def _begin(task: _Task, given: Source, name: str | None, tally: Tally) -> Draft 
     tensors = task.files[name]
     tied = {other: kept for other, kept in given.tied.items() if kept in tensors}
     with told(task.folder):
-        return Draft(task.folder, name, tensors, tied)
+        return DraftFile(task.folder, name, tensors, tied)
 
 
-def _append(task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], tally: Tally) -> None:
+def _append(
+    task: _Task, draft: DraftFile | None, tensors: Mapping[str, Tensor], tally: Tally
+) -> None:
     if draft is None:
         return
     with told(task.folder):
@@ -263,13 +265,13 @@ def _append(task: _Task, draft: Draft | None, tensors: Mapping[str, Tensor], tal
             draft.append(tensor, tally)
 
 
-def _close(task: _Task, draft: Draft | None) -> None:
+def _close(task: _Task, draft: DraftFile | None) -> None:
     if draft is not None:
         with told(task.folder):
             draft.close()
 
 
-def _commit(task: _Task, given: Source) -> None:
+def _commit(task: _Task, given: ExportSource) -> None:
     if task.first:
         with told(task.folder):
             commit(task.folder, task.files, given.tied)
@@ -294,7 +296,7 @@ def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
 
 
 def _gather(
-    given: Source, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
+    given: ExportSource, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
 ) -> dict[str, Tensor]:
     """Those tensors that are to be at this rank, all of each, in their order; all ranks get theirs at once."""
     rank = compat.rank_or_0()
@@ -314,7 +316,7 @@ def _gather(
     return got
 
 
-def _list_goals(given: Source, by_rank: Mapping[int, tuple[str, ...]]) -> dict[str, Layout]:
+def _list_goals(given: ExportSource, by_rank: Mapping[int, tuple[str, ...]]) -> dict[str, Layout]:
     """All of each tensor on the rank that writes it."""
     goal: dict[str, Layout] = {}
     for writer, names in by_rank.items():

@@ -31,17 +31,17 @@ from shardmath_torch.checkpoints.states.memory import check_shaped
 from shardmath_torch.checkpoints.states.modules import Model, agree_on_model, ask_group
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.compat import Group
-from shardmath_torch.tensors.conversions.saved import Part, find_parts, record_conversion
+from shardmath_torch.tensors.conversions.saved import SavedPart, find_parts, record_conversion
 from shardmath_torch.tensors.dtensors.dtensor import Ask, from_dtensors, local_of
 from shardmath_torch.tensors.dtensors.modules import lift
 from shardmath_torch.tensors.parts.checkpointable import from_boxes, is_checkpointable, read_boxes
 
-__all__ = ["Source", "check_source", "describe_source", "lay_out", "list_ranks"]
+__all__ = ["ExportSource", "check_source", "describe_source", "lay_out", "list_ranks"]
 
 TIED = "names to names of tensors"
 
 
-class Source(NamedTuple):
+class ExportSource(NamedTuple):
     """What is exported: this rank's tensors by local key, everybody's layouts, other names of some tensors, and the
     shapes in files of those that have another one there."""
 
@@ -133,7 +133,7 @@ def lay_out(
     layouts: Mapping[str, LayoutOrWindows | None] | None,
     mesh: Mesh | None,
     group: Group | None,
-) -> Source:
+) -> ExportSource:
     """What is exported, with a layout for each tensor. Ranks may have to ask each other."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
@@ -142,16 +142,16 @@ def lay_out(
         act = partial(_lay_out_dtensors, source, mesh, group, ask)
         return on_all("lay out its tensors", act, group)
     held = {name: one for name, one in layouts.items() if one is not None}
-    return Source(source, read_windows(held, CheckpointError), {}, {})
+    return ExportSource(source, read_windows(held, CheckpointError), {}, {})
 
 
-def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Source:
+def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> ExportSource:
     """Of a module, about which ranks talk only when all have described the same."""
     model = agree_on_model(module, mesh, group)
     return on_all("export its module", partial(_take_model, module, model), group)
 
 
-def _take_model(module: nn.Module, model: Model) -> Source:
+def _take_model(module: nn.Module, model: Model) -> ExportSource:
     """A module's parameters and buffers. Raises CheckpointError for extra states."""
     if model.extra:
         name = next(iter(model.extra))
@@ -175,23 +175,23 @@ def _cut(
     tensors: dict[str, Tensor],
     layouts: dict[str, Layout],
     tied: dict[str, str],
-    parts: Sequence[Part],
-) -> Source:
+    parts: Sequence[SavedPart],
+) -> ExportSource:
     """The source in these parts; all of it as it is if there are none."""
     if not parts:
-        return Source(tensors, read_windows(layouts, CheckpointError), tied, {})
+        return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
     # A part lies in the local tensor of the whole, with holes around it.
     local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
     held = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
     names = {part.tensor: part.name for part in parts}
     tied = {name: names.get(kept, kept) for name, kept in tied.items()}
     shapes = {part.name: part.shape for part in parts}
-    return Source(local, read_windows(held, CheckpointError), tied, shapes)
+    return ExportSource(local, read_windows(held, CheckpointError), tied, shapes)
 
 
 def _lay_out_dtensors(
     tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None, ask: Ask | None
-) -> Source:
+) -> ExportSource:
     """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
@@ -205,7 +205,7 @@ def _lay_out_dtensors(
             layouts[name] = _lay_out_plain(name, tensor, plain_on)
         if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
             local[name] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return Source(local, read_windows(layouts, CheckpointError), {}, {})
+    return ExportSource(local, read_windows(layouts, CheckpointError), {}, {})
 
 
 def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:

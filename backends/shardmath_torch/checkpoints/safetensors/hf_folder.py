@@ -46,7 +46,7 @@ from shardmath_torch.moves.observing.bars import TELL_BYTES, Tally
 __all__ = [
     "LOCK",
     "NAME",
-    "Draft",
+    "DraftFile",
     "check_folder",
     "check_tied",
     "commit",
@@ -69,7 +69,7 @@ ALIGNMENT = 8
 """Bytes; tensors begin at a multiple of it, as safetensors' own writer has it."""
 
 
-class Draft:
+class DraftFile:
     """A file that is being written, its tensors in the order of its header. Raises OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
@@ -113,7 +113,7 @@ class Draft:
         return not self._stream.closed or found.st_mtime_ns == self._known.st_mtime_ns
 
 
-def discard(drafts: Iterable[Draft]) -> None:
+def discard(drafts: Iterable[DraftFile]) -> None:
     """None of them is there."""
     for draft in drafts:
         with contextlib.suppress(OSError):

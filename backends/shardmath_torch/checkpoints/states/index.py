@@ -5,7 +5,7 @@
 2. A tensor of the state is `Like` its parameter, or has its `Own` shape; else it is a `Value`.
 3. What was read is what was written, or an error: a stranger's JSON ends here.
 
->>> index = Index({"w": "w"}, {}, (Group(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
+>>> index = Index({"w": "w"}, {}, (SavedGroup(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
 >>> read_index("folder", write_index(index)) == index
 True
 """
@@ -30,7 +30,7 @@ __all__ = [
     "INDEX",
     "Entries",
     "Entry",
-    "Group",
+    "SavedGroup",
     "Index",
     "Like",
     "Own",
@@ -75,7 +75,7 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SavedGroup:
     """A parameter group: the first names of its parameters, and its options."""
 
     parameters: tuple[str, ...]
@@ -88,7 +88,7 @@ class Index:
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
-    groups: tuple[Group, ...] | None
+    groups: tuple[SavedGroup, ...] | None
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
@@ -119,12 +119,12 @@ def write_index(index: Index) -> Tensor:
     return as_tensor(INDEX, json.dumps(said).encode())
 
 
-def write_groups(groups: Iterable[Group]) -> list[dict[str, Any]]:
+def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
     """The groups as JSON. Raises CheckpointError for an option that JSON cannot say, naming it."""
     return [_write_group(group) for group in groups]
 
 
-def _write_group(group: Group) -> dict[str, Any]:
+def _write_group(group: SavedGroup) -> dict[str, Any]:
     options = {}
     for key, value in group.options.items():
         check_key(key, "a parameter group")
@@ -193,18 +193,18 @@ def _read(said: object) -> Index:
     return Index(names, extra, groups, read_entries(parts["state"]))
 
 
-def read_groups(said: object) -> tuple[Group, ...]:
+def read_groups(said: object) -> tuple[SavedGroup, ...]:
     """The groups. Raises ValueError, KeyError or TypeError for JSON that `write_groups` did not write."""
     return tuple(map(_read_group, _check_list(said)))
 
 
-def _read_group(said: object) -> Group:
+def _read_group(said: object) -> SavedGroup:
     group = _check_object(said)
     parameters = tuple(_check_list(group["parameters"]))
     _check_texts(parameters)
     options = _check_object(group["options"])
     decode = partial(decode_value, kinded=True)
-    return Group(parameters, {key: decode(value) for key, value in options.items()})
+    return SavedGroup(parameters, {key: decode(value) for key, value in options.items()})
 
 
 def read_entries(said: object) -> dict[str, Entries]:

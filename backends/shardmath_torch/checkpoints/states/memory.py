@@ -33,7 +33,7 @@ from shardmath_torch.tensors.dtensors.dtensor import local_of
 from shardmath_torch.tensors.dtensors.modules import SHAPELESS
 
 __all__ = [
-    "Spot",
+    "MemorySpot",
     "can_fill",
     "check_shaped",
     "fill",
@@ -115,7 +115,7 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 # Where tensors lie
 
 
-class Spot(NamedTuple):
+class MemorySpot(NamedTuple):
     """Where and how a tensor lies: its device, first byte and one past the last, and all that says which is which."""
 
     device: torch.device
@@ -133,7 +133,7 @@ def _plain_part(tensor: Tensor) -> Tensor:
     return plain(local)
 
 
-def spot_of(tensor: Tensor) -> Spot | None:
+def spot_of(tensor: Tensor) -> MemorySpot | None:
     """Where this rank's part of the tensor lies; None where it has no cells, or none that are known."""
     if tensor.is_nested:
         return None
@@ -143,24 +143,26 @@ def spot_of(tensor: Tensor) -> Spot | None:
     start = local.data_ptr()
     end = start + reach(local) * local.element_size()
     is_lazy = local.is_conj(), local.is_neg()
-    return Spot(local.device, start, end, tuple(local.shape), local.stride(), local.dtype, is_lazy)
+    return MemorySpot(
+        local.device, start, end, tuple(local.shape), local.stride(), local.dtype, is_lazy
+    )
 
 
-def spots_of(tensors: Iterable[Tensor]) -> list[Spot]:
+def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
     """The spots of those that have one."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
-def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[Spot, Spot]]:
+def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
     """Pairs of spots that have a byte in common: one sweep over their first bytes."""
     # By spot, so that a tensor that thousands of parameters share is looked at once.
-    by_spot: dict[Spot, Tensor] = {}
+    by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
         spot = spot_of(tensor)
         if spot is not None:
             by_spot.setdefault(spot, _plain_part(tensor))
-    reaching: list[Spot] = []
+    reaching: list[MemorySpot] = []
     for spot in sorted(by_spot, key=lambda spot: (str(spot.device), spot.start)):
         reaching = [other for other in reaching if _reaches(other, spot)]
         for other in reaching:
@@ -169,11 +171,11 @@ def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[Spot, Spot]]:
         reaching.append(spot)
 
 
-def _reaches(spot: Spot, later: Spot) -> bool:
+def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
     """Whether the spot ends behind the first byte of one that begins no earlier."""
     return spot.device == later.device and spot.end > later.start
 
 
-def find_crowded(tensors: Iterable[Tensor]) -> set[Spot]:
+def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
     """The spots that have a byte in common with another spot."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

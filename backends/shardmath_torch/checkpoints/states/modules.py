@@ -28,7 +28,7 @@ from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import gather_all, is_alone, on_all, share_of
 from shardmath_torch.checkpoints.states.memory import (
-    Spot,
+    MemorySpot,
     check_shaped,
     find_meetings,
     has_same_bits,
@@ -44,7 +44,7 @@ from shardmath_torch.tensors.dtensors.dtensor import Ask, local_of
 from shardmath_torch.tensors.dtensors.modules import lay_out
 from shardmath_torch.tensors.dtensors.placements import Shape
 from shardmath_torch.tensors.parts.checkpointable import (
-    Boxes,
+    LocalRuns,
     is_checkpointable,
     keep_boxes,
     read_boxes,
@@ -53,7 +53,7 @@ from shardmath_torch.tensors.parts.checkpointable import (
 __all__ = [
     "Description",
     "Model",
-    "Slot",
+    "ModuleSlot",
     "agree_on_model",
     "ask_group",
     "check_one_value",
@@ -68,7 +68,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What wrappers put into names, between dots."""
 
 
-class Slot(NamedTuple):
+class ModuleSlot(NamedTuple):
     """Memory of this rank, and the layout of the tensor that it is part of."""
 
     local: Tensor
@@ -112,7 +112,7 @@ def _describe_tensor(name: str, tensor: Tensor) -> str:
 class Model(NamedTuple):
     """A module: slots by first name, extra states, all names by first name, first names of parameters by id."""
 
-    slots: dict[str, Slot]
+    slots: dict[str, ModuleSlot]
     extra: dict[str, Extra]
     names: dict[str, list[str]]
     parameters: dict[int, str]
@@ -227,7 +227,7 @@ def model_of(
     slots = {}
     for name in names:
         if name in tensors:
-            slots[name] = Slot(local_part(name, tensors[name]), layouts[name])
+            slots[name] = ModuleSlot(local_part(name, tensors[name]), layouts[name])
     return Model(slots, extra, names, first)
 
 
@@ -274,7 +274,7 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
 
     All ranks are known to have both under the same names. Raises CheckpointError where one is gone.
     """
-    mine: dict[str, Shape | Boxes] = {}
+    mine: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             mine[name] = tuple(local_of(tensor).shape)
@@ -326,7 +326,7 @@ def check_slots(model: Model) -> None:
 
     Slots that are one tensor take one value (`check_one_value`); parts of one buffer that do not meet are apart.
     """
-    names: dict[Spot | None, str] = {}
+    names: dict[MemorySpot | None, str] = {}
     for name, slot in model.slots.items():
         why = say_unwritable(slot.local)
         if why:
@@ -342,7 +342,7 @@ def check_slots(model: Model) -> None:
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
     """Raises CheckpointError where slots are one tensor, and several values of it were found, by prefix and name."""
-    firsts: dict[Spot, str] = {}
+    firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)
         if spot is None or prefix + name not in found:

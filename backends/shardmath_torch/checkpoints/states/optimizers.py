@@ -33,14 +33,14 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import (
     Entries,
     Entry,
-    Group,
     Like,
     Own,
+    SavedGroup,
     Value,
     check_key,
 )
 from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
-from shardmath_torch.checkpoints.states.modules import Model, Slot
+from shardmath_torch.checkpoints.states.modules import Model, ModuleSlot
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
@@ -87,8 +87,8 @@ class ParameterGroup(NamedTuple):
 class OptimizerState(NamedTuple):
     """What optimizers hold: slots of tensors by parameter and key, groups, and an entry for each value."""
 
-    slots: dict[tuple[str, str], Slot]
-    groups: tuple[Group, ...] | None
+    slots: dict[tuple[str, str], ModuleSlot]
+    groups: tuple[SavedGroup, ...] | None
     entries: dict[str, Entries]
 
     @property
@@ -101,7 +101,7 @@ class Elsewhere(NamedTuple):
     """What other ranks say of parameters that are not here: entries of their state, and the groups they are in."""
 
     entries: Mapping[str, Entries]
-    groups: tuple[Group, ...]
+    groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
         """The options of each parameter that is told of."""
@@ -191,7 +191,7 @@ def _name_of(model: Model, parameter: Tensor) -> str:
     return model.parameters[id(parameter)]
 
 
-def name_trained(groups: Iterable[Group | ParameterGroup]) -> tuple[str, ...]:
+def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ...]:
     """The names of all parameters of the groups."""
     return tuple(name for group in groups for name in group.parameters)
 
@@ -238,8 +238,8 @@ def describe_optimizers(
 
     Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
     """
-    slots: dict[tuple[str, str], Slot] = {}
-    groups: list[Group] = []
+    slots: dict[tuple[str, str], ModuleSlot] = {}
+    groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
     told = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
@@ -257,7 +257,7 @@ def describe_optimizers(
 
 def _split(
     model: Model, group: ParameterGroup, told: Mapping[str, Mapping[str, object]]
-) -> list[Group]:
+) -> list[SavedGroup]:
     """The group as it is saved: its parameters by their options, which of those that are not here are as told."""
     own: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
     named: dict[int, list[str]] = {}
@@ -267,28 +267,30 @@ def _split(
         options[id(its)] = its
         named.setdefault(id(its), []).append(name)
     if not named:
-        return [Group((), own)]
-    return [Group(tuple(names), options[key]) for key, names in named.items()]
+        return [SavedGroup((), own)]
+    return [SavedGroup(tuple(names), options[key]) for key, names in named.items()]
 
 
 def _list_slots(
     name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
-) -> dict[tuple[str, str], Slot]:
+) -> dict[tuple[str, str], ModuleSlot]:
     """The slots of the tensors among what is held for a parameter that has this layout."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
             local = local_part(f"{name}.{key}", held[key])
-            slots[name, key] = Slot(local, lay_out_state(entry, parameter))
+            slots[name, key] = ModuleSlot(local, lay_out_state(entry, parameter))
     return slots
 
 
-def _list_empty(name: str, entries: Entries, parameter: Layout) -> dict[tuple[str, str], Slot]:
+def _list_empty(
+    name: str, entries: Entries, parameter: Layout
+) -> dict[tuple[str, str], ModuleSlot]:
     """The slots of the tensors that other ranks hold for a parameter that has this layout."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
-            slots[name, key] = Slot(torch.empty(0), lay_out_state(entry, parameter))
+            slots[name, key] = ModuleSlot(torch.empty(0), lay_out_state(entry, parameter))
     return slots
 
 

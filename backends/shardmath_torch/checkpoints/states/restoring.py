@@ -28,7 +28,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Index, Like, Own, Value
 from shardmath_torch.checkpoints.states.matching import Goal
 from shardmath_torch.checkpoints.states.memory import (
-    Spot,
+    MemorySpot,
     can_fill,
     fill,
     find_crowded,
@@ -51,7 +51,7 @@ from shardmath_torch.groups.dtypes import dtype_of
 
 __all__ = [
     "Free",
-    "Job",
+    "ReadJob",
     "OptionsPlan",
     "check_fillable",
     "find_free",
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """One thing to read: its flat name here and in the checkpoint, its layout, and what puts it where it belongs."""
 
     here: str
@@ -77,8 +77,8 @@ class Job(NamedTuple):
 class Free(NamedTuple):
     """Where optimizers' tensors lie that have their cells to themselves; options, also if several are one tensor."""
 
-    states: frozenset[Spot]
-    options: frozenset[Spot]
+    states: frozenset[MemorySpot]
+    options: frozenset[MemorySpot]
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
@@ -140,7 +140,7 @@ def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _keeps_memory(held: Tensor, free: frozenset[Spot]) -> bool:
+def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
     """Whether values go where the tensor lies."""
     if not can_fill(held):
         return False
@@ -162,17 +162,17 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 # Jobs
 
 
-def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[Job]:
+def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
     """What to read for the module's slots and extra states."""
     for name, kept in stored.items():
         here = f"model.{name}"
         there = f"model.{kept}"
         if name in model.slots:
             slot = model.slots[name]
-            yield Job(here, there, slot.layout, partial(fill, slot.local))
+            yield ReadJob(here, there, slot.layout, partial(fill, slot.local))
         else:
             put = partial(_set_extra, model.extra[name], saved.extra[kept])
-            yield Job(here, there, None, put)
+            yield ReadJob(here, there, None, put)
 
 
 def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
@@ -182,7 +182,7 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
-) -> Iterator[Job]:
+) -> Iterator[ReadJob]:
     """What to read for the optimizers' tensors."""
     for goal in goals:
         for name, entries in goal.entries.items():
@@ -193,7 +193,7 @@ def list_state_jobs(
                 there = f"optim.state.{stored[name]}.{key}"
                 layout = lay_out_state(entry, model.slots[name].layout)
                 put = partial(_put_state, goal, name, key, entry, free)
-                yield Job(here, there, layout, put)
+                yield ReadJob(here, there, layout, put)
 
 
 def _put_state(
@@ -270,7 +270,7 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
 
 
 def _place_option(
-    held: object, value: object, filled: frozenset[Spot], copies: list[tuple[Tensor, Tensor]]
+    held: object, value: object, filled: frozenset[MemorySpot], copies: list[tuple[Tensor, Tensor]]
 ) -> object:
     """The value; in place of its tensors, in tuples and lists too, those that are there and take it."""
     if isinstance(value, Tensor) and _takes_values(held, filled):
@@ -284,9 +284,9 @@ def _place_option(
     return rebuild(value, map(place, held, value))
 
 
-def _find_agreed(goals: Sequence[Goal]) -> set[Spot | None]:
+def _find_agreed(goals: Sequence[Goal]) -> set[MemorySpot | None]:
     """The spots of options that are to have one value, in however many groups."""
-    wanted: dict[Spot | None, list[object]] = {}
+    wanted: dict[MemorySpot | None, list[object]] = {}
     for goal in goals:
         for key, option in goal.group.options.items():
             if key in UNVALUED:
@@ -308,7 +308,7 @@ def _is_one_value(values: Sequence[object]) -> bool:
     return True
 
 
-def _takes_values(held: object, filled: frozenset[Spot]) -> TypeGuard[Tensor]:
+def _takes_values(held: object, filled: frozenset[MemorySpot]) -> TypeGuard[Tensor]:
     """Whether an option is a tensor, whole on this rank, that keeps its memory."""
     if not isinstance(held, Tensor):
         return False
@@ -345,7 +345,7 @@ def _list_defaults(goals: Iterable[Goal]) -> Iterator[dict[str, Any]]:
     yield from found.values()
 
 
-def _clone_touched(value: object, touched: set[Spot]) -> object:
+def _clone_touched(value: object, touched: set[MemorySpot]) -> object:
     """The value, with tensors of its own in place of those that are touched."""
     if isinstance(value, Tensor):
         return value.clone() if spot_of(value) in touched else value
@@ -361,7 +361,7 @@ def _clone_touched(value: object, touched: set[Spot]) -> object:
 
 def restore(
     model: Model,
-    jobs: Sequence[Job],
+    jobs: Sequence[ReadJob],
     goals: Sequence[Goal],
     options: OptionsPlan,
     found: Mapping[str, Tensor],

@@ -24,7 +24,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import SAME, gather_all, is_alone, on_all, share_of
 from shardmath_torch.checkpoints.states.index import (
     Entries,
-    Group,
+    SavedGroup,
     read_entries,
     read_groups,
     write_entries,
@@ -124,7 +124,7 @@ def _tell(
     said = on_all("describe what lies on meshes apart", say, group)
     _, count = share_of(group)
     entries: dict[str, Entries] = {}
-    groups: list[Group] = []
+    groups: list[SavedGroup] = []
     for one in gather_all("tell what lies on it alone", said, count, group):
         entries |= read_entries(one["entries"])
         groups += read_groups(one["groups"])
@@ -145,17 +145,17 @@ def _say_names(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
     """The same, of names alone."""
-    groups = [Group(tuple(group.parameters), {}) for group in find_groups(model, optimizer)]
+    groups = [SavedGroup(tuple(group.parameters), {}) for group in find_groups(model, optimizer)]
     return {"entries": {}, "groups": write_groups(_keep_told(groups, firsts))}
 
 
-def _keep_told(groups: Iterable[Group], firsts: Mapping[str, int | None]) -> list[Group]:
+def _keep_told(groups: Iterable[SavedGroup], firsts: Mapping[str, int | None]) -> list[SavedGroup]:
     """The groups with those parameters alone of which this rank tells the others."""
     kept = []
     for group in groups:
         names = tuple(name for name in group.parameters if _is_told(name, firsts))
         if names:
-            kept.append(Group(names, group.options))
+            kept.append(SavedGroup(names, group.options))
     return kept
 
 

@@ -60,8 +60,8 @@ from shardmath_torch.checkpoints.states.optimizers import (
     name_trained,
 )
 from shardmath_torch.checkpoints.states.restoring import (
-    Job,
     OptionsPlan,
+    ReadJob,
     check_fillable,
     find_free,
     list_module_jobs,
@@ -219,7 +219,7 @@ class _Matched(NamedTuple):
 
     unmatched: Unmatched
     goals: list[Goal]
-    jobs: list[Job]
+    jobs: list[ReadJob]
     options: OptionsPlan
     trained: tuple[str, ...] | None
     """The names of parameters that optimizers have here, None without an optimizer."""

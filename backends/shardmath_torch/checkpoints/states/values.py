@@ -271,7 +271,7 @@ def as_bytes(tensor: Tensor) -> bytes:
     return array.tobytes()
 
 
-class Kind(NamedTuple):
+class StateKind(NamedTuple):
     """What an extra state may be: the types, and what makes one of a tensor of bytes again."""
 
     types: tuple[type, ...]
@@ -279,10 +279,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "tensor": Kind((Tensor,), Tensor.clone),
-    "file": Kind((io.BytesIO,), lambda data: io.BytesIO(as_bytes(data))),
-    "bytes": Kind((bytes, bytearray, memoryview), as_bytes),
-    "none": Kind((type(None),), lambda data: None),
+    "tensor": StateKind((Tensor,), Tensor.clone),
+    "file": StateKind((io.BytesIO,), lambda data: io.BytesIO(as_bytes(data))),
+    "bytes": StateKind((bytes, bytearray, memoryview), as_bytes),
+    "none": StateKind((type(None),), lambda data: None),
 }
 """By the word that the checkpoint keeps."""
 

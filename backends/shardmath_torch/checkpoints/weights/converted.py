@@ -18,7 +18,7 @@ from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 from shardmath_torch.checkpoints.weights.quantised import find_scales
-from shardmath_torch.tensors.conversions.saved import Part, find_parts, record_conversion
+from shardmath_torch.tensors.conversions.saved import SavedPart, find_parts, record_conversion
 
 __all__ = ["add_converted"]
 
@@ -34,7 +34,7 @@ def add_converted(
     recorded = record_conversion(module, shapes)
     if recorded is None:
         return checkpoint
-    by_tensor: dict[str, list[Part]] = {}
+    by_tensor: dict[str, list[SavedPart]] = {}
     for part in find_parts(recorded):
         by_tensor.setdefault(part.tensor, []).append(part)
     tensors = dict(checkpoint.tensors)
@@ -46,7 +46,7 @@ def add_converted(
 
 
 def _put_together(
-    checkpoint: Checkpoint, name: str, parts: Sequence[Part], format: Format | None
+    checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart], format: Format | None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """The tensor, and its scales in that format if the parts have scales, by stored name."""
     tensor = _join(checkpoint, name, parts)
@@ -62,7 +62,7 @@ def _put_together(
         return
 
 
-def _join(checkpoint: Checkpoint, name: str, parts: Sequence[Part]) -> StoredTensor:
+def _join(checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart]) -> StoredTensor:
     """The tensor in the boxes of its parts."""
     first = checkpoint[parts[0].name]
     boxes: list[StoredBox] = []
@@ -77,7 +77,9 @@ def _join(checkpoint: Checkpoint, name: str, parts: Sequence[Part]) -> StoredTen
     return StoredTensor(shape, first.dtype, tuple(boxes))
 
 
-def _lift(checkpoint: Checkpoint, part: Part, pieces: Iterable[StoredBox]) -> Iterator[StoredBox]:
+def _lift(
+    checkpoint: Checkpoint, part: SavedPart, pieces: Iterable[StoredBox]
+) -> Iterator[StoredBox]:
     """The stored boxes of a part as boxes of the larger tensor: the same bytes."""
     for piece in pieces:
         if piece.archive:
@@ -92,7 +94,11 @@ def _lift(checkpoint: Checkpoint, part: Part, pieces: Iterable[StoredBox]) -> It
 
 
 def _join_scales(
-    checkpoint: Checkpoint, tensor: StoredTensor, name: str, parts: Sequence[Part], format: Format
+    checkpoint: Checkpoint,
+    tensor: StoredTensor,
+    name: str,
+    parts: Sequence[SavedPart],
+    format: Format,
 ) -> StoredTensor:
     """The scales `name` of the tensor, in the boxes of those of its parts. Raises FormatError where a block is cut."""
     found = []
@@ -105,5 +111,5 @@ def _join_scales(
         of_blocks = format.blocks.scale_slice(index, tensor.shape, part.name)
         box = tuple((cut.start, cut.stop) for cut in of_blocks if isinstance(cut, slice))
         shape = tuple(box[d][1] - box[d][0] for d in part.kept)
-        found.append(Part(scales, shape, name, box, part.kept))
+        found.append(SavedPart(scales, shape, name, box, part.kept))
     return _join(checkpoint, name, found)

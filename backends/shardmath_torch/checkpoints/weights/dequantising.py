@@ -20,14 +20,14 @@ from torch import Tensor
 
 from shardmath.base.arrays import Ints
 from shardmath_torch.checkpoints.safetensors.slices import Slices, list_boxes, make_zeros
-from shardmath_torch.checkpoints.weights.quantised import E8M0, Quantised
+from shardmath_torch.checkpoints.weights.quantised import E8M0, QuantisedRead
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats import quantising
 
 __all__ = ["dequantise"]
 
 
-def dequantise(one: Quantised, data: Tensor, scales: Tensor, rank: int) -> Tensor:
+def dequantise(one: QuantisedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
     """The rank's local tensor, of the module's type, from what it has read."""
     out = make_zeros(one.layout, rank)
     factors = _read_scales(scales, one.format.parts[1].dtype)

@@ -35,7 +35,7 @@ from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.checkpoints.weights.converted import add_converted
 from shardmath_torch.checkpoints.weights.dequantising import dequantise
 from shardmath_torch.checkpoints.weights.quantised import (
-    Quantised,
+    QuantisedRead,
     check_format,
     find_scales,
     pair,
@@ -55,9 +55,9 @@ class _Weights(NamedTuple):
     checkpoint: Checkpoint
     layouts: dict[str, Layout]
     stored: dict[str, str]
-    quantised: dict[str, Quantised]
+    quantised: dict[str, QuantisedRead]
 
-    def add(self, one: Quantised) -> None:
+    def add(self, one: QuantisedRead) -> None:
         """A tensor that is read as data and scales."""
         self.quantised[one.name] = one
         self.layouts.update(one.reads())
@@ -148,7 +148,7 @@ def _choose_type(layout: Layout, stored: str) -> Layout:
 
 def _find_quantised(
     weights: _Weights, name: str, layout: Layout, format: Format | None
-) -> Quantised | None:
+) -> QuantisedRead | None:
     """The tensor with its scales; None where it has none, or is wanted as it is stored."""
     checkpoint = weights.checkpoint
     stored = weights.stored[name]
@@ -177,7 +177,7 @@ def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]
     return next((name for name in candidates if name in found), candidates[0])
 
 
-def _dequantise(quantised: Mapping[str, Quantised], found: dict[str, Tensor]) -> None:
+def _dequantise(quantised: Mapping[str, QuantisedRead], found: dict[str, Tensor]) -> None:
     """Puts numbers in the place of data, tensor by tensor, and drops the scales."""
     rank = rank_or_0()
     for name, one in quantised.items():

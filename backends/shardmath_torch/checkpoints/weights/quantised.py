@@ -21,7 +21,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.loading import has_same_bytes
 from shardmath_torch.checkpoints.stored import Checkpoint
 
-__all__ = ["E8M0", "Quantised", "check_format", "find_scales", "pair", "say_scaled"]
+__all__ = ["E8M0", "QuantisedRead", "check_format", "find_scales", "pair", "say_scaled"]
 
 SUFFIXES = "_scale_inv", "_scale"
 """What scales are called, behind the name of their data."""
@@ -33,7 +33,7 @@ NUMBERS = "float32", "bfloat16", "float16", *BYTES
 """What scales of float32 may be stored as."""
 
 
-class Quantised(NamedTuple):
+class QuantisedRead(NamedTuple):
     """A tensor that is stored as data and scales: its layout in the module, and the layouts of what is read."""
 
     name: str
@@ -88,7 +88,7 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
-) -> Quantised:
+) -> QuantisedRead:
     """The tensor that is stored under these two names. Raises CheckpointError where they do not fit the format."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
@@ -108,6 +108,6 @@ def pair(
     scale_layout = format.scale_layout(layout, name, duplicated=True)
     # Bytes are read as bytes; numbers as they are stored, and converted then.
     read_as = scale_part.dtype if as_bytes else found.dtype
-    return Quantised(
+    return QuantisedRead(
         name, format, layout, cast(layout, data_part.dtype), cast(scale_layout, read_as), scales
     )

@@ -33,7 +33,7 @@ from shardmath_torch.moves.commits.entry import Entry, commit_entries, word_end
 from shardmath_torch.moves.observing.laps import COMMITTED
 from shardmath_torch.moves.observing.stopwatch import Ledger
 
-__all__ = ["Block", "HasMember", "Member", "block_of", "commit"]
+__all__ = ["CommitBlock", "HasMember", "Member", "block_of", "commit"]
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -64,7 +64,7 @@ class HasMember(Protocol):
         """The mover as blocks see it."""
 
 
-class Block:
+class CommitBlock:
     """The moves of one commit on this rank; those `named` have to be made, none is where all may."""
 
     def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
@@ -147,13 +147,13 @@ class _Here(threading.local):
     """The blocks that the calling thread is in."""
 
     def __init__(self) -> None:
-        self.blocks: WeakKeyDictionary[compat.Group, Block] = WeakKeyDictionary()
+        self.blocks: WeakKeyDictionary[compat.Group, CommitBlock] = WeakKeyDictionary()
 
 
 _here = _Here()
 
 
-def block_of(group: compat.Group) -> Block | None:
+def block_of(group: compat.Group) -> CommitBlock | None:
     """The block of the group that the calling thread is in. Raises ExchangeError where that has come to nothing."""
     block = _here.blocks.get(group)
     if block is not None and block.was_refused:
@@ -181,7 +181,7 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
     turns = turns_of(group)
     # Leaving it by that error would break the group in the middle of the move.
     turns.refuse_nested()
-    block = Block(turns, named)
+    block = CommitBlock(turns, named)
     _here.blocks[group] = block
     try:
         try:
@@ -196,7 +196,7 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
         block.close()
 
 
-def _join(group: compat.Group, block: Block, timeout: float | None) -> Party:
+def _join(group: compat.Group, block: CommitBlock, timeout: float | None) -> Party:
     """This rank in the group, for the end of the block."""
     limit = block.timeout if timeout is None else timeout
     grace = min(LONGEST_GRACE_S, limit / 5)
@@ -225,7 +225,7 @@ def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dic
     return compat.group_of(groups.pop()), named
 
 
-def _leave(party: Party, block: Block, error: BaseException) -> None:
+def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
     """Let the others know that this rank has left the block, unless they do."""
     if block.was_refused or party.turns.broken:
         return
@@ -241,7 +241,7 @@ def _leave(party: Party, block: Block, error: BaseException) -> None:
         error.add_note(f"smt.commit: {message_of(told)}")
 
 
-def _end(party: Party, block: Block) -> None:
+def _end(party: Party, block: CommitBlock) -> None:
     """Promise all that was moved, and put it in place."""
     if block.was_refused:
         raise ExchangeError("a call in this smt.commit was refused: nothing in it is committed")

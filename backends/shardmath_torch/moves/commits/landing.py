@@ -18,7 +18,7 @@ from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.groups.agreement.turns import Turns
-from shardmath_torch.moves.commits.blocks import Block, Member
+from shardmath_torch.moves.commits.blocks import CommitBlock, Member
 from shardmath_torch.moves.commits.entry import Entry, Standing, commit_entries, word_end, word_torn
 from shardmath_torch.moves.commits.shadows import Pair, put_in_place
 
@@ -47,9 +47,9 @@ class Landing:
     standing: Standing = field(default_factory=Standing)
     former: int = 0
     _left: str = ""
-    _block: Block | None = None
+    _block: CommitBlock | None = None
 
-    def word_waiting(self, block: Block | None) -> str:
+    def word_waiting(self, block: CommitBlock | None) -> str:
         """Where what came in another block waits beside destinations for its end, why nothing else may; else ""."""
         other = self._block
         if other is None or other is block or not other.is_open:
@@ -57,7 +57,7 @@ class Landing:
         what = "this mover has moved in a smt.commit that this or another thread has not left"
         return f"{what}; go on after it, or compile the plan once more"
 
-    def check_free(self, block: Block | None) -> None:
+    def check_free(self, block: CommitBlock | None) -> None:
         """Raise ExchangeError where what came in another block waits."""
         waiting = self.word_waiting(block)
         if waiting:
@@ -72,7 +72,12 @@ class Landing:
         return Landing(self.is_beside, standing, former)
 
     def commit(
-        self, party: Party, mine: Ballot, arrival: Arrival, member: Member, block: Block | None
+        self,
+        party: Party,
+        mine: Ballot,
+        arrival: Arrival,
+        member: Member,
+        block: CommitBlock | None,
     ) -> None:
         """Put in place what has arrived, and what is made of it: on all ranks or on none, now or with the block.
 

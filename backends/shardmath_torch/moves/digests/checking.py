@@ -25,7 +25,7 @@ from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.digests.comparing import bound_sides, find_odd_replica
 from shardmath_torch.moves.digests.sides import (
     AllShares,
-    Side,
+    DigestSide,
     count_shares,
     divide_shares,
     gather_numbers,
@@ -68,8 +68,8 @@ class Check:
     """A rank's tensors on both sides of a move that is compared."""
 
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
-        self._src = Side(plan.src, rank, src)
-        self._dst = Side(plan.dst, rank, dst)
+        self._src = DigestSide(plan.src, rank, src)
+        self._dst = DigestSide(plan.dst, rank, dst)
         self._shares: list[int] = []
 
     def begin(self) -> None:

@@ -23,7 +23,7 @@ from shardmath.values.digests.shares import (
     word_unlike,
 )
 from shardmath_torch.groups.agreement.party import Party
-from shardmath_torch.moves.digests.sides import Side, gather_numbers
+from shardmath_torch.moves.digests.sides import DigestSide, gather_numbers
 
 __all__ = ["bound_sides", "find_odd_replica"]
 
@@ -32,7 +32,7 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 
 
 def find_odd_replica(
-    party: Party, side: Side, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
+    party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
     """What to say of the first tensor whose replicas differ; "" where all are alike. Raises PeerFailure."""
     for name, windows in side.windows.items():
@@ -42,7 +42,7 @@ def find_odd_replica(
     return ""
 
 
-def _bound_unlike(party: Party, side: Side, name: str, unlike: Unlike) -> Box:
+def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> Box:
     """The box in which a replica differs from the first holder's."""
     windows = side.windows[name]
     ends = []
@@ -55,7 +55,7 @@ def _bound_unlike(party: Party, side: Side, name: str, unlike: Unlike) -> Box:
     return _bound(party, hull(list_patches(windows)[unlike.patch]), ends)
 
 
-def bound_sides(party: Party, name: str, sides: Sequence[Side]) -> Box:
+def bound_sides(party: Party, name: str, sides: Sequence[DigestSide]) -> Box:
     """The box in which two sides of a tensor differ. Raises PeerFailure."""
     ends = []
     for side in sides:
@@ -63,7 +63,7 @@ def bound_sides(party: Party, name: str, sides: Sequence[Side]) -> Box:
     return _bound(party, full(sides[0].windows[name][0].shape), ends)
 
 
-def _weigh(side: Side, name: str, portions: Sequence[Portion]) -> _Weigher:
+def _weigh(side: DigestSide, name: str, portions: Sequence[Portion]) -> _Weigher:
     return lambda boxes: side.weigh(name, portions, boxes) if portions else [0] * len(boxes)
 
 

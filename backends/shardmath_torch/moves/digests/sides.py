@@ -24,7 +24,7 @@ from shardmath.values.digests.weighing import NUMPY, Array, Library
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.digests.library import see
 
-__all__ = ["AllShares", "Side", "count_shares", "divide_shares", "gather_numbers"]
+__all__ = ["AllShares", "DigestSide", "count_shares", "divide_shares", "gather_numbers"]
 
 AllShares: TypeAlias = dict[str, Shares]
 """Every rank's shares, by tensor."""
@@ -34,7 +34,7 @@ PIECE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DigestSide:
     """This rank's tensors of a side, by local name, and how all ranks hold each."""
 
     windows: Mapping[str, Windows]

@@ -25,9 +25,9 @@ from shardmath_torch.moves.exchange.endpoints import (
     set_apart,
 )
 from shardmath_torch.moves.exchange.rounds import Rounds
-from shardmath_torch.moves.exchange.staging import Block, staging_of
+from shardmath_torch.moves.exchange.staging import StagingBlock, staging_of
 from shardmath_torch.moves.exchange.task import Task
-from shardmath_torch.moves.exchange.views import Staged, Views, divide, fill
+from shardmath_torch.moves.exchange.views import MoveViews, Staged, divide, fill
 from shardmath_torch.moves.observing.laps import FOLDED
 from shardmath_torch.moves.observing.stopwatch import Stopwatch
 
@@ -47,9 +47,9 @@ class Exchange:
         self._staging = staging_of(task.group, torch.device("cpu"))
         self._needed = 0
         self._held: tuple[Tensors, Tensors] | None = None
-        self._views: Views | None = None
+        self._views: MoveViews | None = None
         # Of a block that a larger one replaces nothing is kept.
-        self._staged: WeakKeyDictionary[Block, Staged] = WeakKeyDictionary()
+        self._staged: WeakKeyDictionary[StagingBlock, Staged] = WeakKeyDictionary()
         self.begun: int | None = 0
 
     @functools.cached_property
@@ -132,16 +132,16 @@ class Exchange:
         """So many steps have begun: not known where another device carries out what it was told."""
         self.begun = steps if self._task.wire.device.type == "cpu" else None
 
-    def _find_views(self, src: Tensors, dst: Tensors, block: Block) -> Views:
+    def _find_views(self, src: Tensors, dst: Tensors, block: StagingBlock) -> MoveViews:
         """The tensors and staging of a move; those of the move before where both are the same."""
         staged = self._staged.get(block)
         if staged is None:
             staged = self._staged[block] = Staged(block.memory)
         held = self._held is not None and src is self._held[0] and dst is self._held[1]
         if not held:
-            return Views(src, dst, staged)
+            return MoveViews(src, dst, staged)
         if self._views is None or self._views.staged is not staged:
-            self._views = Views(src, dst, staged, held=True)
+            self._views = MoveViews(src, dst, staged, held=True)
         return self._views
 
 

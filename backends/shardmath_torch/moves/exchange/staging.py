@@ -23,11 +23,11 @@ from torch import Tensor
 
 from shardmath_torch.groups.compat import Group
 
-__all__ = ["Block", "Staging", "staging_of"]
+__all__ = ["StagingBlock", "Staging", "staging_of"]
 
 
 @dataclass(eq=False)
-class Block:
+class StagingBlock:
     """Memory, and what ends when the move that had it last has done with it: None where it has."""
 
     memory: Tensor
@@ -40,7 +40,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # Blocks are taken and given back in one step each, so that threads need no lock.
-        self._free: list[Block] = []
+        self._free: list[StagingBlock] = []
         self._lost: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class Staging:
             except IndexError:
                 return
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int) -> StagingBlock:
         """The latest free block if it is large enough, otherwise a new one in its place."""
         # Asking first whether there is one would let another thread take it in between.
         with contextlib.suppress(IndexError):
@@ -65,10 +65,10 @@ class Staging:
             # Let go of it before the larger one is made: both need not fit.
             del block
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return Block(memory)
+        return StagingBlock(memory)
 
     @contextlib.contextmanager
-    def lend(self, nbytes: int) -> Iterator[Block]:
+    def lend(self, nbytes: int) -> Iterator[StagingBlock]:
         """A block of at least so many bytes, which nobody else has meanwhile."""
         block = self._take(nbytes)
         try:

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from shardmath.plans.programs.messages import Round
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.transport import package_of
 from shardmath_torch.groups.agreement.wire import Wire
@@ -26,7 +26,7 @@ __all__ = ["Engine", "Task", "Transport", "transport_of"]
 class Task:
     """A rank's part, bound to a group and to the wire by which it reaches the others."""
 
-    part: Part
+    part: RankProgram
     group: compat.Group
     wire: Wire
 

@@ -32,7 +32,7 @@ from shardmath_torch.groups import dtypes
 from shardmath_torch.moves.exchange.endpoints import Endpoint, StridedView, select
 from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Send, Unpacking
 
-__all__ = ["Staged", "Typed", "Views", "divide", "fill"]
+__all__ = ["Staged", "Typed", "MoveViews", "divide", "fill"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -131,7 +131,7 @@ class Staged:
         return typed.as_strided(shape, row_major(shape), start // dtype.itemsize)
 
 
-class Views:
+class MoveViews:
     """One move's tensors and staging."""
 
     def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
@@ -142,7 +142,7 @@ class Views:
         self._copies: dict[tuple[str, int], _Copies] = {}
         self._bytes: dict[int, Tensor] = {}
 
-    def over(self, memory: Tensor) -> Views:
+    def over(self, memory: Tensor) -> MoveViews:
         """The same tensors, and this memory as staging."""
         apart = copy.copy(self)
         apart.staged = Staged(memory)

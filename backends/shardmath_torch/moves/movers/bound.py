@@ -13,7 +13,7 @@ from shardmath_torch.moves.movers.calls import Call
 from shardmath_torch.moves.movers.carriers import Carrier
 from shardmath_torch.moves.movers.stages import Stages
 
-__all__ = ["Bound"]
+__all__ = ["BoundTensors"]
 
 
 class _Held(NamedTuple):
@@ -28,7 +28,7 @@ class _Held(NamedTuple):
         return src is self.src and out is self.out
 
 
-class Bound:
+class BoundTensors:
     """What a rank has bound for moves by a plan."""
 
     def __init__(self, plan: Movable, rank: int) -> None:

@@ -14,7 +14,7 @@ from shardmath_torch.moves.digests.checking import check_checkable
 from shardmath_torch.moves.exchange.local import Local, Tensors
 from shardmath_torch.moves.observing.bars import Progress, check_progress
 
-__all__ = ["EVERY", "ONCE", "Call", "Checked", "Kind", "check_call", "keep"]
+__all__ = ["EVERY", "ONCE", "Call", "Checked", "CallKind", "check_call", "keep"]
 
 EVERY, ONCE = "every", "once"
 """How often ranks agree: before every move, or before the first of its kind."""
@@ -32,7 +32,7 @@ def keep(given: _T) -> _T | dict[Any, Any]:
     return given
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What all ranks must do alike in a move, but for its number and purpose."""
 
     word: str
@@ -86,11 +86,11 @@ class Call(NamedTuple):
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))
 
-    def kind(self, word: str, in_block: bool) -> Kind:
+    def kind(self, word: str, in_block: bool) -> CallKind:
         """What others must do alike. Of what means nothing it says nothing: that is objected to."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
-        return Kind(word, acknowledge, check, in_block)
+        return CallKind(word, acknowledge, check, in_block)
 
 
 class Checked(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from shardmath.plans.programs.messages import Round
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 from shardmath_torch.moves.commits.shadows import Shadows, put_in_place
 from shardmath_torch.moves.exchange.local import Tensors
 from shardmath_torch.moves.exchange.memory import mark_written
@@ -60,7 +60,7 @@ class Carrier(Protocol):
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Carry them; each thing that is done is a lap. Raises PeerFailure."""
 
-    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
+    def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
         """One for a part of the same tensors, by the engine that is made of this one's; None where there is none."""
 
     def let_go(self) -> None:
@@ -79,13 +79,13 @@ class Carrier(Protocol):
 class Whole:
     """Carries all bytes; beside the destinations that have shadows."""
 
-    def __init__(self, part: Part, engine: Engine, shadows: Shadows | None = None) -> None:
+    def __init__(self, part: RankProgram, engine: Engine, shadows: Shadows | None = None) -> None:
         self._part = part
         self._engine = engine
         self._shadows = shadows
         self._into: Tensors = {}
 
-    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> Whole:
+    def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Whole:
         kept = Whole(part, make_engine(self._engine), self._shadows)
         kept._into = self._into
         return kept
@@ -150,7 +150,7 @@ class Whole:
         pass
 
 
-def make_shadows(part: Part, own: frozenset[str]) -> Shadows:
+def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
     """Memory beside a rank's destinations, but for those that are nobody's but our `own`."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

@@ -31,7 +31,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import set_pace
-from shardmath.plans.programs.part import INFLIGHT_BYTES, Outline, Part, outline_part
+from shardmath.plans.programs.part import INFLIGHT_BYTES, Outline, RankProgram, outline_part
 from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
@@ -202,7 +202,7 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
 class _Made(NamedTuple):
     """What this rank does, and what carries it; `keeps_bound` is that of `Ready`."""
 
-    part: Part
+    part: RankProgram
     carrier: Carrier
     keeps_bound: bool
 
@@ -328,7 +328,7 @@ def _limit_of(asked: _Asked) -> int:
     return limit
 
 
-def _make_carrier(party: Party, asked: _Asked, part: Part) -> Carrier:
+def _make_carrier(party: Party, asked: _Asked, part: RankProgram) -> Carrier:
     """What carries the part, on tensors of which nothing is known."""
     task = Task(part, party.group, party.wire)
     engine = transport_of(party.group).ENGINES[asked.settings.engine](task)

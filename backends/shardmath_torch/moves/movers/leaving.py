@@ -14,7 +14,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.commits.landing import Landing
-from shardmath_torch.moves.movers.bound import Bound
+from shardmath_torch.moves.movers.bound import BoundTensors
 from shardmath_torch.moves.movers.carriers import Carrier
 from shardmath_torch.moves.movers.stages import Stages
 
@@ -60,7 +60,7 @@ class Leaving(Leaves):
 
     _party: Party
     _landing: Landing
-    _bound: Bound
+    _bound: BoundTensors
     _carrier: Carrier
     _stages: Stages
     _closed = False

@@ -35,14 +35,14 @@ from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import describe_crossing, name_given, word_objection
 from shardmath_torch.groups.agreement.turns import Unasked, check_thread, in_thread
 from shardmath_torch.groups.agreement.wire import PeerFailure
-from shardmath_torch.moves.commits.blocks import Block, Member, block_of
+from shardmath_torch.moves.commits.blocks import CommitBlock, Member, block_of
 from shardmath_torch.moves.commits.landing import Arrival, Landing
 from shardmath_torch.moves.commits.shadows import put_in_place
 from shardmath_torch.moves.digests.checking import Check
 from shardmath_torch.moves.exchange.local import Local, witness
 from shardmath_torch.moves.movers import stages
-from shardmath_torch.moves.movers.bound import Bound
-from shardmath_torch.moves.movers.calls import ONCE, Call, Checked, Kind, check_call
+from shardmath_torch.moves.movers.bound import BoundTensors
+from shardmath_torch.moves.movers.calls import ONCE, Call, CallKind, Checked, check_call
 from shardmath_torch.moves.movers.carriers import Arrived
 from shardmath_torch.moves.movers.handles import Handle, find_objection, start
 from shardmath_torch.moves.movers.leaving import Leaving
@@ -80,9 +80,9 @@ class Mover(Leaving):
         self._landing = self._landing.follow(ready.version)
         self._moves = 0
         self._ledger = ready.open_ledger()
-        self._agreed: set[Kind] = set()
+        self._agreed: set[CallKind] = set()
         if not ready.keeps_bound:
-            self._bound = Bound(self.plan, ready.party.rank)
+            self._bound = BoundTensors(self.plan, ready.party.rank)
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
@@ -237,7 +237,7 @@ class Mover(Leaving):
         if found:
             raise ExchangeError(found)
 
-    def _move(self, call: Call, block: Block | None, watch: Stopwatch) -> str:
+    def _move(self, call: Call, block: CommitBlock | None, watch: Stopwatch) -> str:
         """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
         watch.lap(laps.QUEUED)
         self.check_open()
@@ -274,7 +274,7 @@ class Mover(Leaving):
             self._carrier.forget()
         return found
 
-    def _agree(self, mine: Ballot, kind: Kind, patience: float | None) -> None:
+    def _agree(self, mine: Ballot, kind: CallKind, patience: float | None) -> None:
         """Vote, unless this was agreed on. Raises Refused where a rank objects, and PeerFailure."""
         if kind not in self._agreed:
             self._party.vote(mine, patience)
@@ -288,7 +288,7 @@ class Mover(Leaving):
             raise PeerFailure(self._party.rank, mine.objection)
 
     def _carry(
-        self, ready: Checked, held: bool, mine: Ballot, block: Block | None, watch: Stopwatch
+        self, ready: Checked, held: bool, mine: Ballot, block: CommitBlock | None, watch: Stopwatch
     ) -> None:
         """Carry the bytes, and put them in place."""
         carry = functools.partial(self._carrier.carry, ready.src, ready.dst, held, watch)
@@ -326,13 +326,13 @@ class Mover(Leaving):
         self._carrier.end()
         stages.end(self._stages)
 
-    def _make_ballot(self, call: Call, kind: Kind, ready: Checked) -> Ballot:
+    def _make_ballot(self, call: Call, kind: CallKind, ready: Checked) -> Ballot:
         """What this rank is about to do. Nothing in it is known to be what it should be, but for the objection."""
         claim = kind.claim(self._moves + 1, self._name)
         claim += in_thread(self.thread) if call.thread is None else call.thread
         return Ballot(claim, call.purpose, call.records_gradient, ready.objection)
 
-    def _check(self, call: Call, block: Block | None, watch: Stopwatch) -> Checked:
+    def _check(self, call: Call, block: CommitBlock | None, watch: Stopwatch) -> Checked:
         """What is to be moved, or what speaks against it.
 
         Nothing is raised: the other ranks wait for this one's vote, in which it objects.

@@ -17,7 +17,7 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.membership.keeping import compare, count_peers, follow
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import Pace
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.naming import name_given
@@ -36,7 +36,7 @@ class Former(NamedTuple):
     `objection` is what speaks against going on from here.
     """
 
-    part: Part
+    part: RankProgram
     carrier: Carrier
     device: torch.device
     peers: int
@@ -55,7 +55,7 @@ class Former(NamedTuple):
             return self.peers
         return max(self.peers, count_peers(self.part, plan))
 
-    def follow(self, plan: object, pace: Pace) -> Part | None:
+    def follow(self, plan: object, pace: Pace) -> RankProgram | None:
         """This rank's part of the plan; None where it has to be made anew."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
@@ -79,7 +79,7 @@ class Ready(NamedTuple):
 
     given: Plan | Transposed | Program
     party: Party
-    part: Part
+    part: RankProgram
     carrier: Carrier
     stages: tuple[Stage, ...]
     thread: str | None

@@ -22,7 +22,7 @@ from shardmath.base.arrays import Ints
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.plans.programs.messages import Round
-from shardmath.plans.programs.part import Part
+from shardmath.plans.programs.part import RankProgram
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.moves.exchange.local import Tensors, signature
 from shardmath_torch.moves.exchange.memory import mark_written
@@ -214,7 +214,7 @@ class Sparse:
         sends = [m for one in self._task.part.rounds for m in one.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
-    def keep(self, part: Part, make_engine: Callable[[Engine], Engine]) -> None:
+    def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
         """None: whoever has come back has nothing of what snapshots are of."""
 
     def let_go(self) -> None:

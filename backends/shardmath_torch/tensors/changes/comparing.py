@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardmath.base.arrays import Ints
 from shardmath.values.changes.boxes import unravel
-from shardmath.values.changes.windows import Window, make_window
+from shardmath.values.changes.windows import ChangedWindow, make_window
 from shardmath_torch.groups import dtypes
 from shardmath_torch.tensors.changes.differing import (
     BLOCK_BYTES,
@@ -55,7 +55,7 @@ class Changed(NamedTuple):
 class _Snapshot(NamedTuple):
     """What a tensor held in a box: which cells, and where its words begin among those of its size."""
 
-    window: Window
+    window: ChangedWindow
     size: int
     first: int
 

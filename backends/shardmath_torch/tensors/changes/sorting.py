@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardmath.base.arrays import Ints, begins
 from shardmath.plans.programs.messages import Message
-from shardmath.values.changes.routing import Asked, Senders, count_elements, find_hulls
+from shardmath.values.changes.routing import AskedCells, Senders, count_elements, find_hulls
 from shardmath_torch.groups import dtypes
 from shardmath_torch.tensors.changes.comparing import Changed
 from shardmath_torch.tensors.changes.packets import MOST_ELEMENTS, Some, count_bytes, list_sizes
@@ -108,7 +108,7 @@ class Outgoing:
     def _list_runs(self, changed: Sequence[Changed]) -> dict[int, list[_Run]]:
         """The elements of each piece that has some."""
         runs: dict[int, list[_Run]] = {}
-        asked = [Asked(one.key, one.cells) for one in changed]
+        asked = [AskedCells(one.key, one.cells) for one in changed]
         for cell, piece, element in self._senders.route(asked):
             first = begins(piece)
             numbers = piece[first].tolist()

@@ -24,7 +24,7 @@ from shardmath_torch.moves.exchange.engine import find_device
 from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Rounds, Send, Unpacking
 from shardmath_torch.moves.exchange.staging import staging_of
 from shardmath_torch.moves.exchange.task import Task
-from shardmath_torch.moves.exchange.views import Staged, Views
+from shardmath_torch.moves.exchange.views import MoveViews, Staged
 from shardmath_torch.moves.observing.stopwatch import Stopwatch
 from shardmath_torch.moves.observing.traffic import Traffic, count_traffic
 from shardmath_torch.tensors.changes.comparing import Changed
@@ -73,7 +73,7 @@ class Ends(NamedTuple):
 class _InPlace:
     """What comes is put in place as it comes."""
 
-    def __init__(self, views: Views) -> None:
+    def __init__(self, views: MoveViews) -> None:
         self.receive = views.receive
         self.keep = views.keep
         self.puts: list[Put] = []
@@ -87,7 +87,7 @@ class _InPlace:
 class _Beside:
     """What comes is put in place later, by `puts`."""
 
-    def __init__(self, views: Views) -> None:
+    def __init__(self, views: MoveViews) -> None:
         self._views = views
         self.puts: list[Put] = []
 
@@ -118,7 +118,7 @@ class _Beside:
 
         return Keep(source.message, copy)
 
-    def _set_apart(self, endpoint: Endpoint) -> tuple[Views, Tensor]:
+    def _set_apart(self, endpoint: Endpoint) -> tuple[MoveViews, Tensor]:
         """The same tensors, with staging of the message alone."""
         memory = self._views.staged.memory.new_empty(endpoint.message.nbytes)
         return self._views.over(memory), memory
@@ -130,7 +130,7 @@ class _Call(NamedTuple):
     given: Sorted
     counts: Sequence[Counts]
     parcels: _Parcels
-    views: Views
+    views: MoveViews
     placing: _InPlace | _Beside
 
 
@@ -191,7 +191,7 @@ class Walker:
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
-            views = Views(ends.src, ends.dst, Staged(block.memory))
+            views = MoveViews(ends.src, ends.dst, Staged(block.memory))
             placing = _Beside(views) if ends.is_beside else _InPlace(views)
             call = _Call(given, counts, parcels, views, placing)
             for one in self._steps:

@@ -26,7 +26,12 @@ from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.groups.agreement.transport import package_of
 from shardmath_torch.groups.agreement.turns import check_thread, in_thread
 from shardmath_torch.moves.digests.comparing import find_odd_replica
-from shardmath_torch.moves.digests.sides import Side, count_shares, divide_shares, gather_numbers
+from shardmath_torch.moves.digests.sides import (
+    DigestSide,
+    count_shares,
+    divide_shares,
+    gather_numbers,
+)
 from shardmath_torch.moves.exchange.local import Local, Tensors, Wanted, by_key, fits
 
 __all__ = ["digest"]
@@ -78,7 +83,7 @@ class _Given(NamedTuple):
     seed: int
 
 
-_Prepared: TypeAlias = tuple[Side, list[int]]
+_Prepared: TypeAlias = tuple[DigestSide, list[int]]
 """A side, and this rank's shares of it."""
 
 
@@ -115,7 +120,7 @@ def _prepare(party: Party, given: _Given) -> _Prepared:
     single = not isinstance(given.held, Mapping) and len(windows[""]) == 1
     held = _read_tensors(party.rank, windows, given.tensors, single)
     ordered = dict(sorted(windows.items()))
-    side = Side(ordered, party.rank, held, seed)
+    side = DigestSide(ordered, party.rank, held, seed)
     return side, side.list_shares()
 
 
@@ -143,7 +148,7 @@ def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
                 )
 
 
-def _word(side: Side) -> str:
+def _word(side: DigestSide) -> str:
     """What all ranks must say alike: which tensors, how they are held, and the seed."""
     held = [(name, tuple(map(holdings_digest, own))) for name, own in side.windows.items()]
     return f"{digest_text(held)[:24]}, seed={side.seed}"

@@ -2,14 +2,15 @@
 
 1. transformers keeps some models otherwise than it saves them, such as experts in a stack. Its own code that makes the
    one of the other is run once on tensors without data, and recorded.
-2. Where a saved tensor is a box of a module's, in its order, it is a `Part`: no data moves to make one of the other.
+2. Where a saved tensor is a box of a module's, in its order, it is a `SavedPart`: no data moves to make the one of the
+   other.
 
 >>> recorded = Recorded(
 ...     (("experts", (3, 2), "int64"),),
 ...     (Native("experts.1.weight", (2,), "int64", (Piece("experts", 0, 2, ((2, 1, 1),)),), "views", ""),),
 ... )
 >>> find_parts(recorded)
-[Part(name='experts.1.weight', shape=(2,), tensor='experts', box=((1, 2), (0, 2)), kept=(1,))]
+[SavedPart(name='experts.1.weight', shape=(2,), tensor='experts', box=((1, 2), (0, 2)), kept=(1,))]
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.refits.recording import record
 
-__all__ = ["Part", "find_parts", "record_conversion"]
+__all__ = ["SavedPart", "find_parts", "record_conversion"]
 
 _Shape: TypeAlias = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """A tensor of a checkpoint: its name and shape, and the box of a module's tensor that it is. It has the dimensions
     `kept` of the box; the others are 1 long.
     """
@@ -83,20 +84,20 @@ def _find_reversion(module: nn.Module) -> Any:
     return revert
 
 
-def find_parts(recorded: Recorded) -> list[Part]:
+def find_parts(recorded: Recorded) -> list[SavedPart]:
     """The saved tensors as parts of the module's. Raises StoreError for one that is not a box of one tensor."""
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]
 
 
-def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> Part:
+def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> SavedPart:
     if len(native.pieces) == 1 and not native.unwritten:
         (piece,) = native.pieces
         whole = shapes[piece.tensor]
         for kept in itertools.combinations(range(len(whole)), len(native.shape)):
             box = _find_box(piece, native.shape, kept, whole)
             if _lies_in(piece, box, whole):
-                return Part(native.name, native.shape, piece.tensor, box, kept)
+                return SavedPart(native.name, native.shape, piece.tensor, box, kept)
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     what = (
         f"transformers makes {native.name!r} of {tensors or 'nothing'}, not as a box of one tensor"

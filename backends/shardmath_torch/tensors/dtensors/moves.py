@@ -36,7 +36,7 @@ from shardmath_torch.moves.movers.compile import compile
 from shardmath_torch.moves.movers.mover import Mover, move_by
 from shardmath_torch.tensors.dtensors.devicemesh import group_for, world
 
-__all__ = ["SILENT", "Move", "Moves", "Said", "Used", "move_between", "weigh_plan"]
+__all__ = ["SILENT", "TensorMove", "Moves", "Said", "Used", "move_between", "weigh_plan"]
 
 MOST_BYTES = 64 << 20
 """About what the moves of a group may take on a rank, apart from staging."""
@@ -56,7 +56,7 @@ SILENT = Said()
 """A move of which nothing is said."""
 
 
-class Move(Protocol):
+class TensorMove(Protocol):
     """A compiled move of one tensor."""
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
@@ -82,7 +82,7 @@ class _Key(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    move: Move
+    move: TensorMove
     nbytes: int
     copies: bool
 
@@ -112,7 +112,7 @@ class Used(NamedTuple):
     kept: _Kept
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said = SILENT) -> str:
-        """Moves as `Move` does, and returns the move's name."""
+        """Moves as `TensorMove` does, and returns the move's name."""
         return self.moves.use(self.key, self.kept, src, out, said)
 
 
@@ -217,7 +217,7 @@ def _count_boxes(moved: Plan) -> Ints:
     return counts
 
 
-def _copy(moved: Plan) -> Move:
+def _copy(moved: Plan) -> TensorMove:
     """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
     rank = compat.my_rank()
     want, _ = wanted(moved, rank)

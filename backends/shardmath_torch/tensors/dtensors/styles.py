@@ -26,7 +26,7 @@ __all__ = [
     "Asked",
     "Division",
     "Fused",
-    "Style",
+    "TorchStyle",
     "StyleName",
     "check_styles",
     "match_parameters",
@@ -36,7 +36,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 """What tensor parallelism does to a parameter."""
 
 
-class Style(NamedTuple):
+class TorchStyle(NamedTuple):
     """The dimension divided of a weight and of a bias, None for none; which parameters of a module it is about."""
 
     weight: int | None
@@ -48,15 +48,15 @@ StyleName: TypeAlias = Literal[
     "column", "row", "replicate", "vocabulary", "row_norm", "softmax_offset"
 ]
 
-STYLES: dict[str, Style] = {
-    "column": Style(0, 0),  # output features
-    "row": Style(1, None),  # input features; the bias is for after the all-reduce
-    "replicate": Style(None, None, ("*",)),
-    "vocabulary": Style(0, 0),  # rows of an embedding
-    "row_norm": Style(
+STYLES: dict[str, TorchStyle] = {
+    "column": TorchStyle(0, 0),  # output features
+    "row": TorchStyle(1, None),  # input features; the bias is for after the all-reduce
+    "replicate": TorchStyle(None, None, ("*",)),
+    "vocabulary": TorchStyle(0, 0),  # rows of an embedding
+    "row_norm": TorchStyle(
         0, 0
     ),  # a norm of what goes into a row-parallel matrix: its features are divided
-    "softmax_offset": Style(0, 0, ("softmax_offset",)),  # an offset a head
+    "softmax_offset": TorchStyle(0, 0, ("softmax_offset",)),  # an offset a head
 }
 
 
@@ -168,7 +168,7 @@ def _match_first(
     return out
 
 
-def _look_up(style: AnyStyle) -> Style:
+def _look_up(style: AnyStyle) -> TorchStyle:
     """The style in the table; components are divided along dimension 0, as columns are."""
     return STYLES["column"] if isinstance(style, Fused) else STYLES[style]
 

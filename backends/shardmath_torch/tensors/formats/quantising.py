@@ -31,7 +31,7 @@ from shardmath.values.formats.nvfp4 import NVFP4
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats.casting import cast_into
 from shardmath_torch.tensors.formats.rounding import make_table, read_into, round_into
-from shardmath_torch.tensors.formats.scaling import Rule, find_rule, make_global_scale
+from shardmath_torch.tensors.formats.scaling import ScaleRule, find_rule, make_global_scale
 from shardmath_torch.tensors.formats.slabs import Slab, choose_most, cut_slabs, fits
 
 __all__ = ["amax_of", "dequantise", "quantise"]
@@ -98,7 +98,7 @@ class _Kernel:
     """A tensor and where its data and scales go."""
 
     format: Format
-    rule: Rule
+    rule: ScaleRule
     values: Tensor
     data: Tensor
     scales: Tensor

@@ -36,7 +36,7 @@ from shardmath_torch.tensors.formats.rounding import (
     round_into,
 )
 
-__all__ = ["Rule", "find_rule", "make_global_scale"]
+__all__ = ["ScaleRule", "find_rule", "make_global_scale"]
 
 LEAST = 2.0**-126
 """The smallest float32 scale."""
@@ -48,7 +48,7 @@ NAN_BYTE = 255
 """The other one, and the exponent of infinities."""
 
 
-class Rule(ABC):
+class ScaleRule(ABC):
     """What a format does with scales."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _PowersOfTwo(Rule):
+class _PowersOfTwo(ScaleRule):
     """MXFP8."""
 
     element: Float
@@ -99,7 +99,7 @@ class _PowersOfTwo(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class _Float32(Rule):
+class _Float32(ScaleRule):
     """FP8 with float32 scales."""
 
     element: Float
@@ -136,7 +136,7 @@ def _fill_ones(scales: Tensor, amax: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Global(Rule):
+class _Global(ScaleRule):
     """NVFP4, with the scale of all as float32 without dimensions."""
 
     g: Tensor
@@ -161,7 +161,7 @@ class _Global(Rule):
         return values.mul_(read_e4m3(scales)).mul_(self.g)
 
 
-def find_rule(format: Format, g: Tensor | None = None) -> Rule:
+def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
     """The rule of a format; of NVFP4 with the scale of all. Raises FormatError for a format that is not known here."""
     match format:
         case MXFP8():

@@ -7,8 +7,8 @@
 
 >>> from shardmath.values.formats.fp8 import FP8Blocks
 >>> for slab in cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16): print(*slab.spans)
-Span(start=0, first=0, count=1, size=2) Span(start=0, first=0, count=2, size=4)
-Span(start=0, first=0, count=1, size=2) Span(start=8, first=2, count=1, size=2)
+BlockSpan(start=0, first=0, count=1, size=2) BlockSpan(start=0, first=0, count=2, size=4)
+BlockSpan(start=0, first=0, count=1, size=2) BlockSpan(start=8, first=2, count=1, size=2)
 >>> list(cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16))[0].take(torch.zeros(2, 10)).shape
 torch.Size([2, 2, 4])
 """
@@ -40,7 +40,7 @@ def choose_most(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BlockSpan:
     """`count` blocks of `size` positions in one dimension: from position `start`, which is in the block `first`."""
 
     start: int
@@ -58,7 +58,7 @@ class Span:
 class Slab:
     """A box of a tensor, by a span for each dimension."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[BlockSpan, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> 
     return steps
 
 
-def _cut_dimension(block: int, n: int, step: int) -> list[Span]:
+def _cut_dimension(block: int, n: int, step: int) -> list[BlockSpan]:
     """Spans of `step` positions, which are whole blocks or a part of one, and the shorter last block by itself."""
     whole = n - n % block
     spans = []
@@ -151,10 +151,10 @@ def _cut_dimension(block: int, n: int, step: int) -> list[Span]:
     return spans
 
 
-def _cut_inside(start: int, stop: int, block: int, step: int) -> list[Span]:
+def _cut_inside(start: int, stop: int, block: int, step: int) -> list[BlockSpan]:
     """Whole blocks as one span; those of a block that is larger than a step, or shorter than others."""
     count, rest = divmod(stop - start, block)
     if count and not rest and step >= block:
-        return [Span(start, start // block, count, block)]
+        return [BlockSpan(start, start // block, count, block)]
     cuts = range(start, stop, step)
-    return [Span(cut, start // block, 1, min(step, stop - cut)) for cut in cuts]
+    return [BlockSpan(cut, start // block, 1, min(step, stop - cut)) for cut in cuts]

@@ -11,7 +11,7 @@
 >>> rows.global_shape, rows.global_offsets = (9, 4), ((7, 0),)
 >>> rows.local_offsets, rows.local_sizes = ((0, 0),), ((2, 4),)
 >>> read_boxes("w", rows)
-Boxes(shape=(9, 4), runs=(Runs(((0, 7, 2),), 2), Runs(((0, 0, 4),), 4)))
+LocalRuns(shape=(9, 4), runs=(Runs(((0, 7, 2),), 2), Runs(((0, 0, 4),), 4)))
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.naming import attempt
 
-__all__ = ["Boxes", "checkpointable", "from_boxes", "is_checkpointable", "keep_boxes", "read_boxes"]
+__all__ = [
+    "LocalRuns",
+    "checkpointable",
+    "from_boxes",
+    "is_checkpointable",
+    "keep_boxes",
+    "read_boxes",
+]
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Box: TypeAlias = tuple[tuple[int, int, int], ...]
@@ -48,7 +55,7 @@ _Box: TypeAlias = tuple[tuple[int, int, int], ...]
 ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
-class Boxes(NamedTuple):
+class LocalRuns(NamedTuple):
     """What a rank has of a tensor: the tensor's global shape, and the Runs of each dimension that this rank has."""
 
     shape: _Numbers
@@ -73,7 +80,7 @@ def keep_boxes(source: Tensor, tensor: Tensor) -> None:
             setattr(tensor, name, getattr(source, name))
 
 
-def read_boxes(name: str, tensor: Tensor) -> Boxes:
+def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
     """What the attributes say. Raises LayoutError, with the name, for boxes that are not a product of Runs."""
     try:
         shape, boxes = _list_boxes(tensor)
@@ -84,7 +91,7 @@ def read_boxes(name: str, tensor: Tensor) -> Boxes:
     if held != math.prod(part.size for part in runs):
         fix = "give boxes that are all combinations of ranges, some ranges per dimension"
         raise LayoutError(f"tensor {name!r}: {_show(tensor)} is no layout's; {fix}")
-    return Boxes(shape, runs)
+    return LocalRuns(shape, runs)
 
 
 def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
@@ -142,7 +149,7 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
     return {name: _find_layout(name, tensor, said[name]) for name, tensor in parts.items()}
 
 
-def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, Boxes]]:
+def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, LocalRuns]]:
     """The boxes that ranks of the default group have, by name and rank."""
     # A rank with wrong attributes tells the others, who wait for it.
     mine, why = attempt(partial(_read_all, tensors))
@@ -156,11 +163,11 @@ def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, Boxes]]:
     return {name: _pick(name, by_rank) for name in tensors}
 
 
-def _read_all(tensors: Mapping[str, Tensor]) -> dict[str, Boxes]:
+def _read_all(tensors: Mapping[str, Tensor]) -> dict[str, LocalRuns]:
     return {name: read_boxes(name, tensor) for name, tensor in tensors.items()}
 
 
-def _pick(name: str, by_rank: Sequence[Mapping[str, Boxes]]) -> dict[int, Boxes]:
+def _pick(name: str, by_rank: Sequence[Mapping[str, LocalRuns]]) -> dict[int, LocalRuns]:
     """The boxes of one tensor by rank. Raises LayoutError if a rank has none."""
     without = [rank for rank, boxes in enumerate(by_rank) if name not in boxes]
     if without:
@@ -169,7 +176,7 @@ def _pick(name: str, by_rank: Sequence[Mapping[str, Boxes]]) -> dict[int, Boxes]
     return {rank: boxes[name] for rank, boxes in enumerate(by_rank)}
 
 
-def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, Boxes]) -> Layout:
+def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> Layout:
     """The layout under which every rank has its boxes."""
     shapes = {each.shape: rank for rank, each in boxes.items()}
     if len(shapes) > 1:

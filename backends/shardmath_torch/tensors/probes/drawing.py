@@ -31,7 +31,7 @@ from shardmath_torch.tensors.probes.patterns import (
     real,
 )
 
-__all__ = ["Kind", "SPECIAL", "Run", "list_runs"]
+__all__ = ["TypedElements", "SPECIAL", "Run", "list_runs"]
 
 _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     byte: int
 
 
-class Kind:
+class TypedElements:
     """The elements of all logical tensors of one type, by number; `wanted` are the types of targets."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Kind:
         return numbers, right
 
 
-def list_runs(kinds: Sequence[Kind]) -> list[Run]:
+def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     """The runs for elements of all these types."""
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
@@ -156,14 +156,14 @@ def list_runs(kinds: Sequence[Kind]) -> list[Run]:
     return [Run(*way, byte) for way, byte in zip(ways, drawn, strict=True)]
 
 
-def _count_further(kinds: Sequence[Kind]) -> int:
+def _count_further(kinds: Sequence[TypedElements]) -> int:
     """How many runs there are in which chance alone must not give a cell an element's value."""
     least = min((kind.base for kind in kinds), default=TABLE)
     few = sum(kind.size for kind in kinds) <= FEW
     return max(FURTHER[few], math.ceil(BITS / math.log2(least)))
 
 
-def _list_special(kinds: Sequence[Kind]) -> list[str]:
+def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
     """The runs that some of these types have values for."""
     types = {real(kind.dtype) for kind in kinds}
     return [way for way, list_some in SPECIAL.items() if any(len(list_some(one)) for one in types)]

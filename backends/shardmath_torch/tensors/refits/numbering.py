@@ -22,7 +22,7 @@ from shardmath.models.recordings.numbers import find_pieces
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
-from shardmath_torch.tensors.probes.drawing import SPECIAL, Kind, Run, list_runs
+from shardmath_torch.tensors.probes.drawing import SPECIAL, Run, TypedElements, list_runs
 from shardmath_torch.tensors.probes.patterns import (
     Words,
     as_tensor,
@@ -53,7 +53,7 @@ class Numbering:
         wanted = tuple(sorted({real(dtype) for dtype in targets}, key=str))
         self.kinds = []
         for place, (kind, own) in enumerate(by_type.items()):
-            self.kinds.append(Kind(place, kind, own, wanted))
+            self.kinds.append(TypedElements(place, kind, own, wanted))
         self.runs = list_runs(self.kinds)
         self.digits = sum(run.way == "digit" for run in self.runs)
 
@@ -174,7 +174,9 @@ class Reading:
 class _Guess:
     """An element of one type for each cell, and whether it was right so far; `fault` is where it first was not."""
 
-    def __init__(self, kind: Kind, dtype: torch.dtype, numbers: _Flat, right: _Truths) -> None:
+    def __init__(
+        self, kind: TypedElements, dtype: torch.dtype, numbers: _Flat, right: _Truths
+    ) -> None:
         self.kind = kind
         self.dtype = dtype
         self.numbers = numbers
@@ -232,7 +234,7 @@ def _show(words: Words, dtype: torch.dtype) -> str:
     return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
 
 
-def _divide(kind: Kind, cells: _Flat, numbers: _Flat) -> list[Piece]:
+def _divide(kind: TypedElements, cells: _Flat, numbers: _Flat) -> list[Piece]:
     """The pieces of each logical tensor of a type."""
     tensors = np.searchsorted(kind.starts, numbers, side="right") - 1
     order = np.argsort(tensors, kind="stable")

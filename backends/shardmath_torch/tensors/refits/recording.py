@@ -32,7 +32,7 @@ from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import describe, key_of
 from shardmath_torch.tensors.refits.numbering import Numbering, Reading
-from shardmath_torch.tensors.refits.targets import Into, Kept
+from shardmath_torch.tensors.refits.targets import Into, KeptTargets
 from shardmath_torch.tensors.refits.watching import Watch, Write
 
 __all__ = ["Load", "record"]
@@ -86,7 +86,7 @@ class _Recording:
         self.shapes = shapes
         self.form = form
         self.functions = functions
-        self.kept = Kept(into)
+        self.kept = KeptTargets(into)
         self.pieces: dict[str, list[Piece]] = {}
         self.made: dict[str, tuple[str, ...]] = {}
         self.ways: dict[str, str] = {}

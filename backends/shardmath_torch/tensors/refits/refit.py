@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.models.refits.refit import Refit as Planned
-from shardmath.models.storage.stored import Side
+from shardmath.models.storage.stored import KnownSide
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import attempt
@@ -58,7 +58,7 @@ from shardmath_torch.tensors.refits.views import (
 
 if TYPE_CHECKING:
     from shardmath_torch.tensors.changes.changes import Changes
-    from shardmath_torch.tensors.transforms.compile import Ends
+    from shardmath_torch.tensors.transforms.compile import EndStage
 
 __all__ = ["Refit"]
 
@@ -118,7 +118,7 @@ class Refit(Leaves):
             )
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
-        self._made: Ends | None = None
+        self._made: EndStage | None = None
         self._changes: Changes | None = None
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
@@ -331,14 +331,14 @@ class Refit(Leaves):
             raise ExchangeError(f"{what}, and {why}; make the Refit without one of both")
 
     def _watch(
-        self, name: str, given: Given | None, natives: Natives, bound: Side
+        self, name: str, given: Given | None, natives: Natives, bound: KnownSide
     ) -> list[Watched]:
         """The tensors that move, to be looked at before every move; those that are a rank's own may be anywhere."""
         if self._party.rank not in bound.ranks:
             return []
         return watch(name, given, self._keep_stored(natives, bound))
 
-    def _keep_stored(self, natives: Natives, bound: Side) -> Natives:
+    def _keep_stored(self, natives: Natives, bound: KnownSide) -> Natives:
         """Those that the side has on this rank."""
         stored = bound.natives(self._party.rank)
         return {native: tensor for native, tensor in natives.items() if native in stored}

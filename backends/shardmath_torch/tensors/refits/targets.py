@@ -20,13 +20,13 @@ from shardmath.models.recordings.recorded import label
 from shardmath_torch.tensors.probes.patterns import as_words, repeat
 from shardmath_torch.tensors.refits.before import Before, key_of
 
-__all__ = ["Into", "Kept"]
+__all__ = ["Into", "KeptTargets"]
 
 Chunk: TypeAlias = nn.Module | MutableMapping[str, Tensor]
 Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
-class Kept:
+class KeptTargets:
     """The targets of `into` as they are now. Raises StoreError for what is no plain tensor."""
 
     def __init__(self, into: Into) -> None:

@@ -23,7 +23,7 @@ from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.refit import Refit as Planned
-from shardmath.models.storage.stored import Side, Slot
+from shardmath.models.storage.stored import KnownSide, Slot
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.refits.divided import find_contradictions
@@ -127,7 +127,7 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
 
 
 def bind_views(
-    bound: Side,
+    bound: KnownSide,
     slots: Mapping[str, Slot],
     layouts: Mapping[str, Layout],
     natives: Natives,
@@ -231,14 +231,14 @@ def check_named(
     return given  # type: ignore[return-value]
 
 
-def is_by_name(dst: object, engines: Mapping[str, Side]) -> bool:
+def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
     """Whether the tensors of the only engine are given under its name, as those of several are."""
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
 
 
-def drop_window(local: str, bound: Side) -> str:
+def drop_window(local: str, bound: KnownSide) -> str:
     """The logical tensor of a local one: a window's has its number behind."""
     return local if local in bound.layouts else local.rpartition("[")[0]
 
@@ -248,8 +248,8 @@ def are_related(one: Planned, other: Planned) -> bool:
     return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
 
 
-def list_sides(planned: Planned, rank: int) -> dict[str | None, Side]:
+def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
     """The sides that the rank is of, by engine; None for the trainer."""
-    sides: dict[str | None, Side] = {None: planned.trainer}
+    sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

@@ -27,7 +27,7 @@ from shardmath.layouts.holdings import holdings_digest, windows_of
 from shardmath.plans.plan import Plan, plan
 from shardmath.plans.programs.program import Program
 from shardmath.values.transforms.components import End
-from shardmath.values.transforms.local import Job
+from shardmath.values.transforms.local import WireJob
 from shardmath.values.transforms.transformed import Held, Transformed
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.naming import attempt, word_objection
@@ -45,7 +45,7 @@ from shardmath_torch.tensors.transforms.agreeing import agree, join_group
 from shardmath_torch.tensors.transforms.workers import Worker, count_bytes, make_worker
 
 __all__ = [
-    "Ends",
+    "EndStage",
     "TransformedMover",
     "agree_again",
     "compile_transformed",
@@ -59,7 +59,7 @@ SHOWN = 24
 class _Part(NamedTuple):
     """A local tensor of this rank, and its worker; None where it travels in its own memory."""
 
-    job: Job
+    job: WireJob
     worker: Worker | None
 
 
@@ -83,7 +83,7 @@ class _Bound(NamedTuple):
     wires: tuple[Local, Local]
 
 
-class Ends(Stage):
+class EndStage(Stage):
     """What a rank does at both ends: before it sends, and of what has arrived.
 
     With `shadows` it makes that beside the tensors. `holds`: callers hold on to the mappings that they pass, and never
@@ -224,7 +224,7 @@ class TransformedMover(Mover):
     the plan of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
     """
 
-    def __init__(self, transforms: Transformed, ready: Ready, ends: Ends) -> None:
+    def __init__(self, transforms: Transformed, ready: Ready, ends: EndStage) -> None:
         super().__init__(ready)
         self.transforms = transforms
         self._ends = ends
@@ -319,7 +319,7 @@ def make_ends(
     timeout: float,
     commit: object,
     holds: bool = False,
-) -> tuple[Plan | Program, Ends]:
+) -> tuple[Plan | Program, EndStage]:
     """The plan of the wire tensors, and what this rank does at both ends. Collective."""
     party = join_group(group, timeout)
     made, objection = attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
@@ -338,7 +338,7 @@ def _agree(party: Party, transforms: Transformed, objection: str) -> None:
 
 def _check_and_make(
     party: Party, t: object, given: Plan | Program | None, commit: object, holds: bool
-) -> tuple[Plan | Program, Ends]:
+) -> tuple[Plan | Program, EndStage]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
         what = f"transforms are {type(t).__name__}"
@@ -354,7 +354,7 @@ def _check_and_make(
         jobs = t.jobs(party.rank, end)
         parts.append([_Part(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
-    return given, Ends(t, party, parts, commit, holds)
+    return given, EndStage(t, party, parts, commit, holds)
 
 
 def _check_commit(parts: Iterable[_Part], commit: object) -> None:

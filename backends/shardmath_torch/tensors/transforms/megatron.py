@@ -28,7 +28,7 @@ from shardmath.base.errors import ExchangeError, PlanError
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.elements import Array
 from shardmath.values.transforms.components import AsHeld, Component, End, Form
-from shardmath.values.transforms.local import Job
+from shardmath.values.transforms.local import WireJob
 from shardmath_torch.groups.dtypes import dtype_of, words
 from shardmath_torch.tensors.transforms.functions import check_made, describe
 from shardmath_torch.tensors.transforms.workers import make_buffers
@@ -118,7 +118,7 @@ class MegatronHook:
         return True
 
     def make_worker(
-        self, job: Job, rank: int, end: End, device: torch.device
+        self, job: WireJob, rank: int, end: End, device: torch.device
     ) -> _Sending | _Receiving:
         """The worker of one tensor. Raises ExchangeError where the hook does not do what was stated."""
         if not self.hook.should_transform(job.tensor):
@@ -138,7 +138,7 @@ class _Box(NamedTuple):
     wires: tuple[Slices, ...]
 
 
-def _list_boxes(job: Job, rank: int, parts: Sequence[Component], end: End) -> list[_Box]:
+def _list_boxes(job: WireJob, rank: int, parts: Sequence[Component], end: End) -> list[_Box]:
     """The boxes that the rank holds. Raises ExchangeError for one that ends inside a block."""
     layout = job.layout
     places = []
@@ -158,7 +158,7 @@ def _list_boxes(job: Job, rank: int, parts: Sequence[Component], end: End) -> li
     return boxes
 
 
-def _place(job: Job, rank: int, d: int, size: int | None) -> dict[int, slice]:
+def _place(job: WireJob, rank: int, d: int, size: int | None) -> dict[int, slice]:
     """Where the stretch that begins at a position of the tensor lies in the packed blocks of a dimension."""
     layout: Layout = job.layout
     block = size or max(1, layout.shape[d])
@@ -192,7 +192,7 @@ class _Sending(_Kept):
 
     holds = False
 
-    def __init__(self, owner: MegatronHook, job: Job, rank: int, device: torch.device) -> None:
+    def __init__(self, owner: MegatronHook, job: WireJob, rank: int, device: torch.device) -> None:
         self.job = job
         self._hook = owner.hook
         self._who = f"prepare_send of {type(owner.hook).__name__} gives"
@@ -233,7 +233,7 @@ class _Receiving(_Kept):
 
     holds = True
 
-    def __init__(self, owner: MegatronHook, job: Job, rank: int, device: torch.device) -> None:
+    def __init__(self, owner: MegatronHook, job: WireJob, rank: int, device: torch.device) -> None:
         self.job = job
         self._hook = owner.hook
         self._boxes = _list_boxes(job, rank, owner.parts, "destination")

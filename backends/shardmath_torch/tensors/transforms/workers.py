@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmath.values.transforms.components import End
-from shardmath.values.transforms.local import Job
+from shardmath.values.transforms.local import WireJob
 from shardmath.values.transforms.wires import Wired
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.transforms.functions import finalize, prepare
@@ -32,7 +32,7 @@ class Worker(Protocol):
     """
 
     @property
-    def job(self) -> Job:
+    def job(self) -> WireJob:
         """The tensor, and what stands for it."""
 
     @property
@@ -58,11 +58,11 @@ class Worker(Protocol):
 class HasWorkers(Protocol):
     """A transform that is called in a way of its own."""
 
-    def make_worker(self, job: Job, rank: int, end: End, device: torch.device) -> Worker:
+    def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
         """The worker of one tensor of the rank."""
 
 
-def make_worker(job: Job, rank: int, end: End, device: torch.device) -> Worker | None:
+def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
     """The worker of a local tensor; None where nothing is done for it."""
     if job.wired is None:
         return None
@@ -76,7 +76,7 @@ def make_worker(job: Job, rank: int, end: End, device: torch.device) -> Worker |
     return make(job, job.wired, rank, device)
 
 
-def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]:
+def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Memory for the wire tensors of a local tensor."""
     return {
         key: torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device=device)
@@ -84,7 +84,7 @@ def make_buffers(job: Job, rank: int, device: torch.device) -> dict[str, Tensor]
     }
 
 
-def count_bytes(job: Job, rank: int) -> int:
+def count_bytes(job: WireJob, rank: int) -> int:
     """Bytes of the wire tensors of a local tensor."""
     counts = []
     for _, layout in job.wires:
@@ -99,7 +99,7 @@ class _Packed:
     holds = False
     opaque = False
 
-    def __init__(self, job: Job, wired: Wired, rank: int, device: torch.device) -> None:
+    def __init__(self, job: WireJob, wired: Wired, rank: int, device: torch.device) -> None:
         self.job = job
         self._made: dict[str, Tensor] = {}
         self._where = rank, device
