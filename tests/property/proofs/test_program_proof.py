@@ -458,8 +458,8 @@ def test_tables_that_cannot_be_read(fails) -> None:
     bands = prog.legs.bands
     short = dataclasses.replace(bands, first=bands.first[:1])
     for broken, what in (
-        (None, "the program's bands: a NoneType, not a Bands; make the plan anew"),
-        (dataclasses.replace(bands, at=None), "Bands.at: a NoneType, not a ndarray; make .*"),
+        (None, "Legs.bands: NoneType, not Bands; make the plan anew"),
+        (dataclasses.replace(bands, at=None), "Bands.at: NoneType, not ndarray; make .*"),
         (short, ".* are not of one length; schedule it anew"),
     ):
         wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=broken))
