@@ -2,6 +2,8 @@
 
     python tools/names.py            all of them, with their modules
     python tools/names.py --check    exits 1 where a public name is one of them
+
+Only classes at the top of a file count.
 """
 
 from __future__ import annotations
