@@ -61,19 +61,25 @@ def _check_kind(value: object, kind: Any, what: str, seen: set[int]) -> None:
     Tables that were `seen` are passed over: tensors share them.
     """
     origin = get_origin(kind) or kind
-    is_union = origin is UnionType
-    if not isinstance(value, kind if is_union else origin):
-        name = str(kind) if is_union else origin.__name__
+    expected = kind if origin is UnionType else origin
+    if not isinstance(value, expected):
+        name = getattr(expected, "__name__", expected)
         require(False, f"{what}: {type(value).__name__}, not {name}")
     if isinstance(value, np.ndarray):
         ndim = 2 if what in MATRICES else 1
         require(value.ndim == ndim, f"{what} has {plural(value.ndim, 'dimension')}, not {ndim}")
-    elif origin is tuple and isinstance(value, tuple):
+    elif isinstance(value, tuple) and origin is tuple:
         _check_items(value, get_args(kind)[0], what, seen)
-    elif origin in TABLES and id(value) not in seen:
-        seen.add(id(value))
-        for field, of in _list_kinds(origin):
-            _check_kind(getattr(value, field), of, f"{origin.__name__}.{field}", seen)
+    elif origin in TABLES:
+        _check_fields(value, origin, seen)
+
+
+def _check_fields(table: object, kind: type, seen: set[int]) -> None:
+    """The fields of a table, unless it was seen, are of their kinds."""
+    if id(table) not in seen:
+        seen.add(id(table))
+        for field, inner in _list_kinds(kind):
+            _check_kind(getattr(table, field), inner, f"{kind.__name__}.{field}", seen)
 
 
 def _check_items(values: tuple[object, ...], kind: Any, what: str, seen: set[int]) -> None:

@@ -228,11 +228,17 @@ def _word_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> s
     own = _list_trained([optimizer])
     if own and not own & _list_trained(inner.optimizer for inner in apart):
         return f"give [optimizer, {listed}]"
-    kind = type(optimizer).__name__
-    more = _find_own(optimizer)
-    if more is None:
-        return f"give [{listed}] of it, as long as {kind} has nothing in its own state"
-    rest = f"; keep {', '.join(map(repr, more))} as an option of a group" if more else ""
+    added = _find_added(optimizer)
+    if added or any(optimizer.state.values()):
+        return _word_twice(type(optimizer).__name__, listed, added)
+    return (
+        f"give [{listed}] of it, as long as {type(optimizer).__name__} has nothing in its own state"
+    )
+
+
+def _word_twice(kind: str, listed: str, added: Sequence[str]) -> str:
+    """What to do with an optimizer of this kind, that has state of its own beside the state of those listed."""
+    rest = f"; keep {', '.join(map(repr, added))} as an option of a group" if added else ""
     twice = f"save twice, and load twice, as {kind} has state of its own too: [{listed}] of it under one path"
     return f"{twice}, and under another {_word_plain('optimizer').removeprefix('give ')}{rest}"
 
@@ -246,13 +252,11 @@ def _list_trained(optimizers: Iterable[Optimizer]) -> set[int]:
     return found
 
 
-def _find_own(optimizer: Optimizer) -> list[str] | None:
-    """What the state dict of an optimizer with state of its own has besides; None of one that has none, as far as it
-    says."""
-    more = []
+def _find_added(optimizer: Optimizer) -> list[str]:
+    """What the state dict of an optimizer has beside state and groups, as far as it gives one."""
     with contextlib.suppress(CheckpointError):
-        more = _find_more(optimizer, "optimizer")
-    return more if more or any(optimizer.state.values()) else None
+        return _find_more(optimizer, "optimizer")
+    return []
 
 
 def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> None:
