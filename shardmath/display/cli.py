@@ -176,14 +176,14 @@ def _plan_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _describe_proof(p: Plan) -> str:
+def _describe_proof(plan: Plan) -> str:
     """What `verify` has found of a plan of one tensor."""
-    if not p.in_part:
+    if not plan.in_part:
         return (
             "proved: the destination holds every element, "
             "and each arrives exactly once wherever it is held"
         )
-    missing = first_unheld(p.dst[""])
+    missing = first_unheld(plan.dst[""])
     return (
         f"proved: what the destination holds arrives exactly once; "
         f"element {missing} is not held there"

@@ -160,32 +160,32 @@ class Transposed:
 
 
 @overload
-def adjoint(p: Plan) -> Transposed: ...
+def adjoint(plan: Plan) -> Transposed: ...
 @overload
-def adjoint(p: Transposed) -> Plan: ...
-def adjoint(p: Plan | Transposed) -> Plan | Transposed:
+def adjoint(plan: Transposed) -> Plan: ...
+def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
     """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
 
     The adjoint of a transposed plan is the plan itself. Raises PlanError where the plan is not
     linear: a reduction by max, min or product; where the dtype has no sum; and where addends of one
     source window pass through to one destination window and are reduced for another.
     """
-    if isinstance(p, Transposed):
-        return p.forward
-    if not isinstance(p, Plan):
-        raise PlanError(f"{p!r} is not a Plan; pass what plan(src, dst) returns")
-    duals = _make_duals(p)
+    if isinstance(plan, Transposed):
+        return plan.forward
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is not a Plan; pass what plan(src, dst) returns")
+    duals = _make_duals(plan)
     src = {name: dual.src for name, dual in duals.items()}
     dst = {name: dual.dst for name, dual in duals.items()}
     rules = {name: dual.rule for name, dual in duals.items()}
     return Transposed(
-        forward=p,
+        forward=plan,
         src=src,
         dst=dst,
         rules=rules,
-        flip=flip_of(p),
+        flip=flip_of(plan),
         in_part=find_not_whole(dst),
-        digest=flip_digest(p.digest),
+        digest=flip_digest(plan.digest),
     )
 
 
@@ -206,12 +206,12 @@ class _Dual(NamedTuple):
     rule: Reduction
 
 
-def _make_duals(p: Plan) -> dict[str, _Dual]:
+def _make_duals(plan: Plan) -> dict[str, _Dual]:
     """By name; tensors of the same windows have the same one."""
     known: dict[_Identities, _Dual] = {}
     duals = {}
-    for name, src in p.src.items():
-        dst = p.dst[name]
+    for name, src in plan.src.items():
+        dst = plan.dst[name]
         key = id(src), id(dst)
         if key not in known:
             known[key] = _make_dual(name, src, dst)
@@ -285,12 +285,12 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
     return tuple(name for name in layout.mesh.shape if name not in differ)
 
 
-def flip_of(p: Plan) -> Flip:
-    """How the transfers of `p` enter its adjoint: window by window, by ascending rank."""
+def flip_of(plan: Plan) -> Flip:
+    """How the transfers of `plan` enter its adjoint: window by window, by ascending rank."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
-    for name, windows in p.dst.items():
-        rule = p.rules[name]
+    for name, windows in plan.dst.items():
+        rule = plan.rules[name]
         key = id(windows), id(rule)
         if key not in known:
             known[key] = _list_entries(windows, rule)

@@ -210,16 +210,16 @@ class Grid:
 
         Blocks that are described alike are cut alike, whatever their tensors and ranks are.
         """
-        on = self.demands
-        begin, stop = on.row_first[[first, end]].tolist()
-        counts = np.diff(on.row_first[first : end + 1])
-        columns = [on.at, on.each, on.lo, self.item, self.rows]
+        demands = self.demands
+        begin, stop = demands.row_first[[first, end]].tolist()
+        counts = np.diff(demands.row_first[first : end + 1])
+        columns = [demands.at, demands.each, demands.lo, self.item, self.rows]
         described = [counts]
         for column in columns:
             described.append(column[begin:stop])
         # Only of a unit of several boxes is more to be known than the row of its one box.
         several = self.rows[begin:stop] < 0
-        for column in (on.batch, on.unit):
+        for column in (demands.batch, demands.unit):
             described.append(np.where(several, column[begin:stop], 0))
         return tuple(column.tobytes() for column in described)
 

@@ -110,12 +110,12 @@ class Movable(Protocol):
     def divisor(self, name: str) -> int: ...
 
 
-def describe(what: str, p: Movable) -> str:
+def describe(what: str, plan: Movable) -> str:
     """How a plan, or its transpose, is shown in a line."""
-    tensors = plural(p.src, "tensor")
-    part = f", {len(p.in_part)} of them in part" if p.in_part else ""
-    ranks = f"{len(p.src_ranks)} -> {plural(p.dst_ranks, 'rank')}"
-    return f"<{what} of {tensors}{part}, {ranks}, {p.digest[:12]}>"
+    tensors = plural(plan.src, "tensor")
+    part = f", {len(plan.in_part)} of them in part" if plan.in_part else ""
+    ranks = f"{len(plan.src_ranks)} -> {plural(plan.dst_ranks, 'rank')}"
+    return f"<{what} of {tensors}{part}, {ranks}, {plan.digest[:12]}>"
 
 
 def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
@@ -270,12 +270,12 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
     return rules
 
 
-def digest_of(p: Plan) -> str:
+def digest_of(plan: Plan) -> str:
     """The digest of a plan between these layouts, made anew."""
-    if p.whole is not None:
-        return digest_without(digest_of(p.whole), p.left)
-    alike = group_alike(p.src, p.dst)
-    return digest_groups(join_groups(alike), p.is_tree, p.topology)
+    if plan.whole is not None:
+        return digest_without(digest_of(plan.whole), plan.left)
+    alike = group_alike(plan.src, plan.dst)
+    return digest_groups(join_groups(alike), plan.is_tree, plan.topology)
 
 
 def digest_without(whole: str, left: Ranks) -> str:
@@ -291,36 +291,36 @@ def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _list_transfers(p: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
+def _list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
     """The transfers of one sender, else of one receiver, else of every sender in turn."""
     if src is not None:
-        out = _list_sent(p, src)
+        out = _list_sent(plan, src)
         if dst is None:
             return out
         return (t for t in out if t.dst_rank == dst)
     if dst is not None:
-        return _list_received(p, dst)
-    return itertools.chain.from_iterable(_list_sent(p, rank) for rank in p.src_ranks)
+        return _list_received(plan, dst)
+    return itertools.chain.from_iterable(_list_sent(plan, rank) for rank in plan.src_ranks)
 
 
-def _list_sent(p: Plan, rank: int) -> Iterator[Transfer]:
+def _list_sent(plan: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it sends to others."""
-    own = list_kept(p.lines, rank)
-    others = list_sent(p.lines, rank)
+    own = list_kept(plan.lines, rank)
+    others = list_sent(plan.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spell_transfers(p, p.lines, stretch)
+        yield from spell_transfers(plan, plan.lines, stretch)
 
 
-def _list_received(p: Plan, rank: int) -> Iterator[Transfer]:
+def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
     """What the rank keeps, then what it receives from others."""
-    own = list_kept(p.lines, rank)
-    others = list_received(p.lines, rank)
+    own = list_kept(plan.lines, rank)
+    others = list_received(plan.lines, rank)
     for stretch in itertools.chain(own, others):
-        yield from spell_transfers(p, p.lines, stretch)
+        yield from spell_transfers(plan, plan.lines, stretch)
 
 
 def spell_transfers(
-    p: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
+    plan: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.
 
@@ -329,7 +329,7 @@ def spell_transfers(
     """
     on = list_rows(demands)
     for row, first, last in find_rows(on, stretch):
-        batch = p.batches[on.batch[row]]
+        batch = plan.batches[on.batch[row]]
         t = batch.template
         itemsize = t.src.itemsize
         unit = on.unit[row]
@@ -342,7 +342,7 @@ def spell_transfers(
             hi = element + b // itemsize
             pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
             names = batch.names[i:k]
-            yield from _name_pieces(p, batch, names, stretch, pieces, relayed)
+            yield from _name_pieces(plan, batch, names, stretch, pieces, relayed)
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
@@ -363,7 +363,7 @@ def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, i
 
 
 def _name_pieces(
-    p: Plan,
+    plan: Plan,
     batch: Batch,
     names: Sequence[str],
     stretch: Stretch,
@@ -377,8 +377,8 @@ def _name_pieces(
         op = "copy" if relayed else rule.op_of(piece.addend)
         entering.append((op, *piece))
     ends = stretch.sender, stretch.receiver
-    sources = p.src[names[0]]
-    targets = p.dst[names[0]]
+    sources = plan.src[names[0]]
+    targets = plan.dst[names[0]]
     new = tuple.__new__  # what Transfer(...) does in the end, at half the time
     # Most tensors are one window on both sides, and have no local names to make.
     if sources.is_single and targets.is_single:

@@ -28,28 +28,28 @@ from shardmath.proofs.shapes import require
 __all__ = ["check_batches"]
 
 
-def check_batches(p: Plan) -> list[list[Batch]]:
+def check_batches(plan: Plan) -> list[list[Batch]]:
     """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's
     layouts say."""
-    groups = _group_batches(p)
-    held = [_find_windows(p, batches[0].names) for batches in groups]
-    _check_sides(p, held)
+    groups = _group_batches(plan)
+    held = [_find_windows(plan, batches[0].names) for batches in groups]
+    _check_sides(plan, held)
     for batches, alike in zip(groups, held, strict=True):
         _check_group(batches, alike)
     return groups
 
 
-def _group_batches(p: Plan) -> list[list[Batch]]:
+def _group_batches(plan: Plan) -> list[list[Batch]]:
     """The batches by the tensors that they move; every tensor is in one group."""
     groups: dict[tuple[str, ...], list[Batch]] = {}
-    for batch in p.batches:
+    for batch in plan.batches:
         require(batch.names, "a batch is of no tensor")
         groups.setdefault(batch.names, []).append(batch)
     times = Counter(itertools.chain.from_iterable(groups))
     for name, count in times.items():
         if count > 1:
             require(False, f"tensor {name!r} moves twice")
-    for side in (p.src, p.dst):
+    for side in (plan.src, plan.dst):
         odd = times.keys() ^ side.keys()
         if odd:
             require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
@@ -60,22 +60,22 @@ _Held: TypeAlias = dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], str]
 """The windows at both ends, and the first tensor that is held so."""
 
 
-def _find_windows(p: Plan, names: Iterable[str]) -> _Held:
+def _find_windows(plan: Plan, names: Iterable[str]) -> _Held:
     """The distinct windows of these tensors."""
     out: _Held = {}
     for name in names:
-        windows = p.src[name], p.dst[name]
+        windows = plan.src[name], plan.dst[name]
         out.setdefault(windows, name)
     return out
 
 
-def _check_sides(p: Plan, held: Sequence[_Held]) -> None:
+def _check_sides(plan: Plan, held: Sequence[_Held]) -> None:
     """The plan knows all ranks of both sides."""
     pairs = list(itertools.chain.from_iterable(held))
     sources = [src for src, _ in pairs]
     targets = [dst for _, dst in pairs]
-    _check_ranks("source", p.src_ranks, sources)
-    _check_ranks("destination", p.dst_ranks, targets)
+    _check_ranks("source", plan.src_ranks, sources)
+    _check_ranks("destination", plan.dst_ranks, targets)
 
 
 def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layout, ...]]) -> None:

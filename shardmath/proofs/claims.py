@@ -33,10 +33,10 @@ MANY = 256
 that fails."""
 
 
-def check_claim(p: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
+def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
     """Raise PlanError unless the transfers are right one by one, and all of them together."""
-    forward = p.forward if isinstance(p, Transposed) else p
-    flip = flip_of(forward) if isinstance(p, Transposed) else None
+    forward = plan.forward if isinstance(plan, Transposed) else plan
+    flip = flip_of(forward) if isinstance(plan, Transposed) else None
     tensors = {name: _Tensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
     for t in read_transfers(transfers):
@@ -117,9 +117,9 @@ class _Tensor:
     j have to do with addends.
     """
 
-    def __init__(self, p: Plan, name: str) -> None:
-        src = p.src[name]
-        dst = p.dst[name]
+    def __init__(self, plan: Plan, name: str) -> None:
+        src = plan.src[name]
+        dst = plan.dst[name]
         self.name = name
         self.src = src
         self.dst = dst

@@ -50,19 +50,19 @@ from shardmath.proofs.templates import check_template, find_end
 __all__ = ["prove"]
 
 
-def prove(p: Plan) -> None:
+def prove(plan: Plan) -> None:
     """Raise PlanError unless the tables of a plan (not an adjoint) do what its layouts ask for."""
-    check_plan_shapes(p)
-    groups = check_batches(p)
+    check_plan_shapes(plan)
+    groups = check_batches(plan)
     proved: set[int] = set()
-    templates = {id(batch.template): batch.template for batch in p.batches}
+    templates = {id(batch.template): batch.template for batch in plan.batches}
     for t in templates.values():
         check_template(t, proved)
-    check_lines(p.lines, p.batches)
-    places = Places(p.lines.sets)
-    _check_ends(p, places)
-    _check_once(p, places)
-    _check_complete(p, groups, places)
+    check_lines(plan.lines, plan.batches)
+    places = Places(plan.lines.sets)
+    _check_ends(plan, places)
+    _check_once(plan, places)
+    _check_complete(plan, groups, places)
 
 
 # Ends
@@ -74,31 +74,31 @@ def _list_sets_of_rows(demands: Demands) -> tuple[Ints, Ints]:
     return demands.rows.spread(holders), demands.rows.spread(demands.receivers)
 
 
-def _check_ends(p: Plan, places: Places) -> None:
+def _check_ends(plan: Plan, places: Places) -> None:
     """Every holder of a row's line has its unit, and every receiver wants it."""
-    holders, receivers = _list_sets_of_rows(p.lines)
-    for rows in _list_distinct_rows(p, holders, source=True):
-        _check_end(p, places, rows, holders[rows], source=True)
-    for rows in _list_distinct_rows(p, receivers, source=False):
-        _check_end(p, places, rows, receivers[rows], source=False)
+    holders, receivers = _list_sets_of_rows(plan.lines)
+    for rows in _list_distinct_rows(plan, holders, source=True):
+        _check_end(plan, places, rows, holders[rows], source=True)
+    for rows in _list_distinct_rows(plan, receivers, source=False):
+        _check_end(plan, places, rows, receivers[rows], source=False)
 
 
-def _list_distinct_rows(p: Plan, sets: Ints, *, source: bool) -> list[Ints]:
+def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
     """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts.
 
     Those of one template and mesh stand together.
     """
     number: dict[tuple[Template, Mesh], int] = {}
     numbers = []
-    for batch in p.batches:
+    for batch in plan.batches:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
         own = number.setdefault(key, len(number))
         numbers.append(own)
     of_batch = np.array(numbers, np.int64)
-    end = of_batch[p.lines.batch]
+    end = of_batch[plan.lines.batch]
     codes = [find_end(t, source).code for t, _ in number]
-    code = pick(codes, end, p.lines.unit)
+    code = pick(codes, end, plan.lines.unit)
     # Rows that ask the same stand together in this order; the first of each are taken.
     order = np.lexsort((sets, code, end))
     is_new = _find_new(sets[order], code[order], end[order])
@@ -117,45 +117,45 @@ def _find_new(*columns: Ints) -> Bools:
     return is_new
 
 
-def _check_end(p: Plan, places: Places, rows: Ints, sets: Ints, *, source: bool) -> None:
+def _check_end(plan: Plan, places: Places, rows: Ints, sets: Ints, *, source: bool) -> None:
     """The sets of ranks have the units of their rows, all of one template and mesh."""
     first = int(rows[0])
-    batch = _batch_of(p, first)
+    batch = _batch_of(plan, first)
     mesh = batch.src if source else batch.dst
     positions, owner = places.within(mesh).of(sets)
     end = find_end(batch.template, source)
-    units = p.lines.unit[rows[owner]]
+    units = plan.lines.unit[rows[owner]]
     has = end.has(units, positions)
     if has.all():
         return
     stranger = int(np.argmin(has))
-    _raise_stranger(p, rows, sets, owner, stranger, source)
+    _raise_stranger(plan, rows, sets, owner, stranger, source)
 
 
 def _raise_stranger(
-    p: Plan, rows: Ints, sets: Ints, owner: Ints, first: int, source: bool
+    plan: Plan, rows: Ints, sets: Ints, owner: Ints, first: int, source: bool
 ) -> NoReturn:
     """Raise PlanError for the first rank that has not what its row says, in the order of the sets."""
     at = int(owner[first])
-    ranks = p.lines.sets[int(sets[at])]
+    ranks = plan.lines.sets[int(sets[at])]
     rank = ranks[first - int(np.searchsorted(owner, at))]
     row = int(rows[at])
-    name = _batch_of(p, row).names[0]
+    name = _batch_of(plan, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
-    what = f"tensor {name!r}: rank {rank} is to {does} element {_element_of(p, row)}"
+    what = f"tensor {name!r}: rank {rank} is to {does} element {_element_of(plan, row)}"
     raise PlanError(f"{what}, which it does not hold at the {where}; make the plan anew")
 
 
-def _batch_of(p: Plan, row: int) -> Batch:
+def _batch_of(plan: Plan, row: int) -> Batch:
     """The batch of a row."""
-    return p.batches[int(p.lines.batch[row])]
+    return plan.batches[int(plan.lines.batch[row])]
 
 
-def _element_of(p: Plan, row: int) -> tuple[int, ...]:
+def _element_of(plan: Plan, row: int) -> tuple[int, ...]:
     """The first element of a row."""
-    t = _batch_of(p, row).template
-    unit = int(p.lines.unit[row])
-    at = int(p.lines.lo[row])
+    t = _batch_of(plan, row).template
+    unit = int(plan.lines.unit[row])
+    at = int(plan.lines.lo[row])
     boxes, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     rows = boxes[box]
@@ -173,23 +173,23 @@ def _element_of(p: Plan, row: int) -> tuple[int, ...]:
 # Once
 
 
-def _check_once(p: Plan, places: Places) -> None:
+def _check_once(plan: Plan, places: Places) -> None:
     """No receiver has elements from two rows, and all receivers of an element are of one addend."""
-    demands = p.lines
+    demands = plan.lines
     _, asking = _list_sets_of_rows(demands)
     # Rows of one unit stand together, by their elements.
     order = np.lexsort((asking, demands.lo, demands.unit, demands.batch))
-    first = _find_groups(p, order)
-    for rows in _group_rows(p, order, first, asking):
-        _check_apart(p, places, rows, asking[rows].tolist())
+    first = _find_groups(plan, order)
+    for rows in _group_rows(plan, order, first, asking):
+        _check_apart(plan, places, rows, asking[rows].tolist())
 
 
-def _find_groups(p: Plan, order: Ints) -> Ints:
+def _find_groups(plan: Plan, order: Ints) -> Ints:
     """Where the rows of other elements begin, in this order.
 
     Two that follow each other have the same elements, or none in common, or are refused.
     """
-    demands = p.lines
+    demands = plan.lines
     lo = demands.lo[order]
     hi = demands.hi[order]
     batch = demands.batch[order]
@@ -199,18 +199,18 @@ def _find_groups(p: Plan, order: Ints) -> Ints:
     meets = ~is_new
     meets[1:] &= lo[1:] < hi[:-1]
     for row in order[meets & ~is_same].tolist():
-        what = f"tensor {_batch_of(p, row).names[0]!r}: element {_element_of(p, row)}"
+        what = f"tensor {_batch_of(plan, row).names[0]!r}: element {_element_of(plan, row)}"
         require(False, f"{what} is in two rows that are not alike")
     return np.flatnonzero(~is_same)
 
 
-def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
+def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
     """The rows of the same elements, one group of all that are asked for by the same sets.
 
     Groups follow each other in `order` and begin at `first`. Left out are those in which nothing
     can be wrong: of one row, where the destination chooses no addend.
     """
-    rule = _number_choices(p)[p.lines.batch]
+    rule = _number_choices(plan)[plan.lines.batch]
     ends = np.append(first, len(order))
     count = Offsets(ends).counts()
     for k in np.unique(count).tolist():
@@ -226,29 +226,29 @@ def _group_rows(p: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Int
         yield from groups[some]
 
 
-def _number_choices(p: Plan) -> Ints:
+def _number_choices(plan: Plan) -> Ints:
     """By batch, a number for each template and mesh whose destination chooses an addend; else 0."""
     number: dict[tuple[Template, Mesh], int] = {}
-    out = np.zeros(len(p.batches), np.int64)
-    for i, batch in enumerate(p.batches):
+    out = np.zeros(len(plan.batches), np.int64)
+    for i, batch in enumerate(plan.batches):
         if batch.template.reduction.chosen:
             key = batch.template, batch.dst
             out[i] = number.setdefault(key, len(number) + 1)
     return out
 
 
-def _check_apart(p: Plan, places: Places, rows: Ints, sets: list[int]) -> None:
+def _check_apart(plan: Plan, places: Places, rows: Ints, sets: list[int]) -> None:
     """Sets that receive the same elements are disjoint.
 
     Where any one addend may receive, they are of one.
     """
     row = int(rows[0])
-    batch = _batch_of(p, row)
-    at = _element_of(p, row)
+    batch = _batch_of(plan, row)
+    at = _element_of(plan, row)
     what = f"tensor {batch.names[0]!r}:"
     times: Counter[int] = Counter()
     for number in sets:
-        times.update(p.lines.sets[number])
+        times.update(plan.lines.sets[number])
     for rank, count in times.items():
         if count > 1:
             twice = f"{what} rank {rank} receives element {at} twice"
@@ -266,10 +266,10 @@ def _check_apart(p: Plan, places: Places, rows: Ints, sets: list[int]) -> None:
 # Counting
 
 
-def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: Places) -> None:
+def _check_complete(plan: Plan, groups: Sequence[Sequence[Batch]], places: Places) -> None:
     """As many elements arrive everywhere, of every tensor and addend, as there are cells."""
-    arrivals = _count_arrivals(p, places)
-    ids = map(id, p.batches)
+    arrivals = _count_arrivals(plan, places)
+    ids = map(id, plan.batches)
     arrive = dict(zip(ids, arrivals, strict=True))
     for group in groups:
         windows: dict[int, list[Batch]] = {}
@@ -280,7 +280,7 @@ def _check_complete(p: Plan, groups: Sequence[Sequence[Batch]], places: Places) 
             total = np.zeros(batches[0].dst.size, np.int64)
             for batch in batches:
                 total += arrive[id(batch)]
-            _check_count(p, batches, total)
+            _check_count(plan, batches, total)
 
 
 def _check_ranks(batches: Sequence[Batch]) -> None:
@@ -291,13 +291,13 @@ def _check_ranks(batches: Sequence[Batch]) -> None:
     require(same, f"tensor {name!r} arrives in one window in several orders of ranks")
 
 
-def _count_arrivals(p: Plan, places: Places) -> Iterator[Ints]:
+def _count_arrivals(plan: Plan, places: Places) -> Iterator[Ints]:
     """By batch, how many elements each position of its destination gets."""
-    _, receivers = _list_sets_of_rows(p.lines)
-    elements = p.lines.hi - p.lines.lo
+    _, receivers = _list_sets_of_rows(plan.lines)
+    elements = plan.lines.hi - plan.lines.lo
     # Tensors of one kind are many batches that ask the same.
     known: dict[object, Ints] = {}
-    for batch, rows in zip(p.batches, _list_rows(p), strict=True):
+    for batch, rows in zip(plan.batches, _list_rows(plan), strict=True):
         sets = receivers[rows]
         sizes = elements[rows]
         key = batch.dst, sets.tobytes(), sizes.tobytes()
@@ -306,11 +306,11 @@ def _count_arrivals(p: Plan, places: Places) -> Iterator[Ints]:
         yield known[key]
 
 
-def _list_rows(p: Plan) -> Iterator[Ints]:
+def _list_rows(plan: Plan) -> Iterator[Ints]:
     """By batch, its rows."""
-    of_row = p.lines.batch
+    of_row = plan.lines.batch
     order = np.argsort(of_row, kind="stable")
-    numbers = np.arange(len(p.batches) + 1)
+    numbers = np.arange(len(plan.batches) + 1)
     bounds = np.searchsorted(of_row[order], numbers)
     for begin, end in itertools.pairwise(bounds.tolist()):
         yield order[begin:end]
@@ -338,7 +338,7 @@ def _ask(t: Template) -> tuple[Ints, Ints]:
     return group, asked
 
 
-def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
+def _check_count(plan: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
     """As many elements arrive at each position as it asks for."""
     t = batches[0].template
     group, asked = _ask(t)
@@ -348,14 +348,16 @@ def _check_count(p: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
         arrive = together[group]
     for position in np.flatnonzero(arrive != asked).tolist():
         members = np.flatnonzero(group == group[position])
-        _raise_missing(p, batches, set(members.tolist()), position)
+        _raise_missing(plan, batches, set(members.tolist()), position)
 
 
-def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position: int) -> NoReturn:
+def _raise_missing(
+    plan: Plan, batches: Sequence[Batch], group: set[int], position: int
+) -> NoReturn:
     """Raise PlanError for the first element that neither a position nor any of its group gets."""
     first = batches[0]
     t = first.template
-    boxes = _list_boxes(p, batches, group)
+    boxes = _list_boxes(plan, batches, group)
     held = []
     for runs in t.dst.runs(position):
         held.append([(g, g + n) for _, g, n in runs.segments])
@@ -370,14 +372,14 @@ def _raise_missing(p: Plan, batches: Sequence[Batch], group: set[int], position:
     raise PlanError(f"{what} never receives element {gap}; it is to be received exactly once")
 
 
-def _list_boxes(p: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int, list[Box]]:
+def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int, list[Box]]:
     """By addend, the global boxes of all that arrives at positions of a group."""
-    demands = p.lines
+    demands = plan.lines
     mine = set(map(id, batches))
     holders, receivers = _list_sets_of_rows(demands)
     boxes: dict[int, list[Box]] = {}
     for row in range(len(demands.batch)):
-        batch = _batch_of(p, row)
+        batch = _batch_of(plan, row)
         if id(batch) not in mine:
             continue
         unit = int(demands.unit[row])

@@ -98,13 +98,13 @@ def _list_kinds(table: type) -> list[tuple[str, Any]]:
     return [(name, kinds[name]) for name in given]
 
 
-def check_plan_shapes(p: Plan) -> None:
+def check_plan_shapes(plan: Plan) -> None:
     """Raise PlanError unless the tables of a plan are tables."""
     seen: set[int] = set()
     ranks = tuple[int, ...]
     kinds = {"src_ranks": ranks, "dst_ranks": ranks, "lines": Demands, "batches": tuple[Batch, ...]}
     for field, kind in kinds.items():
-        _check_kind(getattr(p, field), kind, f"Plan.{field}", seen)
+        _check_kind(getattr(plan, field), kind, f"Plan.{field}", seen)
 
 
 def check_program_shapes(prog: Program) -> None:
@@ -128,23 +128,23 @@ def check_integers(table: Overlay | Template | Demands) -> None:
 # Sides
 
 
-def check_sides(p: Plan | Transposed) -> None:
+def check_sides(plan: Plan | Transposed) -> None:
     """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
-    if isinstance(p, Transposed):
-        _check_forward(p.forward)
+    if isinstance(plan, Transposed):
+        _check_forward(plan.forward)
     seen: set[int] = set()
-    _check_kind(p, Plan | Transposed, "the plan of the program", seen)
-    _check_windows(p.src, "Plan.src", seen)
-    _check_windows(p.dst, "Plan.dst", seen)
-    _check_values(p.rules, Reduction, "Plan.rules", seen)
-    names = list(p.src)
-    same = names == list(p.dst) and names == list(p.rules)
+    _check_kind(plan, Plan | Transposed, "the plan of the program", seen)
+    _check_windows(plan.src, "Plan.src", seen)
+    _check_windows(plan.dst, "Plan.dst", seen)
+    _check_values(plan.rules, Reduction, "Plan.rules", seen)
+    names = list(plan.src)
+    same = names == list(plan.dst) and names == list(plan.rules)
     what = "the source, the destination and the rules of the plan"
     require(same, f"{what} are of tensors of other names")
     kinds: dict[str, Any] = {"is_tree": bool, "topology": Topology | None, "digest": str}
     for field, kind in kinds.items():
-        _check_kind(getattr(p, field), kind, f"Plan.{field}", seen)
-    require(p.is_tree or names == [""], "a plan of two layouts has tensors by name")
+        _check_kind(getattr(plan, field), kind, f"Plan.{field}", seen)
+    require(plan.is_tree or names == [""], "a plan of two layouts has tensors by name")
 
 
 def _check_forward(forward: object) -> None:

@@ -51,7 +51,7 @@ own."""
 
 
 def simulate(
-    p: Plan | Transposed | Program, shards: Shards
+    plan: Plan | Transposed | Program, shards: Shards
 ) -> dict[int, Array] | dict[int, dict[str, Array]]:
     """The destination's local arrays, given the source's; of a program, round by round.
 
@@ -60,21 +60,21 @@ def simulate(
     dtype. Raises PlanError for a missing rank or tensor, or an array whose shape is not the
     layout's local shape.
     """
-    if not isinstance(p, Plan | Transposed):
-        p = as_program(p)
+    if not isinstance(plan, Plan | Transposed):
+        plan = as_program(plan)
     if not isinstance(shards, Mapping):
         raise PlanError(
             f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name"
         )
-    held = {rank: _read_arrays(p, shards, rank) for rank in p.src_ranks}
-    out = _make_destination(p, held)
-    if isinstance(p, Plan | Transposed):
-        _run_transfers(p, held, out)
+    held = {rank: _read_arrays(plan, shards, rank) for rank in plan.src_ranks}
+    out = _make_destination(plan, held)
+    if isinstance(plan, Plan | Transposed):
+        _run_transfers(plan, held, out)
     else:
-        _run_rounds(p, held, out)
+        _run_rounds(plan, held, out)
     for arrays in out.values():
-        _divide(p, arrays)
-    if p.is_tree or len(p.dst[""]) > 1:
+        _divide(plan, arrays)
+    if plan.is_tree or len(plan.dst[""]) > 1:
         return out
     return {rank: arrays[""] for rank, arrays in out.items()}
 
@@ -96,12 +96,12 @@ _Arrays: TypeAlias = Mapping[int, Mapping[str, Array]]
 """Local arrays by rank and local tensor name."""
 
 
-def _make_destination(p: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
+def _make_destination(plan: Movable, held: _Arrays) -> dict[int, dict[str, Array]]:
     """The destination's arrays before anything enters."""
-    out: dict[int, dict[str, Array]] = {rank: {} for rank in p.dst_ranks}
-    for name, windows in p.dst.items():
-        dtype = _find_dtype(p, name, held)
-        fill = p.fill(name)
+    out: dict[int, dict[str, Array]] = {rank: {} for rank in plan.dst_ranks}
+    for name, windows in plan.dst.items():
+        dtype = _find_dtype(plan, name, held)
+        fill = plan.fill(name)
         for key, layout in windows.locals(name):
             for rank in layout.mesh.ranks:
                 array = _make_array(layout, rank, dtype, fill)
@@ -123,10 +123,10 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
         array[t.dst_slices] = fold(before, piece)
 
 
-def _run_transfers(p: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
+def _run_transfers(plan: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
     """All transfers of a plan, in order of addend."""
     for rank in out:
-        transfers = sorted(p.transfers(dst=rank), key=lambda t: t.addend)
+        transfers = sorted(plan.transfers(dst=rank), key=lambda t: t.addend)
         _enter(out, [(t, held) for t in transfers])
 
 
@@ -144,16 +144,16 @@ def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
         _enter(out, steps[step])
 
 
-def _read_arrays(p: Movable, shards: Shards, rank: int) -> dict[str, Array]:
+def _read_arrays(plan: Movable, shards: Shards, rank: int) -> dict[str, Array]:
     """The rank's source arrays by local name, checked against their layouts."""
     if rank not in shards:
-        ranks = ", ".join(map(str, p.src_ranks))
+        ranks = ", ".join(map(str, plan.src_ranks))
         raise PlanError(f"no source arrays for rank {rank}; give them for ranks {ranks}")
     mine: object = shards[rank]
     named = mine if isinstance(mine, Mapping) else {"": mine}
     given = cast(Mapping[str, Array], named)
     out = {}
-    for name, windows in p.src.items():
+    for name, windows in plan.src.items():
         for key, layout in windows.locals(name, rank):
             out[key] = _read_array(given, key, rank, layout)
     return out
@@ -179,10 +179,10 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
     return array
 
 
-def _find_dtype(p: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
+def _find_dtype(plan: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
     """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
     averaged."""
-    keys = set(p.src[name].local_names(name))
+    keys = set(plan.src[name].local_names(name))
     # The last rank that holds an array of each dtype.
     found: dict[np.dtype[Any], int] = {}
     for rank, arrays in held.items():
@@ -192,7 +192,7 @@ def _find_dtype(p: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
         shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
         raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
     dtype = next(iter(found))
-    if p.divisor(name) > 1 and dtype.kind in "biu":
+    if plan.divisor(name) > 1 and dtype.kind in "biu":
         what = f"tensor {name!r} is averaged, and its arrays are {dtype}"
         raise PlanError(f"{what}; pass floating or complex ones")
     return dtype
@@ -208,10 +208,10 @@ def _make_array(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex |
     return out
 
 
-def _divide(p: Movable, arrays: dict[str, Array]) -> None:
+def _divide(plan: Movable, arrays: dict[str, Array]) -> None:
     """Divide what is averaged, in place of the sum."""
-    for name, windows in p.dst.items():
-        divisor = p.divisor(name)
+    for name, windows in plan.dst.items():
+        divisor = plan.divisor(name)
         if divisor == 1:
             continue
         for key in windows.local_names(name):

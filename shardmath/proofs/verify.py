@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | None = None) -> None:
+def verify(
+    plan: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | None = None
+) -> None:
     """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the
     layouts ask for.
 
@@ -42,23 +44,23 @@ def verify(p: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | No
     ranks tell plans apart, is that of the layouts. Without `transfers` the plan's own tables are
     proved, and what it fills in and divides by. With them the error names the first offending element.
     """
-    if not isinstance(p, Plan | Transposed):
-        p = as_program(p)
-    promised = p if isinstance(p, Plan | Transposed) else p.plan
+    if not isinstance(plan, Plan | Transposed):
+        plan = as_program(plan)
+    promised = plan if isinstance(plan, Plan | Transposed) else plan.plan
     check_sides(promised)
     _check_in_part(promised)
     _check_left(promised.forward if isinstance(promised, Transposed) else promised)
     if transfers is None:
-        _prove(p)
+        _prove(plan)
     else:
         check_claim(promised, transfers)
-    _check_digest(p)
+    _check_digest(plan)
 
 
-def _check_in_part(p: Movable) -> None:
+def _check_in_part(plan: Movable) -> None:
     """The plan says of exactly those tensors that the destination holds them in part."""
-    short = find_not_whole(p.dst)
-    given: object = p.in_part
+    short = find_not_whole(plan.dst)
+    given: object = plan.in_part
     if not isinstance(given, tuple) or not all(isinstance(name, str) for name in given):
         raise PlanError(f"in_part={shown(given)} is not a tuple of names; make the plan anew")
     if given == short:
@@ -67,29 +69,29 @@ def _check_in_part(p: Movable) -> None:
     odd = sorted({*given} ^ {*short}) or list(given)
     name = odd[0]
     says = "in part" if name in given else "whole"
-    what = f"tensor {name!r} is not held {says} at the destination of {p!r}"
+    what = f"tensor {name!r} is not held {says} at the destination of {plan!r}"
     raise PlanError(f"{what}; make the plan anew")
 
 
-def _check_left(p: Plan) -> None:
+def _check_left(plan: Plan) -> None:
     """Ranks have left a plan of which nobody had, and who stays holds what it held in that."""
-    whole = p.whole
+    whole = plan.whole
     if whole is None:
-        nobody = isinstance(p.left, tuple) and not p.left
-        require(nobody, f"ranks {shown(p.left)} have left no plan")
+        nobody = isinstance(plan.left, tuple) and not plan.left
+        require(nobody, f"ranks {shown(plan.left)} have left no plan")
         return
     is_whole = isinstance(whole, Plan) and whole.whole is None
     require(is_whole, "the whole plan is none, or not whole")
     check_sides(whole)
-    left = _read_left(p.left, whole)
+    left = _read_left(plan.left, whole)
     pairs = {}
     for name, before in whole.dst.items():
-        after = p.dst.get(name, Windows())
+        after = plan.dst.get(name, Windows())
         pairs[id(before), id(after)] = name, before, after
-        if name in p.src:
-            same = p.src[name] == whole.src[name]
+        if name in plan.src:
+            same = plan.src[name] == whole.src[name]
             require(same, f"tensor {name!r} has another source than in the whole plan")
-    others = sorted(p.src.keys() - whole.src.keys())
+    others = sorted(plan.src.keys() - whole.src.keys())
     require(not others, f"the whole plan does not have the tensors {others[:8]}")
     for name, before, after in pairs.values():
         _check_staying(name, before, after, left)
@@ -132,63 +134,63 @@ def _describe_held(layout: Layout, rank: int) -> tuple[object, ...]:
     return layout.shape, layout.dtype, layout.runs(rank), addend
 
 
-def _prove(p: Plan | Transposed | Program) -> None:
+def _prove(plan: Plan | Transposed | Program) -> None:
     """Prove the tables. The provers are imported here because few who import this prove a table."""
     from shardmath.proofs.plan_proof import prove
     from shardmath.proofs.program_proof import prove_program
 
-    if isinstance(p, Plan):
-        _check_rules(p)
-        prove(p)
-    elif isinstance(p, Transposed):
-        _check_transposed(p)
-        prove(p.forward)
+    if isinstance(plan, Plan):
+        _check_rules(plan)
+        prove(plan)
+    elif isinstance(plan, Transposed):
+        _check_transposed(plan)
+        prove(plan.forward)
     else:
-        _check_rules(p.plan)
-        prove_program(p)
+        _check_rules(plan.plan)
+        prove_program(plan)
 
 
-def _check_transposed(p: Transposed) -> None:
+def _check_transposed(plan: Transposed) -> None:
     """All that it says is what its plan becomes, and what that fills in, and divides by, is what its
     own layouts ask for."""
-    _check_rules(p.forward)
-    expected = adjoint(p.forward)
+    _check_rules(plan.forward)
+    expected = adjoint(plan.forward)
     for name, rule in expected.rules.items():
-        _check_rule(name, p.rules.get(name), rule)
-    if p.flip != expected.flip:
-        what = f"{p!r} does not list the transfers of {p.forward!r} with their ends swapped"
+        _check_rule(name, plan.rules.get(name), rule)
+    if plan.flip != expected.flip:
+        what = f"{plan!r} does not list the transfers of {plan.forward!r} with their ends swapped"
         raise PlanError(what)
-    if (p.src, p.dst) != (expected.src, expected.dst):
-        what = f"{p!r} is not between the layouts that those of {p.forward!r} become"
+    if (plan.src, plan.dst) != (expected.src, expected.dst):
+        what = f"{plan!r} is not between the layouts that those of {plan.forward!r} become"
         raise PlanError(f"{what}; transpose the plan anew")
 
 
-def _check_digest(p: Plan | Transposed | Program) -> None:
+def _check_digest(plan: Plan | Transposed | Program) -> None:
     """Raise PlanError unless the digest is that of what is proved, and so is that of its plan."""
-    if isinstance(p, Plan):
-        found = digest_of(p)
-    elif isinstance(p, Transposed):
-        _check_digest(p.forward)
-        found = flip_digest(p.forward.digest)
+    if isinstance(plan, Plan):
+        found = digest_of(plan)
+    elif isinstance(plan, Transposed):
+        _check_digest(plan.forward)
+        found = flip_digest(plan.forward.digest)
     else:
         from shardmath.plans.programs.program import digest_program
 
-        _check_digest(p.plan)
-        found = digest_program(p)
-    if p.digest != found:
-        what = f"{p!r} has the digest {p.digest!r}, and what it does the digest {found!r}"
+        _check_digest(plan.plan)
+        found = digest_program(plan)
+    if plan.digest != found:
+        what = f"{plan!r} has the digest {plan.digest!r}, and what it does the digest {found!r}"
         raise PlanError(f"{what}; make it anew")
 
 
-def _check_rules(p: Plan) -> None:
+def _check_rules(plan: Plan) -> None:
     """What is filled in, and divided by, is what the layouts ask for."""
     asked: dict[tuple[Layout, Layout], Reduction] = {}
     # Tensors share their windows and rules: what is the same three objects is compared once. The plan
     # keeps them alive, so that their ids are theirs alone.
     compared: set[tuple[int, int, int]] = set()
-    for name, here in p.src.items():
-        there = p.dst[name]
-        given = p.rules[name]
+    for name, here in plan.src.items():
+        there = plan.dst[name]
+        given = plan.rules[name]
         objects = id(here), id(there), id(given)
         if objects in compared:
             continue

@@ -217,9 +217,9 @@ def _put(destination: Array, sent: _Sent) -> None:
         flat[cells] = sent.values[which]
 
 
-def _list_changes(p: Plan, before: dict[int, Array], after: dict[int, Array]) -> Iterator[_Sent]:
+def _list_changes(plan: Plan, before: dict[int, Array], after: dict[int, Array]) -> Iterator[_Sent]:
     """What each message takes of what has changed."""
-    for part in make_parts(p):
+    for part in make_parts(plan):
         if part.rank not in before:
             continue
         messages: list[Message] = []

@@ -84,6 +84,6 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
     return out / count if averaged else out
 
 
-def run(p: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
+def run(plan: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
     """simulate for two Layouts."""
-    return cast(dict[int, Array], simulate(p, shards))
+    return cast(dict[int, Array], simulate(plan, shards))

@@ -130,26 +130,26 @@ class SavePlanner(theirs.SavePlanner):
         items += self._list_empty(moved)
         return SavePlan(items, planner_data=self._say(moved, own))
 
-    def _say(self, moved: Plan, own: Iterable[str]) -> _Said:
+    def _say(self, plan: Plan, own: Iterable[str]) -> _Said:
         """What this rank tells the others; of bytes each has its own, so of these only the names must agree."""
         paths = sorted(self._paths.items())
-        agreed = digest((moved.digest, sorted(own), paths))
+        agreed = digest((plan.digest, sorted(own), paths))
         contents = {name: _describe_bytes(data) for name, data in self._blobs.items()}
         return _Said(self._rank, agreed, contents)
 
-    def _list_boxes(self, moved: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
+    def _list_boxes(self, plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
         """What the plan has this rank send to the disk."""
-        for transfer in moved.transfers(src=self._rank):
+        for transfer in plan.transfers(src=self._rank):
             name = transfer.tensor
-            window = moved.src[name][0]
+            window = plan.src[name][0]
             offsets = [cut.start for cut in transfer.global_slices]
             local = tensors[transfer.src_tensor].detach()
             data = local[transfer.src_slices]
             yield self._make_item(name, window.shape, offsets, data)
 
-    def _list_empty(self, moved: Plan) -> Iterator[WriteItem]:
+    def _list_empty(self, plan: Plan) -> Iterator[WriteItem]:
         """Tensors without elements, of which no plan sends anything: the lowest of their ranks writes them."""
-        for name, windows in moved.src.items():
+        for name, windows in plan.src.items():
             first = windows[0]
             if 0 not in first.shape:
                 continue

@@ -87,23 +87,23 @@ def plan_svg(
     return document(drawing, title, "; ".join(summary), inline=inline)
 
 
-def _choose_tensor(p: Movable, tensor: str | None) -> str:
+def _choose_tensor(plan: Movable, tensor: str | None) -> str:
     """The tensor whose layouts are drawn."""
     if tensor is None:
-        return next(iter(p.src), "")
-    if not isinstance(tensor, str) or tensor not in p.src:
-        first = list(p.src)[:8]
+        return next(iter(plan.src), "")
+    if not isinstance(tensor, str) or tensor not in plan.src:
+        first = list(plan.src)[:8]
         names = ", ".join(map(repr, first))
         raise PlanError(f"the plan has no tensor {shown(tensor)}; it has {names}")
     return tensor
 
 
-def _draw_sides(p: Movable, name: str) -> Drawing:
+def _draw_sides(plan: Movable, name: str) -> Drawing:
     """The tensor before and after; one set of holders has one colour in all."""
-    if name not in p.src:
+    if name not in plan.src:
         return lines([])
-    before = p.src[name]
-    after = p.dst[name]
+    before = plan.src[name]
+    after = plan.dst[name]
     shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
     cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
     colours = colours_of(cells.values())
@@ -115,15 +115,15 @@ def _draw_sides(p: Movable, name: str) -> Drawing:
     if not name:
         return drawn
     letters = max(int(drawn.width / LETTER), MOST_NAME)
-    heads = textwrap.wrap(_name_tensor(p, name), letters)
+    heads = textwrap.wrap(_name_tensor(plan, name), letters)
     return below([lines(heads, font_weight="bold"), drawn], 6)
 
 
-def _name_tensor(p: Movable, name: str) -> str:
+def _name_tensor(plan: Movable, name: str) -> str:
     """The tensor that is drawn, and how to draw another."""
-    if len(p.src) == 1:
+    if len(plan.src) == 1:
         return name
-    return f"{name}, 1 of {len(p.src):,} tensors; tensor= draws another"
+    return f"{name}, 1 of {len(plan.src):,} tensors; tensor= draws another"
 
 
 def _draw_side(

@@ -170,27 +170,27 @@ def _write_coords(mesh: Mesh, rank: int) -> str:
 
 
 @_text.register
-def _(p: Plan | Transposed, most: int) -> str:
-    sent = p.sent_bytes()
-    received = p.received_bytes()
+def _(plan: Plan | Transposed, most: int) -> str:
+    sent = plan.sent_bytes()
+    received = plan.received_bytes()
     rows = []
-    for rank in p.ranks[:most]:
+    for rank in plan.ranks[:most]:
         row = [rank, show_bytes(sent[rank]), show_bytes(received[rank])]
         rows.append(row)
     loads = make_table(["rank", "sends", "receives"], rows)
-    tensors = plural(p.src, "tensor")
-    if p.in_part:
-        tensors += f", {len(p.in_part)} of which the destination holds in part"
-    between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
+    tensors = plural(plan.src, "tensor")
+    if plan.in_part:
+        tensors += f", {len(plan.in_part)} of which the destination holds in part"
+    between = f"{len(plan.src_ranks)} and {len(plan.dst_ranks)} ranks"
     total = sum(sent.values())
     head = f"{show_bytes(total)} between {between}, {tensors}"
-    more = _more(len(p.ranks), most, "rank")
-    return f"{head}\n{loads}{more}\n{_transfers(p, most)}"
+    more = _more(len(plan.ranks), most, "rank")
+    return f"{head}\n{loads}{more}\n{_transfers(plan, most)}"
 
 
-def _transfers(p: Plan | Transposed, most: int) -> str:
+def _transfers(plan: Plan | Transposed, most: int) -> str:
     """The first transfers, below a line that says what stands where."""
-    listed = list(itertools.islice(p.transfers(), most + 1))
+    listed = list(itertools.islice(plan.transfers(), most + 1))
     if not listed:
         return ""
     texts = [LEGEND, *map(str, listed[:most])]

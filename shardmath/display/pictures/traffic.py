@@ -101,12 +101,12 @@ class _Sums:
         self,
         rows: tuple[RankGroup, ...],
         columns: tuple[RankGroup, ...],
-        on: Demands,
+        demands: Demands,
         topology: Topology | None,
     ) -> None:
         self.rows = rows
         self.columns = columns
-        self.on = on
+        self.demands = demands
         self.row = _number_groups(rows)
         self.column = _number_groups(columns)
         shape = len(rows), len(columns)
@@ -132,14 +132,14 @@ class _Sums:
 
     def add_plan(self) -> None:
         """All that a plan sends."""
-        on = self.on
-        for line, held in enumerate(on.holders.tolist()):
-            holders = on.sets[held]
-            first, stop = on.first[line : line + 2].tolist()
-            asking = on.count[first:stop].sum()
+        demands = self.demands
+        for line, held in enumerate(demands.holders.tolist()):
+            holders = demands.sets[held]
+            first, stop = demands.first[line : line + 2].tolist()
+            asking = demands.count[first:stop].sum()
             blocks = range(first, stop)
             if len(holders) > 1 or asking <= MANY:
-                streams = _pair_line(on, line, blocks)
+                streams = _pair_line(demands, line, blocks)
                 self.add(*streams)
                 continue
             holder = holders[0]
@@ -148,7 +148,7 @@ class _Sums:
 
     def _add_from_one(self, holder: int, block: int) -> None:
         """A block that one rank sends to all receivers, who may be many, as may be such blocks."""
-        asking = int(self.on.receivers[block])
+        asking = int(self.demands.receivers[block])
         receivers = self._find_members(asking)
         node = holder // self.per_node
         first = node * self.per_node
@@ -160,7 +160,7 @@ class _Sums:
         everybody = self._count_by_column(receivers)
         others = everybody - self._count_by_column(itself)
         distant = everybody - self._count_by_column(on_node)
-        nbytes = int(self.on.nbytes[block])
+        nbytes = int(self.demands.nbytes[block])
         row = self.row[holder]
         self.sent[row] += nbytes * others
         self.far[row] += nbytes * distant
@@ -171,17 +171,17 @@ class _Sums:
 
     def _add_stays(self) -> None:
         """What ranks have and need: blocks of which they are a holder and a receiver."""
-        on = self.on
-        blocks_of_line = np.diff(on.first)
-        holders_of_block = np.repeat(on.holders, blocks_of_line)
+        demands = self.demands
+        blocks_of_line = np.diff(demands.first)
+        holders_of_block = np.repeat(demands.holders, blocks_of_line)
         for block, held in enumerate(holders_of_block.tolist()):
-            asking = int(on.receivers[block])
-            receivers = on.sets[asking]
-            if on.count[block] == len(receivers):
+            asking = int(demands.receivers[block])
+            receivers = demands.sets[asking]
+            if demands.count[block] == len(receivers):
                 continue  # no receiver is a holder
             both = self._find_common(held, asking)
             at = (self.row[both], self.column[both])
-            np.add.at(self.stays, at, on.nbytes[block])
+            np.add.at(self.stays, at, demands.nbytes[block])
 
     def _find_common(self, held: int, asking: int) -> Ints:
         """The ranks of one set that are in another."""
@@ -196,19 +196,19 @@ class _Sums:
     def _find_members(self, number: int) -> Ints:
         """A set of ranks as an array."""
         if number not in self.members:
-            ranks = self.on.sets[number]
+            ranks = self.demands.sets[number]
             self.members[number] = np.array(ranks, np.int64)
         return self.members[number]
 
 
-def _pair_line(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
+def _pair_line(demands: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
     """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
-    held = on.holders[line]
-    holders = np.array(on.sets[held], np.int64)
-    first = int(on.cut_first[line])
+    held = demands.holders[line]
+    holders = np.array(demands.sets[held], np.int64)
+    first = int(demands.cut_first[line])
     last = first + len(holders)
-    cuts = on.cuts[first : last + 1]
-    receivers, ends = _lay_out_receivers(on, line, blocks)
+    cuts = demands.cuts[first : last + 1]
+    receivers, ends = _lay_out_receivers(demands, line, blocks)
     # Between two neighbouring borders of either kind there is one sender and one receiver. Of several stretches that
     # begin at one place all but the last are empty.
     every_border = np.concatenate((cuts, ends))
@@ -220,14 +220,14 @@ def _pair_line(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]
     return holders[sender], receivers[receiver], nbytes
 
 
-def _lay_out_receivers(on: Demands, line: int, blocks: range) -> tuple[Ints, Ints]:
+def _lay_out_receivers(demands: Demands, line: int, blocks: range) -> tuple[Ints, Ints]:
     """The receivers of a line, block by block, and where each one's bytes begin; at last where all end."""
     receivers: list[int] = []
     end = 0
     ends = [end]
     for block in blocks:
-        nbytes = int(on.nbytes[block])
-        for rank in list_receivers(on, line, block):
+        nbytes = int(demands.nbytes[block])
+        for rank in list_receivers(demands, line, block):
             end += nbytes
             receivers.append(rank)
             ends.append(end)

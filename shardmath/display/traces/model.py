@@ -49,14 +49,14 @@ _Times: TypeAlias = NDArray[np.float64]
 
 
 def model(
-    p: Plan | Program, *, topology: Topology | None = None, ranks: Iterable[int] | None = None
+    plan: Plan | Program, *, topology: Topology | None = None, ranks: Iterable[int] | None = None
 ) -> Trace:
-    """What the ranks (default: all) do when `p` is compiled, and when, in seconds from where its first round begins.
+    """What the ranks (default: all) do when `plan` is compiled, and when, in seconds from where its first round begins.
 
     A program runs on its own topology, a plan on the one given, or its own. Raises PlanError as `certify` does, and for
     what is not a rank.
     """
-    prog = find_running(p, topology)
+    prog = find_running(plan, topology)
     times = time_rounds(prog.topology, sum_round_loads(prog))
     chosen = prog.ranks if ranks is None else _list_ranks(ranks)
     spans: list[Span] = []

@@ -101,18 +101,18 @@ class Collective:
         return f" over {'*'.join(self.axes)}: {groups}"
 
 
-def recognise_all(p: Plan) -> dict[str, Collective]:
+def recognise_all(plan: Plan) -> dict[str, Collective]:
     """The tensors of a plan whose move is one textbook operation within groups of ranks, by name.
 
     Only tensors of one window on either side are, with the same ranks on both sides.
     """
     known: dict[tuple[Layout, Layout], Collective | None] = {}
     collectives: dict[str, Collective] = {}
-    for name, windows in p.src.items():
-        if len(windows) > 1 or len(p.dst[name]) > 1:
+    for name, windows in plan.src.items():
+        if len(windows) > 1 or len(plan.dst[name]) > 1:
             continue
         src = windows[0]
-        dst = p.dst[name][0]
+        dst = plan.dst[name][0]
         if not _has_same_ranks(src, dst):
             continue
         if (src, dst) not in known:

@@ -43,7 +43,7 @@ from shardmath.plans.uncovered import first_unheld, holds_all
 __all__ = ["without"]
 
 
-def without(p: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
+def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
     """The plan from which these ranks of the destination have left: all else goes as it did.
 
     `window=True` says that the destination may hold less of the tensors than it did, as of `plan`: tensors that nobody
@@ -53,22 +53,22 @@ def without(p: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
     leave; where nobody stays; and, without `window`, where those who stay do not hold all of a tensor, of which it
     names an element.
     """
-    _check_plan(p)
-    whole = p if p.whole is None else p.whole
+    _check_plan(plan)
+    whole = plan if plan.whole is None else plan.whole
     leaving = _read_ranks(whole, ranks)
-    left = leaving.union(p.left)
-    if left == set(p.left):
-        return p
+    left = leaving.union(plan.left)
+    if left == set(plan.left):
+        return plan
     kept = _keep(whole, left)
     if not window:
-        _check_held(p, kept)
+        _check_held(plan, kept)
     return kept
 
 
-def _check_plan(p: object) -> None:
+def _check_plan(plan: object) -> None:
     """Raise PlanError for what is no plan."""
-    if not isinstance(p, Plan):
-        kind = type(p).__name__
+    if not isinstance(plan, Plan):
+        kind = type(plan).__name__
         what = f"ranks leave a plan, not a {kind}"
         raise PlanError(f"{what}; take them out of the plan that it was made of")
 

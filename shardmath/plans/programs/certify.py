@@ -39,15 +39,15 @@ from shardmath.plans.uncovered import find_meeting
 __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
-def certify(p: Plan | Program, topology: Topology | None = None) -> Certificate:
-    """The certificate of what runs when `p` is compiled: its bound, its time, their ratio, and who
+def certify(plan: Plan | Program, topology: Topology | None = None) -> Certificate:
+    """The certificate of what runs when `plan` is compiled: its bound, its time, their ratio, and who
     forces the bound.
 
     A program runs on its own topology, a plan on the one given, or its own. Raises PlanError for
     anything else than what `plan` and `schedule` return, for a plan without a topology and for its
     program, since nothing says where the nodes are, and for a program with another topology.
     """
-    prog = find_running(p, topology)
+    prog = find_running(plan, topology)
     loads = sum_round_loads(prog)
     time = estimate_seconds(prog.topology, loads)
     least = _find_least(prog.plan, prog.plan.lines, prog.topology)
@@ -55,89 +55,89 @@ def certify(p: Plan | Program, topology: Topology | None = None) -> Certificate:
 
 
 @memo(2)
-def _find_least(p: Plan, lines: Demands, where: Topology) -> tuple[float, Witness | None]:
+def _find_least(plan: Plan, lines: Demands, where: Topology) -> tuple[float, Witness | None]:
     """The bound of a plan with these lines; a plan is mostly certified beside its program."""
-    return find_bound(list_blocks(p), p.ranks, where)
+    return find_bound(list_blocks(plan), plan.ranks, where)
 
 
-def crossing_bytes(p: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """How many bytes cross from one node to another when the plan or program `p` runs.
+def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
+    """How many bytes cross from one node to another when a plan or a program runs.
 
-    A byte that crosses twice counts twice. `p` and `topology` are as in `certify`, errors too. An
+    A byte that crosses twice counts twice. `plan` and `topology` are as in `certify`, errors too. An
     adjoint has as many as its plan, in the other direction.
     """
-    if isinstance(p, Transposed):
-        p = p.forward
-    prog = find_running(p, topology)
+    if isinstance(plan, Transposed):
+        plan = plan.forward
+    prog = find_running(plan, topology)
     pairs = sum_pairs(prog)
     crossing = pairs.nbytes[pairs.far]
     return int(crossing.sum())
 
 
-def find_running(p: object, topology: Topology | None) -> Program:
-    """What runs when `p` is compiled. Raises PlanError as `certify` does."""
-    if not isinstance(p, Plan | Program):
+def find_running(plan: object, topology: Topology | None) -> Program:
+    """What runs when `plan` is compiled. Raises PlanError as `certify` does."""
+    if not isinstance(plan, Plan | Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"
-        raise PlanError(f"{p!r} is not a plan or a Program; {what}")
-    prog = run_straight(p, topology) if isinstance(p, Plan) else p
+        raise PlanError(f"{plan!r} is not a plan or a Program; {what}")
+    prog = run_straight(plan, topology) if isinstance(plan, Plan) else plan
     if topology is not None and checked(topology) != prog.topology:
-        what = f"{p!r} was scheduled for {prog.topology}, not for {topology}"
+        what = f"{plan!r} was scheduled for {prog.topology}, not for {topology}"
         raise PlanError(f"{what}; schedule its plan for that")
     if topology is None and prog.assumes_nodes:
-        what = f"nothing says which ranks of {p!r} share a node"
-        to = "" if isinstance(p, Plan) else " to schedule"
+        what = f"nothing says which ranks of {plan!r} share a node"
+        to = "" if isinstance(plan, Plan) else " to schedule"
         raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8){to}")
     return prog
 
 
-def list_blocks(p: Plan) -> Iterator[Block]:
+def list_blocks(plan: Plan) -> Iterator[Block]:
     """What must be where, as the bound takes it: distinct elements, whoever sends them."""
     # The bound counts what must move, and not whom a topology has the plan ask for it: near and
     # far lines would part one set of receivers in two.
-    on = p.lines if p.topology is None else gather_lines(p.batches)
-    folded = _find_folded(p, on).tolist()
-    addend = on.addend.tolist()
-    nbytes = _count_bytes(p, on).tolist()
-    owners = on.blocks.owners().tolist()
+    demands = plan.lines if plan.topology is None else gather_lines(plan.batches)
+    folded = _find_folded(plan, demands).tolist()
+    addend = demands.addend.tolist()
+    nbytes = _count_bytes(plan, demands).tolist()
+    owners = demands.blocks.owners().tolist()
     for block, line in enumerate(owners):
         if not nbytes[block]:
             continue
-        held = on.held_by(line)
-        asked = on.asked_by(block)
+        held = demands.held_by(line)
+        asked = demands.asked_by(block)
         amount = nbytes[block]
         yield Block(held, asked, amount, addend[block], folded[block])
 
 
-def _find_folded(p: Plan, on: Demands) -> Ints:
+def _find_folded(plan: Plan, demands: Demands) -> Ints:
     """1 for each block with a batch that is folded, 0 for others."""
-    is_folded = [bool(batch.template.reduction.folded) for batch in p.batches]
+    is_folded = [bool(batch.template.reduction.folded) for batch in plan.batches]
     by_batch = np.array(is_folded, np.int64)
-    by_row = by_batch[on.batch]
-    count = on.rows.sums(by_row)
+    by_row = by_batch[demands.batch]
+    count = demands.rows.sums(by_row)
     return np.minimum(count, 1)
 
 
-def _count_bytes(p: Plan, on: Demands) -> Ints:
+def _count_bytes(plan: Plan, demands: Demands) -> Ints:
     """The bytes of each block of the lines, without those of batches that are not counted."""
     tensors = []
-    for number, batch in enumerate(p.batches):
-        count = len(batch.names) if _is_counted(p, number) else 0
+    for number, batch in enumerate(plan.batches):
+        count = len(batch.names) if _is_counted(plan, number) else 0
         tensors.append(count)
     counted = np.array(tensors, np.int64)
-    nbytes = on.each * counted[on.batch]
-    return on.rows.sums(nbytes)
+    nbytes = demands.each * counted[demands.batch]
+    return demands.rows.sums(nbytes)
 
 
-def _is_counted(p: Plan, number: int) -> bool:
+def _is_counted(plan: Plan, number: int) -> bool:
     """Whether a batch's elements count: the ranks that receive them need them, and no others do.
 
     What a destination's windows have in common counts for the first of them alone.
     """
-    batch = p.batches[number]
+    batch = plan.batches[number]
     if batch.template.reduction.chosen:
         return False
     if batch.target == 0:
         return True
-    windows = p.dst[batch.names[0]]
+    windows = plan.dst[batch.names[0]]
     common = find_meeting(windows, windows)
     return all((i, batch.target) not in common for i in range(batch.target))

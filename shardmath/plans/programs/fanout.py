@@ -40,7 +40,7 @@ __all__ = ["find_legs"]
 
 
 def find_legs(
-    p: Plan, on: Demands, per_node: int, *, by_node: bool, relays: bool
+    plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
     """The legs of one way to relay, by node and between nodes of `per_node` ranks.
 
@@ -49,26 +49,26 @@ def find_legs(
     none = np.zeros(0, np.int64)
     no_bands = Bands(*[none] * 10)
     sharing = per_node if by_node else 1
-    bare = Legs(on, no_bands, sharing)
-    groups = _count_by_node(on, sharing)
-    shed = _choose_shed(on, groups) if relays else {}
+    bare = Legs(demands, no_bands, sharing)
+    groups = _count_by_node(demands, sharing)
+    shed = _choose_shed(demands, groups) if relays else {}
     if relays and not shed:
         return
-    plots = _plot_blocks(on, groups, shed)
-    legs = replace(bare, bands=_make_bands(p, bare, groups, plots))
-    yield _cut_first_leg(p, legs, groups)
+    plots = _plot_blocks(demands, groups, shed)
+    legs = replace(bare, bands=_make_bands(plan, bare, groups, plots))
+    yield _cut_first_leg(plan, legs, groups)
 
 
 @memo(2)
-def _count_by_node(on: Demands, sharing: int) -> list[list[int]]:
+def _count_by_node(demands: Demands, sharing: int) -> list[list[int]]:
     """For each block, how many of its receivers are in each of their nodes."""
     groups: list[list[int]] = []
-    every = np.arange(len(on.holders))
-    receivers = on.blocks.sums(on.count)
+    every = np.arange(len(demands.holders))
+    receivers = demands.blocks.sums(demands.count)
     for lines in bundle(every, receivers):
-        nodes = list_nodes(on, sharing, lines)
-        first = on.first[lines[0]]
-        end = on.first[lines[-1] + 1]
+        nodes = list_nodes(demands, sharing, lines)
+        first = demands.first[lines[0]]
+        end = demands.first[lines[-1] + 1]
         blocks = np.arange(first, end + 1)
         begin = np.searchsorted(nodes.block, blocks)
         sizes = nodes.size.tolist()
@@ -80,44 +80,44 @@ def _count_by_node(on: Demands, sharing: int) -> list[list[int]]:
 # How much is relayed between nodes
 
 
-def _choose_shed(on: Demands, groups: list[list[int]]) -> dict[int, int]:
+def _choose_shed(demands: Demands, groups: list[list[int]]) -> dict[int, int]:
     """For each block that sheds some, the bytes of its node copies that other nodes relay.
 
     The target is what no rank can go below: what the fullest rank takes in, or what the fullest
     holder sends if each byte leaves its holders once.
     """
-    is_far = _find_far(on)
+    is_far = _find_far(demands)
     counts = list(map(len, groups))
     copies = np.array(counts, np.int64) * is_far
     is_sent = copies > 0
-    sent_bytes = on.nbytes * copies
-    once_bytes = on.nbytes * is_sent
-    sent = on.blocks.sums(sent_bytes).tolist()
-    once = on.blocks.sums(once_bytes).tolist()
-    held = [on.held_by(line) for line in range(len(sent))]
+    sent_bytes = demands.nbytes * copies
+    once_bytes = demands.nbytes * is_sent
+    sent = demands.blocks.sums(sent_bytes).tolist()
+    once = demands.blocks.sums(once_bytes).tolist()
+    held = [demands.held_by(line) for line in range(len(sent))]
     least_sent = find_least_sent(once, held)
-    most_taken_in = _find_most_taken_in(on, groups, is_far)
+    most_taken_in = _find_most_taken_in(demands, groups, is_far)
     target = max(least_sent, most_taken_in)
     by_line = shed_to_target(sent, once, held, target)
-    return _divide_among_blocks(on, copies.tolist(), by_line)
+    return _divide_among_blocks(demands, copies.tolist(), by_line)
 
 
-def _find_far(on: Demands) -> Bools:
+def _find_far(demands: Demands) -> Bools:
     """The blocks whose copies may be relayed from node to node."""
-    is_far = on.blocks.spread(~on.near)
+    is_far = demands.blocks.spread(~demands.near)
     # Addends after the first are folded where they come, and cannot be relayed.
-    is_first: Bools = on.addend == 0
+    is_first: Bools = demands.addend == 0
     return is_far & is_first
 
 
-def _divide_among_blocks(on: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
+def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
     """For each block that sheds some, its part of what its line is to shed."""
-    sizes = on.nbytes.tolist()
+    sizes = demands.nbytes.tolist()
     shed: dict[int, int] = {}
     for line, nbytes in enumerate(by_line):
         if not nbytes:
             continue
-        first, end = on.first[line : line + 2].tolist()
+        first, end = demands.first[line : line + 2].tolist()
         can_shed = {}
         for block in range(first, end):
             if copies[block] > 1:
@@ -126,7 +126,7 @@ def _divide_among_blocks(on: Demands, copies: list[int], by_line: list[int]) -> 
     return shed
 
 
-def _find_most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> int:
+def _find_most_taken_in(demands: Demands, groups: list[list[int]], is_far: Bools) -> int:
     """The most bytes that a rank takes in from other nodes, each node taking every byte once.
 
     Receivers of far lines have no holder on their node, so all of them are on the wire.
@@ -135,13 +135,13 @@ def _find_most_taken_in(on: Demands, groups: list[list[int]], is_far: Bools) -> 
     nodes: dict[int, list[int]] = {}
     far_blocks = np.flatnonzero(is_far).tolist()
     for block in far_blocks:
-        receivers = int(on.receivers[block])
-        wanted[receivers] += int(on.nbytes[block])
+        receivers = int(demands.receivers[block])
+        wanted[receivers] += int(demands.nbytes[block])
         nodes[receivers] = groups[block]
     # Exact, so that the target is the same in whatever order shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
     for receivers, nbytes in wanted.items():
-        ranks = on.sets[receivers]
+        ranks = demands.sets[receivers]
         shares = _share_in_nodes(nbytes, nodes[receivers])
         for rank, share in zip(ranks, shares, strict=True):
             load[rank] += share
@@ -195,13 +195,13 @@ class _Plot(NamedTuple):
     parts: tuple[_Part, ...]
 
 
-def _plot_blocks(on: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
+def _plot_blocks(demands: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
     """How the nodes of each block relay its content; those of most relay nothing."""
     all_straight = _Plot(1, (_Part(0, 0, 1),))
     plots = [all_straight] * len(groups)
     for block, nbytes in shed.items():
         copies = len(groups[block])
-        size = int(on.nbytes[block])
+        size = int(demands.nbytes[block])
         straight_bytes = copies * size - nbytes
         plots[block] = _plot(size, copies, straight_bytes)
     return plots
@@ -249,12 +249,12 @@ class _Kind(NamedTuple):
 _Stripe: TypeAlias = tuple[int, int, int, int, int]
 
 
-def _make_bands(p: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
+def _make_bands(plan: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
     """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
     first, stripes = _list_bands(legs, groups, plots)
     wanted, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
-    where = make_grid(legs.lines, p.batches)
+    where = make_grid(legs.lines, plan.batches)
     none = np.zeros(0, np.int64)
     return Bands(
         first=first,
@@ -334,7 +334,7 @@ def _list_borders(span: int, replicas: Set[int]) -> list[int]:
 # The first leg among holders
 
 
-def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
+def _cut_first_leg(plan: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     """The same with the first leg's lines cut among their holders."""
     lines = legs.lines
     by_block = Offsets(legs.bands.first)
@@ -349,12 +349,12 @@ def _cut_first_leg(p: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
     cut_first, cuts = share_lines(lines, length.tolist())
     bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
     cut = replace(legs, bands=bands)
-    snapped = _snap_cuts(p, cut)
+    snapped = _snap_cuts(plan, cut)
     bands = replace(bands, cuts=snapped)
     return replace(legs, bands=bands)
 
 
-def _snap_cuts(p: Plan, legs: Legs) -> Ints:
+def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
     """The cuts at the last places not after them where contents may be cut."""
     bands = legs.bands
     cuts = bands.cuts.copy()
@@ -368,14 +368,14 @@ def _snap_cuts(p: Plan, legs: Legs) -> Ints:
         base = np.cumsum(length) - length
         at = cuts[inner]
         begin = base[line]
-        snapped = _snap_places(p, legs, lines, base, begin + at)
+        snapped = _snap_places(plan, legs, lines, base, begin + at)
         # A cut at the very end of a line is after the last byte of its items, and stays there.
         is_end = at == length[line]
         cuts[inner] = np.where(is_end, at, snapped - begin)
     return cuts
 
 
-def _snap_places(p: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
+def _snap_places(plan: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
     """Places inside lines, of which `lines[i]` begins at place `base[i]`, snapped."""
     to = list_straight(legs, lines)
     numbers = find_lines(legs.lines, to.block)
@@ -388,7 +388,7 @@ def _snap_places(p: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints
     size = to.size[item]
     inside = np.minimum(at - place, size - 1)
     content = begin + inside
-    where = make_grid(legs.lines, p.batches)
+    where = make_grid(legs.lines, plan.batches)
     snapped = where.snapped(block, content)
     # A row may begin before the item does.
     into_item: Ints = np.maximum(snapped - begin, 0)

@@ -96,11 +96,11 @@ class Legs:
     _loads: dict[object, tuple[object, Ints]] = field(default_factory=dict, init=False, repr=False)
 
 
-def measure_bands(on: Demands, bands: Bands) -> Ints:
+def measure_bands(demands: Demands, bands: Bands) -> Ints:
     """The size of each band: up to the next one of its block, or to the end of the block."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1
-    size[last] = on.nbytes - bands.at[last]
+    size[last] = demands.nbytes - bands.at[last]
     return size
 
 
@@ -159,14 +159,14 @@ MOST_SHARING = 1 << 62
 """Ranks of a node, of which a topology may say any number, and int64 holds no more."""
 
 
-def list_nodes(on: Demands, sharing: int, lines: Ints) -> Nodes:
+def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
     """The receivers of lines in groups of `sharing`, block by block."""
-    blocks, of = ranges(on.first[lines], on.first[lines + 1])
-    receivers = list_all_receivers(on, blocks)
+    blocks, of = ranges(demands.first[lines], demands.first[lines + 1])
+    receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)
     inside = np.arange(len(blocks))
     inside = inside.repeat(lengths(receivers))
-    shared = _find_sharing(on, sharing, blocks, lines[of])
+    shared = _find_sharing(demands, sharing, blocks, lines[of])
     node = ranks // shared[inside]
     # A node begins where the block changes, or the node does.
     is_first = np.diff(inside, prepend=-1) != 0
@@ -185,20 +185,20 @@ def list_nodes(on: Demands, sharing: int, lines: Ints) -> Nodes:
     )
 
 
-def _find_sharing(on: Demands, sharing: int, blocks: Ints, lines: Ints) -> Ints:
+def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> Ints:
     """By block, given its line, how many ranks in a row share what enters them.
 
     A node's, or 1 where each rank is served alone.
     """
     # A later addend is folded on top of the first, and cannot be relayed from there.
-    alone = on.near[lines] | (on.addend[blocks] > 0)
+    alone = demands.near[lines] | (demands.addend[blocks] > 0)
     # A node may be larger than any number of ranks.
     return np.where(alone, 1, min(sharing, MOST_SHARING))
 
 
-def legs_as_cut(on: Demands) -> Legs:
+def legs_as_cut(demands: Demands) -> Legs:
     """The legs of lines that are cut already: everything straight, from the holders of the cuts."""
-    count = len(on.nbytes)
+    count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)
     bands = Bands(
@@ -208,9 +208,9 @@ def legs_as_cut(on: Demands) -> Legs:
         begin=zero,
         count=one,
         place=zero,
-        span=on.nbytes,
-        start=on.start,
-        cut_first=on.cut_first,
-        cuts=on.cuts,
+        span=demands.nbytes,
+        start=demands.start,
+        cut_first=demands.cut_first,
+        cuts=demands.cuts,
     )
-    return Legs(on, bands, 1)
+    return Legs(demands, bands, 1)

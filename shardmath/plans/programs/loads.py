@@ -272,9 +272,9 @@ def _count_line(
 
 def _describe_line(prog: Program, line: int, of: Streams, ends: list[Ints]) -> tuple[bytes, ...]:
     """All that decides the slices of a line, and which of its `ends` each has."""
-    on = prog.legs.lines
-    first, end = on.first[line : line + 2].tolist()
-    grid = make_grid(on, prog.plan.batches)
+    demands = prog.legs.lines
+    first, end = demands.first[line : line + 2].tolist()
+    grid = make_grid(demands, prog.plan.batches)
     columns = [of.block - first, of.lo, of.hi, of.root, *ends]
     described = [column.tobytes() for column in columns]
     return (*described, *grid.describe(first, end))

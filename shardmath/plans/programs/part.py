@@ -109,9 +109,9 @@ def _list_written(one: Round) -> set[str]:
     return {piece.dst_tensor for m in one.arriving for piece in m.pieces}
 
 
-def plan_of(given: Plan | Transposed | Program) -> Plan | Transposed:
+def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
     """The plan itself, or that which the program carries out."""
-    return given.plan if isinstance(given, Program) else given
+    return plan.plan if isinstance(plan, Program) else plan
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
@@ -213,18 +213,18 @@ class Outline:
         )
 
 
-def outline_part(given: Plan | Transposed | Program, rank: int) -> Outline:
+def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
     """What the rank does of the plan or program, but for its pace."""
-    if isinstance(given, Program):
-        rounds = given.for_rank(rank)
+    if isinstance(plan, Program):
+        rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))
-        return Outline(given, rank, pieces, rounds=rounds)
+        return Outline(plan, rank, pieces, rounds=rounds)
     # What stays on the rank is on either of its lists, and is taken from the first.
-    transfers = list(given.transfers(src=rank))
-    for t in given.transfers(dst=rank):
+    transfers = list(plan.transfers(src=rank))
+    for t in plan.transfers(dst=rank):
         if t.src_rank != rank:
             transfers.append(t)
-    return Outline(given, rank, tuple(transfers), most_peers(transfers))
+    return Outline(plan, rank, tuple(transfers), most_peers(transfers))
 
 
 def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
@@ -235,10 +235,10 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 
 
 def make_parts(
-    given: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
+    plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
     """The parts of all ranks, as they would agree on them."""
-    outlines = [outline_part(given, rank) for rank in given.ranks]
+    outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((one.peers for one in outlines), default=0)
     # One addend after the other takes more rounds, so only where their order asks for it.
     for by_addend in (False, True):

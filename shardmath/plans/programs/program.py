@@ -180,7 +180,7 @@ class _Posted(NamedTuple):
 
 def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     """The messages of these stretches, in order of step, sender, receiver and leg."""
-    on = prog.legs.lines
+    demands = prog.legs.lines
     p = prog.plan
     given = posted.stretches
     keys = [
@@ -194,7 +194,7 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     first, number = number_alike(keys)
     parts, message = _put_large_first(prog, given, number)
     is_relayed = posted.leg > 1
-    transfers, by_part = spell_parts(p, on, given, is_relayed, parts)
+    transfers, by_part = spell_parts(p, demands, given, is_relayed, parts)
     numbers = np.arange(len(first) + 1)
     first_parts = np.searchsorted(message, numbers)
     by_message = Offsets(by_part.first[first_parts])
@@ -205,10 +205,10 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
 
 def _put_large_first(prog: Program, given: Stretches, message: Ints) -> tuple[StretchParts, Ints]:
     """The parts of stretches of these messages, message by message, and the message of each."""
-    on = prog.legs.lines
+    demands = prog.legs.lines
     batches = prog.plan.batches
-    parts = list_parts(on, batches, given)
-    grid = make_grid(on, batches)
+    parts = list_parts(demands, batches, given)
+    grid = make_grid(demands, batches)
     item = grid.item[parts.row]
     of_part = message[parts.stretch]
     # Large elements first, so that no byte of a message is padding; else in the order of stretches.
@@ -329,9 +329,9 @@ def _list_posted(prog: Program, rank: int) -> _Posted:
     )
 
 
-def _list_own_blocks(on: Demands, rank: int) -> Stretches:
+def _list_own_blocks(demands: Demands, rank: int) -> Stretches:
     """All that stays on the rank."""
-    kept = list(list_kept(on, rank))
+    kept = list(list_kept(demands, rank))
     table = np.array(kept, np.int64)
     rows = table.reshape(-1, len(Stretches._fields))
     return Stretches(*rows.T)
@@ -374,11 +374,11 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
     return places + 2 * ranks * (leg - 1)
 
 
-def _find_lines(on: Demands, rank: int) -> Ints:
+def _find_lines(demands: Demands, rank: int) -> Ints:
     """The lines that the rank holds or asks of."""
-    is_mine = np.array([rank in ranks for ranks in on.sets], bool)
-    is_held = is_mine[on.holders]
-    is_asked = is_mine[on.receivers]
-    asking = on.blocks.owners()[is_asked]
+    is_mine = np.array([rank in ranks for ranks in demands.sets], bool)
+    is_held = is_mine[demands.holders]
+    is_asked = is_mine[demands.receivers]
+    asking = demands.blocks.owners()[is_asked]
     is_held[asking] = True
     return np.flatnonzero(is_held)

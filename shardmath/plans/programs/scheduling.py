@@ -87,7 +87,7 @@ MOST_ROUNDS = 1 << 24
 
 
 def schedule(
-    p: Plan,
+    plan: Plan,
     topology: Topology | None = None,
     *,
     max_inflight_bytes: int = 1 << 30,
@@ -102,7 +102,7 @@ def schedule(
     together; `max_ops_per_group` how many messages. Raises PlanError for an adjoint, and for limits
     that no cut can keep.
     """
-    _check_plan(p, "schedule what plan(src, dst) returns")
+    _check_plan(plan, "schedule what plan(src, dst) returns")
     way = known(fanout, tuple(WAYS))
     if way is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
@@ -110,20 +110,20 @@ def schedule(
     most = as_integer(max_ops_per_group, "max_ops_per_group", PlanError)
     _check_positive("max_inflight_bytes", room)
     _check_positive("max_ops_per_group", most)
-    where = _choose_topology(p, topology)
-    on = gather_lines(p.batches, where)
-    _check_pieces(p, on, room)
-    every = _list_legs(p, on, where, way)
-    assumes = _assumes_nodes(p, topology)
-    options = [Program(p, where, legs, 1, 1, room, most, "", assumes) for legs in every]
+    where = _choose_topology(plan, topology)
+    demands = gather_lines(plan.batches, where)
+    _check_pieces(plan, demands, room)
+    every = _list_legs(plan, demands, where, way)
+    assumes = _assumes_nodes(plan, topology)
+    options = [Program(plan, where, legs, 1, 1, room, most, "", assumes) for legs in every]
     fastest = _find_fastest(options)
     return replace(fastest, digest=digest_program(fastest))
 
 
-def _check_plan(p: Plan, fix: str) -> None:
+def _check_plan(plan: Plan, fix: str) -> None:
     """Raise PlanError unless this is a plan: an adjoint is not one."""
-    if not isinstance(p, Plan):
-        raise PlanError(f"{p!r} is not a plan of two sides' layouts; {fix}")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is not a plan of two sides' layouts; {fix}")
 
 
 def _check_positive(name: str, limit: int) -> None:
@@ -132,36 +132,36 @@ def _check_positive(name: str, limit: int) -> None:
         raise PlanError(f"{name}={limit} leaves no room for a message; give a positive number")
 
 
-def _choose_topology(p: Plan, topology: Topology | None) -> Topology:
+def _choose_topology(plan: Plan, topology: Topology | None) -> Topology:
     """The one given, or the plan's own, or the default."""
     if topology is not None:
         return checked(topology)
-    return p.topology or Topology()
+    return plan.topology or Topology()
 
 
-def _assumes_nodes(p: Plan, topology: Topology | None) -> bool:
+def _assumes_nodes(plan: Plan, topology: Topology | None) -> bool:
     """Whether nobody said where the nodes are."""
-    return topology is None and p.topology is None
+    return topology is None and plan.topology is None
 
 
-def _list_legs(p: Plan, on: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
+def _list_legs(plan: Plan, demands: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     per_node = where.ranks_per_node
     for by_node, relays in WAYS[fanout]:
-        if fanout == "none" and where == p.topology:
-            yield legs_as_cut(p.lines)
+        if fanout == "none" and where == plan.topology:
+            yield legs_as_cut(plan.lines)
         else:
-            yield from find_legs(p, on, per_node, by_node=by_node, relays=relays)
+            yield from find_legs(plan, demands, per_node, by_node=by_node, relays=relays)
 
 
-def as_planned(p: Plan, topology: Topology | None = None) -> Program:
+def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
     """What a plan does when it is compiled itself.
 
     That is each of its transfers, from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
     Raises PlanError for an adjoint.
     """
-    prog = run_straight(p, topology)
+    prog = run_straight(plan, topology)
     # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
     pairs = sum_pairs(prog)
     counts = count_messages(pairs, 1, len(prog.ranks))
@@ -172,22 +172,24 @@ def as_planned(p: Plan, topology: Topology | None = None) -> Program:
     return replace(prog, digest=digest_program(prog))
 
 
-def run_straight(p: Plan, topology: Topology | None = None) -> Program:
+def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
     """The same before its limits are counted, which its time does not depend on."""
-    _check_plan(p, "give what plan(src, dst) returns")
-    where = _choose_topology(p, topology)
-    return Program(p, where, legs_as_cut(p.lines), 1, 1, 1, 1, "", _assumes_nodes(p, topology))
+    _check_plan(plan, "give what plan(src, dst) returns")
+    where = _choose_topology(plan, topology)
+    return Program(
+        plan, where, legs_as_cut(plan.lines), 1, 1, 1, 1, "", _assumes_nodes(plan, topology)
+    )
 
 
-def _check_pieces(p: Plan, on: Demands, room: int) -> None:
+def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:
     """Raise PlanError where something that is not cut has no room in a round."""
-    is_sent = on.rows.spread(on.count > 0)
-    sizes = measure_uncut(on, p.batches) * is_sent
+    is_sent = demands.rows.spread(demands.count > 0)
+    sizes = measure_uncut(demands, plan.batches) * is_sent
     size = sizes.max(initial=0)
     if size <= room:
         return
     row = sizes.argmax()
-    batch = p.batches[int(on.batch[row])]
+    batch = plan.batches[int(demands.batch[row])]
     what = f"a row or small box of {size} bytes of tensor {batch.names[0]!r} is not cut"
     raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size} or more")
 

@@ -27,7 +27,7 @@ __all__ = ["spell_parts"]
 
 
 def spell_parts(
-    p: Plan, on: Demands, given: Stretches, relayed: Bools, parts: StretchParts
+    plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
     """The transfers of parts of stretches of these lines of the plan, and which are each part's.
 
@@ -35,15 +35,15 @@ def spell_parts(
     folded in already. Raises MeshError for ranks that do not hold their side of it.
     """
     ends = _Ends(
-        batch=on.batch[parts.row],
+        batch=demands.batch[parts.row],
         relayed=relayed[parts.stretch],
         sender=given.sender[parts.stretch],
         receiver=given.receiver[parts.stretch],
     )
-    unit = on.unit[parts.row]
-    expanded = _expand_parts(p.batches, ends, unit, parts)
+    unit = demands.unit[parts.row]
+    expanded = _expand_parts(plan.batches, ends, unit, parts)
     part, tensor, pieces = _repeat(parts, expanded)
-    transfers = _spell(p, ends.take(part), tensor, pieces)
+    transfers = _spell(plan, ends.take(part), tensor, pieces)
     counts = np.bincount(part, minlength=len(expanded))
     return transfers, Offsets.of_counts(counts)
 
@@ -81,17 +81,17 @@ class _Ends(NamedTuple):
         )
 
 
-def _spell(p: Plan, ends: _Ends, tensor: Ints, pieces: list[BoxPiece]) -> list[Transfer]:
+def _spell(plan: Plan, ends: _Ends, tensor: Ints, pieces: list[BoxPiece]) -> list[Transfer]:
     """The pieces as transfers, each of the tensor of this number of its batch."""
-    names = _list_names(p.batches, ends.batch, tensor)
-    here, there = _list_local_names(p, ends, names)
+    names = _list_names(plan.batches, ends.batch, tensor)
+    here, there = _list_local_names(plan, ends, names)
     fields = range(len(BoxPiece._fields))
     src, dst, at, shape, nbytes, addend = (map(itemgetter(i), pieces) for i in fields)
     columns = (
         names,
         ends.sender.tolist(),
         ends.receiver.tolist(),
-        _list_operations(p.batches, ends, pieces),
+        _list_operations(plan.batches, ends, pieces),
         here,
         src,
         there,
@@ -116,28 +116,28 @@ def _list_names(batches: Sequence[Batch], batch: Ints, tensor: Ints) -> list[str
     return [every[i] for i in number.tolist()]
 
 
-def _list_local_names(p: Plan, ends: _Ends, names: list[str]) -> tuple[list[str], list[str]]:
+def _list_local_names(plan: Plan, ends: _Ends, names: list[str]) -> tuple[list[str], list[str]]:
     """What holds tensors of these names at their senders, and at their receivers."""
     here = list(names)
     there = list(names)
     # Most tensors are one window on both sides, and have no local names.
-    has_windows = np.array([_has_windows(p, batch) for batch in p.batches], bool)
+    has_windows = np.array([_has_windows(plan, batch) for batch in plan.batches], bool)
     some = np.flatnonzero(has_windows[ends.batch])
     for i in some.tolist():
         name = names[i]
-        batch = p.batches[ends.batch[i]]
-        there[i] = p.dst[name].local_name(name, batch.target)
+        batch = plan.batches[ends.batch[i]]
+        there[i] = plan.dst[name].local_name(name, batch.target)
         if ends.relayed[i]:
             here[i] = there[i]
         else:
-            here[i] = p.src[name].local_name(name, batch.source)
+            here[i] = plan.src[name].local_name(name, batch.source)
     return here, there
 
 
-def _has_windows(p: Plan, batch: Batch) -> bool:
+def _has_windows(plan: Plan, batch: Batch) -> bool:
     """Whether its tensors are several windows on some side."""
     name = batch.names[0]
-    return len(p.src[name]) > 1 or len(p.dst[name]) > 1
+    return len(plan.src[name]) > 1 or len(plan.dst[name]) > 1
 
 
 def _list_operations(batches: Sequence[Batch], ends: _Ends, pieces: list[BoxPiece]) -> list[str]:

@@ -173,12 +173,12 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
     """The lines in bundles that have about as many streams each."""
-    on = legs.lines
+    demands = legs.lines
     # About as many as receivers of bands, and one more for each cut among the holders.
     bands = Offsets(legs.bands.first).counts()
-    received = on.blocks.sums(on.count * bands)
-    holders = lengths(on.sets)
-    weights = received + holders[on.holders]
+    received = demands.blocks.sums(demands.count * bands)
+    holders = lengths(demands.sets)
+    weights = received + holders[demands.holders]
     return bundle(lines, weights[lines])
 
 
@@ -304,9 +304,9 @@ class _Shares(NamedTuple):
 
 def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     """The shares of lines, by their cuts; line `lines[i]` begins at `base[i]`."""
-    on = legs.lines
+    demands = legs.lines
     bands = legs.bands
-    held = list(map(on.held_by, lines.tolist()))
+    held = list(map(demands.held_by, lines.tolist()))
     holders = lengths(held)
     begin = bands.cut_first[lines]
     pieces = bands.cut_first[lines + 1] - begin - 1

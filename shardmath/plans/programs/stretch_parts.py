@@ -60,14 +60,14 @@ class StretchParts(NamedTuple):
         return StretchParts(*(column[some] for column in self))
 
 
-def list_parts(on: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
+def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
     """The parts of stretches of these lines, stretch by stretch."""
-    grid = make_grid(on, batches)
+    grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
-    by_tensor = _cut_by_tensor(cut.lo, cut.hi, on.each[cut.row])
+    by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])
     which = by_tensor.which
     row = cut.row[which]
-    begin = on.lo[row]
+    begin = demands.lo[row]
     item = grid.item[row]
     return StretchParts(
         stretch=cut.stretch[which],

@@ -336,13 +336,11 @@ def _device_of(group: Group | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _move(
-    moved: Plan, sent: dict[str, Tensor], got: dict[str, Tensor], group: Group | None
-) -> None:
+def _move(plan: Plan, sent: dict[str, Tensor], got: dict[str, Tensor], group: Group | None) -> None:
     """Carries the plan out; one process alone has all there is."""
     if dist.is_initialized():
-        compile(moved, group=group)(sent or None, out=got or None)
+        compile(plan, group=group)(sent or None, out=got or None)
         return
-    for transfer in moved.transfers():
+    for transfer in plan.transfers():
         cells = got[transfer.dst_tensor][transfer.dst_slices]
         cells.copy_(sent[transfer.src_tensor][transfer.src_slices])

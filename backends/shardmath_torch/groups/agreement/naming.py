@@ -38,10 +38,10 @@ def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
         return None, word_objection(error)
 
 
-def name_given(given: Plan | Transposed | Program) -> str:
+def name_given(plan: Plan | Transposed | Program) -> str:
     """How agreement names a plan or a program."""
-    kind = "program" if isinstance(given, Program) else "plan"
-    return f"{kind} {given.digest[:DIGEST_SHOWN]}"
+    kind = "program" if isinstance(plan, Program) else "plan"
+    return f"{kind} {plan.digest[:DIGEST_SHOWN]}"
 
 
 _Way: TypeAlias = Literal["send", "receive"]
@@ -62,14 +62,14 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
     return f"{name} was to {'come from' if sends else 'go to'} it"
 
 
-def _list_crossing(given: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:
+def _list_crossing(plan: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:
     """The names of what the rank sends to others, or receives from them."""
-    if isinstance(given, Program):
-        for one in given.for_rank(rank):
+    if isinstance(plan, Program):
+        for one in plan.for_rank(rank):
             for message in one.sends if way == "send" else one.receives:
                 yield from (piece.tensor for piece in message.pieces)
         return
-    moved = given.transfers(src=rank) if way == "send" else given.transfers(dst=rank)
+    moved = plan.transfers(src=rank) if way == "send" else plan.transfers(dst=rank)
     for transfer in moved:
         if transfer.src_rank != transfer.dst_rank:
             yield transfer.tensor

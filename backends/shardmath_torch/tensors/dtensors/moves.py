@@ -180,11 +180,11 @@ class Moves:
             self._nbytes -= oldest.nbytes
 
 
-def weigh_plan(moved: Plan) -> int:
+def weigh_plan(plan: Plan) -> int:
     """About the bytes that a move of this plan takes on the rank with most pieces; the same on all ranks."""
-    sets = moved.lines.sets
-    receivers, holders = _sets_of_rows(moved)
-    boxes = _count_boxes(moved)
+    sets = plan.lines.sets
+    receivers, holders = _sets_of_rows(plan)
+    boxes = _count_boxes(plan)
     sizes = np.array([len(ranks) for ranks in sets], np.int64)
     leaving = boxes * sizes[receivers]  # a holder sends each box to each of the receivers
     pieces: Counter[int] = Counter()
@@ -196,32 +196,34 @@ def weigh_plan(moved: Plan) -> int:
     return BYTES_PER_MOVE + BYTES_PER_PIECE * max(pieces.values(), default=0)
 
 
-def _sets_of_rows(moved: Plan) -> tuple[Ints, Ints]:
+def _sets_of_rows(plan: Plan) -> tuple[Ints, Ints]:
     """Of each row of the plan's lines, the numbers of the sets of its receivers and of its holders."""
-    on = moved.lines
-    block = np.arange(len(on.nbytes)).repeat(np.diff(on.row_first))
-    line_of_block = np.arange(len(on.holders)).repeat(np.diff(on.first))
-    return on.receivers[block], on.holders[line_of_block[block]]
+    demands = plan.lines
+    block = np.arange(len(demands.nbytes)).repeat(np.diff(demands.row_first))
+    line_of_block = np.arange(len(demands.holders)).repeat(np.diff(demands.first))
+    return demands.receivers[block], demands.holders[line_of_block[block]]
 
 
-def _count_boxes(moved: Plan) -> Ints:
+def _count_boxes(plan: Plan) -> Ints:
     """Of each row of the plan's lines, how many boxes its unit has: the product over dimensions."""
-    on = moved.lines
-    counts = np.ones(len(on.unit), np.int64)
-    for number, batch in enumerate(moved.batches):
-        mine = on.batch == number
-        pairs = batch.template.unit_pairs[on.unit[mine]]  # a row per unit, a column per dimension
+    demands = plan.lines
+    counts = np.ones(len(demands.unit), np.int64)
+    for number, batch in enumerate(plan.batches):
+        mine = demands.batch == number
+        pairs = batch.template.unit_pairs[
+            demands.unit[mine]
+        ]  # a row per unit, a column per dimension
         for overlay, pair in zip(batch.template.overlays, pairs.T, strict=True):
             runs = np.diff(overlay.first)
             counts[mine] *= runs[pair]
     return counts
 
 
-def _copy(moved: Plan) -> TensorMove:
+def _copy(plan: Plan) -> TensorMove:
     """What the plan does on this rank where no rank is sent anything: so nobody needs to be asked."""
     rank = compat.my_rank()
-    want, _ = wanted(moved, rank)
-    boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in moved.transfers(src=rank)]
+    want, _ = wanted(plan, rank)
+    boxes = [(transfer.src_slices, transfer.dst_slices) for transfer in plan.transfers(src=rank)]
 
     def copy(src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
         given = by_key(want, src)
@@ -233,11 +235,11 @@ def _copy(moved: Plan) -> TensorMove:
     return copy
 
 
-def _stays(moved: Plan) -> bool:
+def _stays(plan: Plan) -> bool:
     """Whether every rank has all that it needs, and has only to copy it."""
-    if moved.rules[""] != Reduction():
+    if plan.rules[""] != Reduction():
         return False
-    received = moved.received_bytes()
+    received = plan.received_bytes()
     return not any(received.values())
 
 
