@@ -254,23 +254,25 @@ class _Finder:
     def _find_layout(self, held: dict[int, Parts]) -> Layout | None:
         """The one layout of what is held; None where parts are not held in every combination alike."""
         by_dimension = zip(*held.values(), strict=True)
-        shown = [_repeat_parts(Counter(parts)) for parts in by_dimension]
-        count = math.prod(map(len, shown))
+        parts_by_dim = [_repeat_parts(Counter(parts)) for parts in by_dimension]
+        count = math.prod(map(len, parts_by_dim))
         # Before the combinations are made: of many dimensions there may be far more than ranks.
         if len(held) % count:
             return None
         copies = len(held) // count
-        combinations = list(itertools.product(*shown))
+        combinations = list(itertools.product(*parts_by_dim))
         if Counter(combinations * copies) != Counter(held.values()):
             return None
         ranks = _order(combinations, held, copies)
-        return self._make_layout(shown, copies, ranks)
+        return self._make_layout(parts_by_dim, copies, ranks)
 
-    def _make_layout(self, shown: Sequence[list[Runs]], copies: int, ranks: list[int]) -> Layout:
-        """The layout over an axis for each dimension, and one of copies."""
+    def _make_layout(
+        self, parts_by_dim: Sequence[list[Runs]], copies: int, ranks: list[int]
+    ) -> Layout:
+        """The layout over one mesh axis per divided dimension, and one of copies."""
         axes: dict[str, int] = {}
         dims = []
-        for d, parts in enumerate(shown):
+        for d, parts in enumerate(parts_by_dim):
             axis = f"d{d}"
             axes[axis] = len(parts)
             dim = fit(self.sizes[d], {axis: len(parts)}, parts)

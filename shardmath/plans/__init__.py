@@ -9,7 +9,7 @@ In reading order:
 - `demands`: what is asked of whom, as integers;
 - `stretches`: what goes from whom to whom, where lines are cut;
 - `balance`: where lines are cut;
-- `uncovered`: that everything asked for is held;
+- `uncovered`: that the source holds, once, all that the destination needs;
 - `groups`: the tensors that are held alike on both sides;
 - `plan`: plans and transfers;
 - `adjoint`: the transposed plan;

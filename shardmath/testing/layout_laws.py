@@ -1,4 +1,4 @@
-"""Layout laws: what all Runs and all layouts keep.
+"""Layout laws: what holds of all Runs and all layouts.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure.
 """

@@ -136,13 +136,13 @@ def _move(job: Job, show: Screen) -> Result:
     show.table(layouts_table(job.weights, job.src, job.dst))
     plan = _plan(src, dst, show)
     job = replace(job, digest=plan.digest)
-    outcomes = _run(job, world, plan.dst_ranks, show)
+    outcomes = _run_or_undo(job, world, plan.dst_ranks, show)
     result = Result(job, plan, find_bounds(src, dst), outcomes)
     _show_result(result, show)
     return result
 
 
-def _run(job: Job, world: int, receivers: Sequence[int], show: Screen) -> list[Outcome]:
+def _run_or_undo(job: Job, world: int, receivers: Sequence[int], show: Screen) -> list[Outcome]:
     """The refit itself; what was there before stays until all has arrived."""
     try:
         with show.progress() as watch:

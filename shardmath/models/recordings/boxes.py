@@ -76,8 +76,8 @@ def _unroll(piece: Piece) -> Iterator[Piece]:
 
 def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
     """The piece as a box; None where a block runs across dimensions."""
-    cell = _coordinates(piece.cell, cells)
-    element = _coordinates(piece.element, elements)
+    cell = _unravel(piece.cell, cells)
+    element = _unravel(piece.element, elements)
     atoms: list[Atom] = []
     waiting = list(reversed(piece.blocks))
     while waiting:
@@ -111,8 +111,8 @@ def _divide(block: Block, inner: int) -> tuple[Block, Block]:
     return outer, (inner, cells, elements)
 
 
-def _coordinates(number: int, shape: _Numbers) -> _Numbers:
-    """Of a flat number."""
+def _unravel(number: int, shape: _Numbers) -> _Numbers:
+    """The row-major coordinates of a flat number."""
     found = []
     for n in reversed(shape):
         number, at = divmod(number, n)

@@ -142,10 +142,10 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
 
 def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
     """The tensors that somebody who stays asks for. Raises PlanError for none."""
-    # Of tens of thousands of tensors few differ; a copy has its room already, which is quicker.
+    # Of tens of thousands of tensors few differ: to change them in a copy is quicker than to add all to a new dict.
     dst = dict(whole.dst)
     alike = []
-    short: list[str] = []
+    incomplete: list[str] = []
     for names in whole.alike:
         name = names[0]
         kept = staying.keep(name, whole.dst[name])
@@ -154,14 +154,14 @@ def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
             continue
         alike.append(names)
         if not holds_all(kept.windows):
-            short += names
+            incomplete += names
     if not alike:
         raise PlanError("all ranks of the destination leave; there is nothing left to plan")
     src = whole.src
     if len(alike) < len(whole.alike):
         dst = {name: windows for name, windows in dst.items() if windows}
         src = {name: src[name] for name in dst}
-    return _Tensors(src, dst, tuple(alike), tuple(sorted(short)))
+    return _Tensors(src, dst, tuple(alike), tuple(sorted(incomplete)))
 
 
 _Known: TypeAlias = dict[tuple[Template, Layout], Template]

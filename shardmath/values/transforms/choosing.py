@@ -64,7 +64,7 @@ def _gather(
     beside = {}
     taken: set[str] = set()
     for name, transform in chosen.items():
-        beside[name] = _find_beside(side, name, transform, end)
+        beside[name] = _find_companions(side, name, transform, end)
         twice = taken.intersection(beside[name])
         if twice:
             what = f"{min(twice)!r} lies beside {name!r} and another tensor at the {end}"
@@ -77,19 +77,21 @@ def _gather(
     return gathered
 
 
-def _find_beside(
+def _find_companions(
     side: Mapping[str, LayoutOrWindows], name: str, transform: Transform, end: End
 ) -> dict[str, LayoutOrWindows]:
     """The companions of a tensor. Raises PlanError for one that is missing."""
     found = {}
     for companion in list_companions(transform, end):
-        own = name + companion.suffix
-        if own not in side:
-            what = f"the {end} holds no {own!r} beside {name!r}"
-            raise PlanError(f"{what}, and {transform} says that it does; give its layout")
-        if own in found:
-            raise PlanError(f"{transform} has {own!r} twice beside {name!r}; give other suffixes")
-        found[own] = side[own]
+        full_name = name + companion.suffix
+        if full_name not in side:
+            what = f"the {end} holds no {full_name!r} beside {name!r}"
+            raise PlanError(f"{what}, and {transform} needs it; give its layout")
+        if full_name in found:
+            raise PlanError(
+                f"{transform} has {full_name!r} twice beside {name!r}; give other suffixes"
+            )
+        found[full_name] = side[full_name]
     return found
 
 

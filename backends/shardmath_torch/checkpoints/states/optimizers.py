@@ -1,4 +1,4 @@
-"""Optimizers: this rank's memory of what they hold for the parameters of a module, with layouts.
+"""Optimizers: what optimizers hold on this rank for the parameters of a module, with layouts.
 
 1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
    other state of plain parameters, are replicated. Of other state of DTensors, and of plain parameters that say which

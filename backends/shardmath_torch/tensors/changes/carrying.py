@@ -180,7 +180,7 @@ class Sparse:
     def _carry_whole(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
         self._drop()
         arrived = self._whole.carry(src, dst, False, watch)
-        with self._noting_what_it_lacks():
+        with self._deferring_failure():
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
                 self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
@@ -190,8 +190,8 @@ class Sparse:
         return arrived
 
     @contextmanager
-    def _noting_what_it_lacks(self) -> Iterator[None]:
-        """What fails inside fails once the move has gone well: the other ranks hear of it in the next."""
+    def _deferring_failure(self) -> Iterator[None]:
+        """Keep a failure within, not raised: this move has gone well, and the next one reports it to all ranks."""
         try:
             yield
         except Exception as error:
@@ -235,7 +235,7 @@ class Sparse:
         if load.sorted is None:
             self._whole.let_go()
             return
-        with self._noting_what_it_lacks():
+        with self._deferring_failure():
             if self._snapshots is not None:
                 self._snapshots.update(load.changed)
 

@@ -1,4 +1,4 @@
-"""Changes: moves that send only what changed since the move before.
+"""Changes: a mover made ready, whose moves send only what changed since the move before.
 
     send = smt.compile_changes(plan)     # collective, once
     send(mine, out=theirs)               # the first is a whole move

@@ -51,15 +51,18 @@ Parcel: TypeAlias = Message | None
 
 def list_parcels(
     messages: Sequence[Message],
-    sizes: Sequence[Sequence[int]],
-    counts: Sequence[Sequence[int] | None],
+    element_sizes: Sequence[Sequence[int]],
+    changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """The parcel of each message, given the sizes of its elements and how many there are of each; None: it is whole."""
+    """The parcel of each message, by the sizes of its pieces' elements and how many of each piece have changed.
+
+    A message without counts is sent whole, one of which nothing has changed is not sent (None).
+    """
     parcels: list[Parcel] = []
-    for message, of_size, count in zip(messages, sizes, counts, strict=True):
+    for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):
         parcel: Parcel = message
-        if count is not None:
-            nbytes = count_bytes(of_size, count)
+        if counts is not None:
+            nbytes = count_bytes(sizes, counts)
             parcel = Packet(*message._replace(nbytes=nbytes)) if nbytes else None
         parcels.append(parcel)
     return parcels
