@@ -1,4 +1,4 @@
-"""The README's figure: one matrix cut two ways, and who sends how much to whom.
+"""The README's figure: one weight sharded over a trainer and over an engine, and who sends how much to whom.
 
 python tools/figure.py          # writes docs/figure.svg
 """
@@ -13,10 +13,10 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figure.svg"
 
 
 def figure() -> str:
-    """A weight under FSDP over tensor parallelism, then cut along rows and columns, on four ranks of two nodes."""
-    before = sm.Layout((4096, 4096), sm.Mesh(dp=2, tp=2), "(tp dp n) h", dtype="bfloat16")
-    after = sm.Layout((4096, 4096), sm.Mesh(dp=2, tp=2), "(dp n) (tp h)", dtype="bfloat16")
-    return sm.plan(before, after, topology=sm.Topology(ranks_per_node=2)).svg()
+    """A weight under FSDP2 over tensor parallelism, and as an engine of two ranks shards it."""
+    trainer = sm.Layout((9, 4), sm.Mesh(dp=2, tp=2), "(tp dp n) h")
+    engine = sm.Layout((9, 4), sm.Mesh(tp=2, ranks=(4, 5)), "n (tp h)")
+    return sm.plan(trainer, engine).svg()
 
 
 if __name__ == "__main__":
