@@ -448,10 +448,11 @@ def test_bytes_around_targets() -> None:
 
 def test_what_is_written_past_torch_is_read_from_numbers() -> None:
     into = make("cpu", "a")
+    array = into["a"].numpy()
 
     def load(given: Given) -> None:
         into["a"].copy_(given["q"])
-        into["a"].numpy()[2:] = 0
+        array[2:] = 0
 
     assert record(load, into).unwritten == {"a": 6}
     with pytest.raises(sm.StoreError, match="not explained by views by a write past torch"):
@@ -548,3 +549,34 @@ def test_a_loader_that_reads_what_it_has_loaded(act: Callable[..., None]) -> Non
         for native in recorded.natives:
             if not torch.equal(before[native.name], make()[native.name]):
                 assert filled[native.name].tolist() == before[native.name].tolist()
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda s: s.item() > 0.001,
+    "bool": lambda s: (s > 0.001).all(),
+    "nonzero": lambda s: len((s > 0.001).nonzero()),
+    "mask": lambda s: len(s[s > 0.001]),
+    "list": lambda s: s.tolist()[0] > 0.001,
+    "array": lambda s: s.clone().numpy()[0] > 0.001,
+}
+
+
+@pytest.mark.parametrize("of", ["loaded", "filled"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_loader_that_compares_what_it_has_loaded(
+    read: Callable[[Tensor], object], of: str
+) -> None:
+    """Without data a comparison would come out as for the value before, however that is changed a little."""
+    into = {"s": torch.zeros(1), "a": torch.zeros(4, 3)}
+    shapes = SHAPES | {"s": ((1,), "float32")}
+
+    def load(given: Given) -> None:
+        if of == "loaded":
+            into["s"].copy_(given["s"])
+        else:
+            into["s"].fill_(0.5)
+        into["a"].copy_(given["k"] if read(into["s"]) else given["q"])
+
+    with pytest.raises(sm.StoreError, match="is computed"):
+        smt.record(load, shapes, into)
+    assert not any(target.any() for target in into.values())
