@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -189,6 +189,24 @@ def test_a_loader_that_is_not_waited_for() -> None:
     with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
         record(lambda given: made, into)
     made.close()
+
+    async def load_each(given: Given) -> AsyncIterator[str]:
+        into["a"].copy_(given["q"])
+        yield "q"
+
+    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+        record(load_each, into)
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_targets_without_memory_for_a_run_are_put_back(ways: Any) -> None:
+    """Of some targets there may be memory when there is none for the next."""
+    into = {**make("meta", "a"), **make("cpu", "k"), "b": torch.empty(1 << 46, device="meta")}
+    before = dict(into)
+    with pytest.raises(RuntimeError, match="allocate"):
+        record(lambda given: into["a"].copy_(mix(given)), into, ways=ways)
+    assert all(into[name] is before[name] for name in before)
+    assert (into["k"] == 1).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -557,7 +575,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "nonzero": lambda s: len((s > 0.001).nonzero()),
     "mask": lambda s: len(s[s > 0.001]),
     "list": lambda s: s.tolist()[0] > 0.001,
-    "array": lambda s: s.clone().numpy()[0] > 0.001,
+    "numpy": lambda s: s.clone().numpy()[0] > 0.001,
+    "array": lambda s: np.asarray(s)[0] > 0.001,
+    "dlpack": lambda s: np.from_dlpack(s)[0] > 0.001,
 }
 
 

@@ -40,7 +40,7 @@ ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage}
 """What tells where a tensor is; without data, all tensors are in one place."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """What marks operations that do not only compute with what they read."""
-GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__dlpack__}
+GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 """What reads memory past all operations, or lets others do that."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """What fills padding before or after the weights are written."""
