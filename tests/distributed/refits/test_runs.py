@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -189,6 +189,24 @@ def test_a_loader_that_is_not_waited_for() -> None:
     with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
         record(lambda given: made, into)
     made.close()
+
+    async def load_each(given: Given) -> AsyncIterator[str]:
+        into["a"].copy_(given["q"])
+        yield "q"
+
+    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+        record(load_each, into)
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_targets_without_memory_for_a_run_are_put_back(ways: Any) -> None:
+    """Of some targets there may be memory when there is none for the next."""
+    into = {**make("meta", "a"), **make("cpu", "k"), "b": torch.empty(1 << 46, device="meta")}
+    before = dict(into)
+    with pytest.raises(RuntimeError, match="allocate"):
+        record(lambda given: into["a"].copy_(mix(given)), into, ways=ways)
+    assert all(into[name] is before[name] for name in before)
+    assert (into["k"] == 1).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -448,10 +466,11 @@ def test_bytes_around_targets() -> None:
 
 def test_what_is_written_past_torch_is_read_from_numbers() -> None:
     into = make("cpu", "a")
+    array = into["a"].numpy()
 
     def load(given: Given) -> None:
         into["a"].copy_(given["q"])
-        into["a"].numpy()[2:] = 0
+        array[2:] = 0
 
     assert record(load, into).unwritten == {"a": 6}
     with pytest.raises(sm.StoreError, match="not explained by views by a write past torch"):
@@ -548,3 +567,36 @@ def test_a_loader_that_reads_what_it_has_loaded(act: Callable[..., None]) -> Non
         for native in recorded.natives:
             if not torch.equal(before[native.name], make()[native.name]):
                 assert filled[native.name].tolist() == before[native.name].tolist()
+
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda s: s.item() > 0.001,
+    "bool": lambda s: (s > 0.001).all(),
+    "nonzero": lambda s: len((s > 0.001).nonzero()),
+    "mask": lambda s: len(s[s > 0.001]),
+    "list": lambda s: s.tolist()[0] > 0.001,
+    "numpy": lambda s: s.clone().numpy()[0] > 0.001,
+    "array": lambda s: np.asarray(s)[0] > 0.001,
+    "dlpack": lambda s: np.from_dlpack(s)[0] > 0.001,
+}
+
+
+@pytest.mark.parametrize("of", ["loaded", "filled"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_loader_that_compares_what_it_has_loaded(
+    read: Callable[[Tensor], object], of: str
+) -> None:
+    """Without data a comparison would come out as for the value before, however that is changed a little."""
+    into = {"s": torch.zeros(1), "a": torch.zeros(4, 3)}
+    shapes = SHAPES | {"s": ((1,), "float32")}
+
+    def load(given: Given) -> None:
+        if of == "loaded":
+            into["s"].copy_(given["s"])
+        else:
+            into["s"].fill_(0.5)
+        into["a"].copy_(given["k"] if read(into["s"]) else given["q"])
+
+    with pytest.raises(sm.StoreError, match="is computed"):
+        smt.record(load, shapes, into)
+    assert not any(target.any() for target in into.values())

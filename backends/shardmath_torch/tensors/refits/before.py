@@ -33,7 +33,7 @@ _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 def key_of(tensor: Tensor) -> int:
     """The same for all tensors in one memory, while any of them lives."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)
 
 

@@ -13,7 +13,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -142,7 +150,7 @@ class _Recording:
                 made = self.load((name, make()) for name, make in tensors.items())
             else:
                 made = self.load({name: make() for name, make in tensors.items()})
-            if isinstance(made, Awaitable):
+            if isinstance(made, Awaitable | AsyncIterator):
                 raise _Computed("the loader returns before it has loaded; record one that waits")
             # One that yields the names that it loads has loaded once all are taken.
             if isinstance(made, Iterator):
@@ -184,9 +192,9 @@ class _Recording:
         kept = self.kept
         watch = Watch(sources, list(kept.targets.values()))
         kept.before.keep_bytes("cpu")
-        kept.before.spoil(spoiled)
-        versions = {name: _version_of(target) for name, target in kept.targets.items()}
         try:
+            kept.before.spoil(spoiled)
+            versions = {name: _version_of(target) for name, target in kept.targets.items()}
             with watch:
                 self._call({name: partial(watch.give, tensor) for name, tensor in sources.items()})
             if watch.failure is not None:
@@ -302,9 +310,9 @@ class _Recording:
     def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
         """Note what targets have after a run of the loader."""
         kept = self.kept
-        left = kept.occupy(run.byte, self._list_read())
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
+            left = kept.occupy(run.byte, self._list_read())
             self._call(tensors)
             now = kept.find()
             self._check(now)

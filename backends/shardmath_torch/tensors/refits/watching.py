@@ -4,7 +4,8 @@
    the strides of both sides.
 2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
    Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
-3. A target that was written as a whole may be read again: some loaders store first, and then a function of it.
+3. A target that was written as a whole may be read again: some loaders store first, and then a function of it. Its
+   values may not: nothing was written there.
 4. Bits seen as another type are followed as long as they are only copied; a cast of them is a computation.
 5. A mode of torch is of one thread. Logical tensors are of a class that brings it into any thread in which something is
    done to them, or to what was made of them.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmath.base.errors import StoreError
@@ -36,6 +38,10 @@ STORES = {aten.copy_.default, aten.fill_.Tensor}
 """What puts its second argument into its first."""
 ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage}
 """What tells where a tensor is; without data, all tensors are in one place."""
+GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""What marks operations that do not only compute with what they read."""
+GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+"""What reads memory past all operations, or lets others do that."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """What fills padding before or after the weights are written."""
 
@@ -65,6 +71,7 @@ class Watch(TorchDispatchMode):
         # Memory into which something of logical tensors was written, and that was not read since.
         self.unread: set[int] = set()
         self._class = _make_class(self)
+        self._reads = _Reads(self)
         self.thread: int | None = None
         self._lock = threading.RLock()
         # Memory is known by its key as long as it lives, so all that is known is kept alive.
@@ -82,11 +89,13 @@ class Watch(TorchDispatchMode):
         """Watch this thread, and what others do to logical tensors."""
         self.thread = threading.get_ident()
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Watch nothing more."""
         self.thread = None
+        self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
@@ -122,12 +131,21 @@ class Watch(TorchDispatchMode):
         known = [tensor for tensor in given if key_of(tensor) in self._contents]
         if not known:
             return func(*args, **own)
+        if not GOES_BY_VALUES.isdisjoint(func.tags):
+            self.check_values(known)
         if "device" in own:
             # There is no data that could go to another device.
             own["device"] = known[0].device
         result = func(*args, **own)
         self._follow(func, known, result)
         return result
+
+    def check_values(self, read: Iterable[Tensor]) -> None:
+        """Raise StoreError, which no loader can hide, where memory of which something is known has other values."""
+        for tensor in read:
+            if tensor.device.type != "meta" and key_of(tensor) in self._contents:
+                self.failure = StoreError("what is loaded is read without data; load it by numbers")
+                raise self.failure
 
     def _write(
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], own: dict[str, Any]
@@ -200,6 +218,8 @@ class Watch(TorchDispatchMode):
             write = Write(None, (str(func),), self._carries(given, target))
         if write.pieces == ():
             if not self._is_written(target):
+                if key not in self._contents:
+                    self._keep(target, BLANK)
                 return
             # What it held is gone, and what of it is left is read from numbers.
             write = Write(None, (str(func),))
@@ -274,7 +294,7 @@ def _see(name: str) -> property:
     find = getattr(torch._C.TensorBase, name).__get__
 
     def see(tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             return find(tensor)
 
     return property(see)
@@ -342,6 +362,22 @@ class _Elsewhere(TorchDispatchMode):
     ) -> Any:
         """As in the thread that is watched."""
         return self._watch.__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees what reads memory past the watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As it is, unless what it reads was not written there."""
+        if func in GIVES_MEMORY:
+            self._watch.check_values(args[:1])
+        return func(*args, **(kwargs or {}))
 
 
 def _is_changed(view: Tensor) -> bool:
