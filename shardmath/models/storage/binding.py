@@ -264,14 +264,18 @@ class _Binder:
         raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
-        """Whether the row's conditions hold."""
+        """Whether the row's conditions hold. Raises StoreError for one that asks by the stacked index."""
         indices = [index.name for index in row.logical.indices]
         if stacked is not None:
             del indices[stacked]
         by_index = dict(zip(indices, numbers, strict=True))
-        if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
-            return False
-        return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
+        try:
+            if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
+                return False
+            return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
+        except KeyError as error:
+            what = f"'{row}' asks for a tensor of each {error}, and stacks them"
+            raise StoreError(f"{what}; ask for one tensor, by the other indices") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
         """Keep the layouts; False for a copy where the tensors are already."""
@@ -337,6 +341,10 @@ def _list_shared(bound: Bound) -> Iterator[str]:
 
 def _is_distinct(row: Row, stored: Stored) -> bool:
     """Whether the row's own names differ: by indices that are everywhere, under their own numbers."""
+    runs = DIGITS.findall(row.native.template())
+    if any(run.count("{}") > 1 for run in runs):
+        # Two numbers in one run of digits: 1 and 11 read as 11 and 1.
+        return False
     named = {word for index in row.native.indices for word in index.words}
     indices = {index.name for index in row.logical.indices}
     indices.difference_update(stack_names(row).values())

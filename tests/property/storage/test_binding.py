@@ -201,6 +201,20 @@ def test_experts_that_several_ranks_have() -> None:
             "'a @tp=0 = {e}.b : (tp e) n' divides by 'tp', and is at one coordinate of it; "
             "leave the axis out of one of the two\nin the row a @tp=0 = {e}.b : (tp e) n",
         ),
+        # Number 1 is everywhere, and passed for all numbers: a KeyError of 'tp' when a rank asked for 0.
+        (
+            "a = {e}.b : (tp e%4) (tp n)",
+            {f"{e}.b": (2,) for e in range(3)},
+            "'a = {e}.b : (tp e%4) (tp n)' divides by 'tp', and is at one coordinate of it; "
+            "leave the axis out of one of the two\nin the row a = {e}.b : (tp e%4) (tp n)",
+        ),
+        # A KeyError of the index.
+        (
+            "a = {e}.b ? c.{e} : e n",
+            {"0.b": (2,), "1.b": (2,)},
+            "'a = {e}.b ? /c.{e} : e n' asks for a tensor of each 'e', and stacks them; "
+            "ask for one tensor, by the other indices\nin the row a = {e}.b ? /c.{e} : e n",
+        ),
         (
             "a = [b c] : (b + c) (tp b)",
             {"b": (2, 2), "c": (2, 2)},
