@@ -26,13 +26,12 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
-from shardmath.models.storage.names import STARS
+from shardmath.models.storage.names import STARS, matches
 from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
@@ -200,9 +199,8 @@ class _Binder:
 
     def _check(self, faults: list[str]) -> None:
         """Raise StoreError with all that does not fit."""
-        missing = [name for name in self.shapes if name not in self.layouts]
-        for pattern in self.unused:
-            missing = [name for name in missing if not fnmatchcase(name, pattern)]
+        without = [name for name in self.shapes if name not in self.layouts]
+        missing = [name for name in without if not matches(name, self.unused)]
         if missing and not faults:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             faults.append(f"no row stores {', '.join(missing[:SHOWN])}{more}; add rows for them")
