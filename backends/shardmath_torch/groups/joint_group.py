@@ -152,8 +152,6 @@ def _add_gloo(channel: ProcessGroup, store: Store, limit: timedelta) -> None:
 
 
 def _add_nccl(channel: ProcessGroup, store: Store, limit: timedelta) -> None:
-    if not c10d.is_nccl_available():
-        raise RuntimeError("torch was built without NCCL")
     kind = ProcessGroup.BackendType.NCCL
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = limit

@@ -22,7 +22,7 @@ import shardmath as sm
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.sides import BoundRecorded
-from shardmath.models.refits.coverage import matches
+from shardmath.models.storage.names import matches
 from shardmath.models.storage.stored import KnownSide
 from shardmath_vllm.cells import Cells
 

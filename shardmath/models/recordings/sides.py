@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.dtypes import canonical
@@ -33,6 +32,7 @@ from shardmath.layouts.layout import Layout, intern
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded, show
 from shardmath.models.recordings.views import RecordedView
+from shardmath.models.storage.names import matches
 from shardmath.models.storage.stored import Shapes, Slot
 
 __all__ = ["BoundRecorded", "RecordedSide"]
@@ -292,9 +292,7 @@ class _Layouts:
 
     def list_faults(self, unused: Sequence[str]) -> list[str]:
         """All that is wrong; no rank has to hold what fits a glob of `unused`."""
-        missing = self.missing
-        for pattern in unused:
-            missing = [name for name in missing if not fnmatchcase(name, pattern)]
+        missing = [name for name in self.missing if not matches(name, unused)]
         if not missing:
             return self.faults
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""

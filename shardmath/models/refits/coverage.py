@@ -12,24 +12,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from shardmath.models.storage.names import matches
 from shardmath.models.storage.stored import KnownSide
 
-__all__ = ["Native", "count_cells", "find_faults", "matches", "show_native"]
+__all__ = ["Native", "count_cells", "find_faults", "show_native"]
 
 Native: TypeAlias = tuple[int, str]
 """Chunk (virtual stage) and name of a stored tensor."""
 Natives: TypeAlias = Mapping[Native, tuple[int, ...]]
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether the name fits one of the globs."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def show_native(native: Native) -> str:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from shardmath.base.errors import StoreError
 from shardmath.layouts.layout import Layout
+from shardmath.models.storage.names import matches
 from shardmath.models.storage.stored import Shapes, Slot
 
 __all__ = ["PlainSide"]
@@ -43,7 +43,7 @@ class PlainSide:
         for name, (shape, dtype) in tensors.items():
             layout = self.layouts.get(name)
             if layout is None:
-                if not any(fnmatchcase(name, pattern) for pattern in unused):
+                if not matches(name, unused):
                     faults.append(f"no layout of {name!r}; give one, or name it in unused=")
             elif layout.shape != tuple(shape) or layout.dtype != dtype:
                 what = f"{name!r} is {dtype}{list(shape)}, and its layout {layout}"

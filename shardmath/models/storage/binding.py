@@ -26,13 +26,12 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
-from shardmath.models.storage.names import STARS
+from shardmath.models.storage.names import STARS, matches
 from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
@@ -200,9 +199,8 @@ class _Binder:
 
     def _check(self, faults: list[str]) -> None:
         """Raise StoreError with all that does not fit."""
-        missing = [name for name in self.shapes if name not in self.layouts]
-        for pattern in self.unused:
-            missing = [name for name in missing if not fnmatchcase(name, pattern)]
+        without = [name for name in self.shapes if name not in self.layouts]
+        missing = [name for name in without if not matches(name, self.unused)]
         if missing and not faults:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             faults.append(f"no row stores {', '.join(missing[:SHOWN])}{more}; add rows for them")
@@ -264,14 +262,18 @@ class _Binder:
         raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
-        """Whether the row's conditions hold."""
+        """Whether the row's conditions hold. Raises StoreError for one that asks by the stacked index."""
         indices = [index.name for index in row.logical.indices]
         if stacked is not None:
             del indices[stacked]
         by_index = dict(zip(indices, numbers, strict=True))
-        if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
-            return False
-        return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
+        try:
+            if row.needs is not None and row.needs.fill(by_index) not in self.shapes:
+                return False
+            return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
+        except KeyError as error:
+            what = f"'{row}' asks for a tensor of each {error}, and stacks them"
+            raise StoreError(f"{what}; ask for one tensor, by the other indices") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
         """Keep the layouts; False for a copy where the tensors are already."""
@@ -337,6 +339,10 @@ def _list_shared(bound: Bound) -> Iterator[str]:
 
 def _is_distinct(row: Row, stored: Stored) -> bool:
     """Whether the row's own names differ: by indices that are everywhere, under their own numbers."""
+    runs = DIGITS.findall(row.native.template())
+    if any(run.count("{}") > 1 for run in runs):
+        # Two numbers in one run of digits: 1 and 11 read as 11 and 1.
+        return False
     named = {word for index in row.native.indices for word in index.words}
     indices = {index.name for index in row.logical.indices}
     indices.difference_update(stack_names(row).values())

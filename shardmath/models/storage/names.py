@@ -18,12 +18,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from shardmath.base.errors import NotationError
+from shardmath.base.arguments import listed
+from shardmath.base.errors import NotationError, StoreError
 
-__all__ = ["STARS", "Name", "PatternPart", "parse", "split"]
+__all__ = ["STARS", "Name", "PatternPart", "matches", "parse", "split"]
 
 STARS = ("weight", "bias")
 """What a star stands for."""
@@ -112,6 +114,11 @@ class Name:
     def template(self, component: str = "", star: str = "") -> str:
         """The name with {} for every number, as `split` gives it."""
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether the name fits one of the globs. Raises StoreError for a text, whose * alone would fit every name."""
+    return any(fnmatchcase(name, glob) for glob in listed(globs, "globs of names", StoreError))
 
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:

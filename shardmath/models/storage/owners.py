@@ -352,7 +352,8 @@ class Maker:
         for word, (shape, dtype) in zip(self.components, entries, strict=True):
             dims = laid.dims[word]
             divided = {axis for dim in dims for axis in dim.axes}
-            _check_free(self.row, divided.difference(*(mesh.shape for mesh in meshes)))
+            for mesh in meshes:
+                _check_free(self.row, divided.difference(mesh.shape))
             by_mesh = {mesh: intern(shape, dtype, mesh, dims, ()) for mesh in meshes}
             by_number = map(by_mesh.__getitem__, owner.meshes)
             layouts.append(tuple(by_number))

@@ -304,9 +304,20 @@ def _check_numbers(row: Row, line: str) -> None:
         raise NotationError(what, line, at, fix)
 
 
+def _check_spread(row: Row, line: str) -> None:
+    """Raise NotationError for two spread indices: a rank stores the numbers of one stack by name."""
+    spread = [str(index) for index in row.native.indices if len(index.words) > 1]
+    for other in spread:
+        if other != spread[0]:
+            what = f"indices {spread[0]} and {other} are both spread"
+            at = max(line.find(other), 0)
+            raise NotationError(what, line, at, "spread one, and write the other alone, as {l}")
+
+
 def _check(row: Row, line: str) -> None:
     """Raise NotationError where the two names do not fit each other."""
     _check_numbers(row, line)
+    _check_spread(row, line)
     logical = {index.name for index in row.logical.indices}
     for index in row.native.indices:
         known = logical if len(index.words) == 1 else set()

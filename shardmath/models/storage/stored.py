@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from shardmath.base.arguments import as_integer, known, mapping, text
+from shardmath.base.arguments import as_integer, instance, known, listed, mapping, text
 from shardmath.base.digest import digest, read_digested
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
@@ -104,7 +104,7 @@ class Stored:
     """How a side stores its tensors (see the module).
 
     With `exact`, what axes cut they must divide; else parts are ceil-chunks. Raises StoreError for meshes over
-    different ranks, and for none.
+    different ranks, and for none, and for rows that are not parsed.
     """
 
     rows: tuple[Row, ...]
@@ -116,8 +116,8 @@ class Stored:
     def __post_init__(self) -> None:
         # Copies, so that nobody changes what the value says.
         kept = {
-            "rows": tuple(self.rows),
-            "meshes": tuple(self.meshes),
+            "rows": tuple(map(_check_row, self.rows)),
+            "meshes": listed(self.meshes, "meshes", StoreError),
             "indices": dict(self.indices),
             "numbers": dict(self.numbers),
         }
@@ -166,6 +166,10 @@ class Stored:
         every = before + self.rows
         together = {**self.numbers, **numbers}
         return Stored(every, self.meshes, self.indices, together, self.exact)
+
+
+def _check_row(row: object) -> Row:
+    return instance(row, Row, "give rows as shardmath.storage.parse reads them", StoreError)
 
 
 def _check_axes(meshes: tuple[Mesh, ...]) -> None:

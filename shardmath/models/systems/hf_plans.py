@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardmath.base.errors import LayoutError, MeshError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
+from shardmath.models.storage.names import matches
 from shardmath.models.systems.hf import Shapes
 
 __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
@@ -205,8 +205,7 @@ def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str
             name = name.rpartition(".")[0]
     idle = []
     for pattern in rules:
-        is_excused = any(fnmatchcase(pattern, glob) for glob in unused)
-        if pattern not in modules and not is_excused:
+        if pattern not in modules and not matches(pattern, unused):
             idle.append(pattern)
     if idle:
         listed = ", ".join(idle)

@@ -205,6 +205,12 @@ def test_a_forked_child_is_refused() -> None:
         ({"size": 0}, "rank=0 is not in a group of size=0"),
         ({"backend": "mpi"}, "backend='mpi'; pass 'gloo' or 'nccl'"),
         ({"backend": ["gloo"]}, "backend=['gloo']; pass"),
+        # "Ranks met, and rank 0 could not be reached; see that they have a network interface in common".
+        pytest.param(
+            {"backend": "nccl"},
+            "backend='nccl', and torch was built without NCCL, or finds no GPU in this process",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it connects there"),
+        ),
         ({"timeout": 0}, "timeout=0 is not a time to wait"),
         ({"timeout": 10**5000}, "timeout=<int that cannot be printed> is not a time to wait"),
         ({"name": 3}, "name=3 is not a text"),
@@ -225,6 +231,25 @@ def test_a_forked_child_is_refused() -> None:
 def test_bad_arguments_are_errors_at_once(given: dict[str, Any], what: str) -> None:
     named: Any = {"where": dist.HashStore(), "rank": 0, "size": 1, **given}
     assert what in ends(lambda: smt.connect(**named))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["lead", "called off"])
+@pytest.mark.parametrize("note", ["theirs", "", "\xff"])
+def test_a_key_of_somebody_else(rank: int, key: str, note: str) -> None:
+    """json.JSONDecodeError before, on rank 0 after it had written over the key."""
+    store = dist.HashStore()
+    there = dist.PrefixStore("shardmath/joint/jobs", store)
+    there.set(key, note.encode("latin-1"))
+    said = ends(lambda: smt.connect(store, rank, 2, name="jobs", timeout=5.0))
+    where = (
+        f"under 'shardmath/joint/<name>/{key}', which smt.connect did not write; remove that key"
+    )
+    assert said.startswith("the store has ")
+    assert where in said
+    assert there.get(key) == note.encode("latin-1")
+    there.delete_key(key)
+    assert store.num_keys() == 0
 
 
 def test_an_address_that_is_taken() -> None:

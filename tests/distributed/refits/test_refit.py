@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -217,6 +218,23 @@ def test_modules_that_grow_meanwhile() -> None:
     assert find_removed([watched]) is None
     del module.weight
     assert find_removed([watched]) == "source 'weight'"
+
+
+def test_a_submodule_in_the_place_of_one() -> None:
+    """An engine got the former one's weights, without an error."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(side, side, {"w": ((2, 2), "float32")}), group=group)
+    former = model[0]
+    refit.prepare({"w": former.weight}, {"w": torch.zeros(2, 2)}, modules=[model])
+    refit()
+    model[0] = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(sm.ExchangeError, match=r"source 'w' is no longer where .* or replaced"):
+        refit()
+    model[0] = former
+    refit()
+    smt.disconnect(group)
 
 
 RARELY = ["a root", "kept gathered", "replicas"]

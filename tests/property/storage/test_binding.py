@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 
-from shardmath import Mesh, ShardError, StoreError, plan, simulate, verify
+from shardmath import Mesh, ShardError, StoreError, plan, refit, simulate, verify
 from shardmath.models.storage import rows
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.filling import fill, gather, view_of
@@ -201,6 +202,20 @@ def test_experts_that_several_ranks_have() -> None:
             "'a @tp=0 = {e}.b : (tp e) n' divides by 'tp', and is at one coordinate of it; "
             "leave the axis out of one of the two\nin the row a @tp=0 = {e}.b : (tp e) n",
         ),
+        # Number 1 is everywhere, and passed for all numbers: a KeyError of 'tp' when a rank asked for 0.
+        (
+            "a = {e}.b : (tp e%4) (tp n)",
+            {f"{e}.b": (2,) for e in range(3)},
+            "'a = {e}.b : (tp e%4) (tp n)' divides by 'tp', and is at one coordinate of it; "
+            "leave the axis out of one of the two\nin the row a = {e}.b : (tp e%4) (tp n)",
+        ),
+        # A KeyError of the index.
+        (
+            "a = {e}.b ? c.{e} : e n",
+            {"0.b": (2,), "1.b": (2,)},
+            "'a = {e}.b ? /c.{e} : e n' asks for a tensor of each 'e', and stacks them; "
+            "ask for one tensor, by the other indices\nin the row a = {e}.b ? /c.{e} : e n",
+        ),
         (
             "a = [b c] : (b + c) (tp b)",
             {"b": (2, 2), "c": (2, 2)},
@@ -222,6 +237,35 @@ def test_what_does_not_fit(text: str, shapes: dict[str, tuple[int, ...]], messag
         bind(side, {name: (shape, "int8") for name, shape in shapes.items()})
     assert str(caught.value) == message
     assert isinstance(caught.value, StoreError)
+
+
+@pytest.mark.parametrize("given", ["*b", 3])
+def test_globs_are_not_a_text(given: Any) -> None:
+    """The * of a text fitted every name, so that no row had to store anything."""
+    side = Stored(rows.parse("a = a"), (Mesh(),))
+    shapes = dict.fromkeys("abc", ((2,), "int8"))
+    with pytest.raises(StoreError, match=r"globs of names are .*; give a tuple"):
+        bind(side, shapes, unused=given)
+    with pytest.raises(StoreError, match="no row stores c; add rows"):
+        bind(side, shapes, unused=["*b"])
+    planned = refit(side, {"e": side}, {"a": shapes["a"]})
+    with pytest.raises(StoreError, match="globs of names are"):
+        planned.check(0, {(0, "a"): (2,), (0, "c"): (2,)}, own=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rows": "a = a"}, "'a' is not a Row; give rows as shardmath.storage.parse reads"),
+        ({"rows": ["a = a"]}, "'a = a' is not a Row; give rows as shardmath.storage.parse reads"),
+        ({"meshes": Mesh()}, "meshes are Mesh(); give a tuple"),
+    ],
+)
+def test_what_a_side_is_not_made_of(given: dict[str, Any], said: str) -> None:
+    named: dict[str, Any] = {"rows": (), "meshes": (Mesh(),), **given}
+    with pytest.raises(StoreError) as caught:
+        Stored(**named)
+    assert str(caught.value).startswith(said)
 
 
 def test_all_faults_are_in_one_message() -> None:

@@ -110,6 +110,14 @@ def test_both_sides_of_a_refit_are_checked(which: str) -> None:
         refit(*sides, shapes)
 
 
+def test_numbers_beside_each_other_may_read_alike() -> None:
+    """x111 was layer 1's expert 11, and layer 11's expert 1."""
+    shapes = {f"{layer}.{e}.w": ((2,), "int8") for layer, e in [(1, 11), (11, 1)]}
+    with pytest.raises(StoreError, match="in the same cells of 'x111'"):
+        bind(side("x{l}{e} = {l}.{e}.w"), shapes)
+    bind(side("x{l}_{e} = {l}.{e}.w"), shapes)
+
+
 NATIVES = ["x", "0.x", "{l}.x", "1.x.*", "{l}.x.*", "x{ep~ e}", "{l}.x{ep e}", "x1", "..."]
 LOGICALS = [
     "layers.{l}.a.weight",

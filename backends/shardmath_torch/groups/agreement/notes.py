@@ -27,7 +27,8 @@ NOWHERE = "\0 nobody writes this"
 
 def read(store: Store, key: str) -> str | None:
     """What the note says; None if there is none. Raises RuntimeError if the store is lost."""
-    found = store.compare_set(key, NOWHERE, NOWHERE).decode()
+    # What somebody else has put there may be no text.
+    found = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
     return None if found == NOWHERE else found
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from shardmath.base.arguments import as_integer, known
@@ -85,9 +86,7 @@ def connect(
     """
     place = read_where(where)
     rank, size = _check_rank(rank, size)
-    if known(backend, tuple(BACKENDS)) is None:
-        ways = " or ".join(map(repr, BACKENDS))
-        raise ExchangeError(f"backend={shown(backend)}; pass {ways}")
+    _check_backend(backend)
     if not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
     for what, given in (("name", name), ("run", run)):
@@ -149,6 +148,18 @@ def _check_rank(rank: object, size: object) -> tuple[int, int]:
         fix = "ranks are 0 to size - 1, places in the group"
         raise ExchangeError(f"rank={mine} is not in a group of size={among}; {fix}")
     return mine, among
+
+
+def _check_backend(backend: str) -> None:
+    """Raises ExchangeError for a backend that connects no group, or not in this process."""
+    if known(backend, tuple(BACKENDS)) is None:
+        ways = " or ".join(map(repr, BACKENDS))
+        raise ExchangeError(f"backend={shown(backend)}; pass {ways}")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        what = "torch was built without NCCL, or finds no GPU in this process"
+        raise ExchangeError(
+            f"backend='nccl', and {what}; pass 'gloo', or connect where it has both"
+        )
 
 
 def _check_text(what: str, given: object) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import plural, show_ranks
+from shardmath.base.text import plural, show_ranks, shown
 from shardmath_torch.groups.joint.steps import (
     LATE,
     Add,
@@ -170,14 +170,26 @@ def _undo(own: Met, seat: Seat) -> Steps[None]:
 
 
 def _announce(own: Met) -> Steps[None]:
-    """Open the meeting, and end the one that was announced before."""
-    yield Swap(own.meeting, None, OPEN)
+    """Open the meeting, and end the one that was announced before. Raises ExchangeError for a stranger's note."""
     text = json.dumps(own)
-    former = yield Read(LEAD)
-    while (there := (yield Swap(LEAD, former, text))) != text:
-        former = there
+    there = yield Read(LEAD)
+    former = _read_lead(there)
+    yield Swap(own.meeting, None, OPEN)
+    while (there := (yield Swap(LEAD, there, text))) != text:
+        former = _read_lead(there)
     if former is not None:
-        yield from _remove(Met(*json.loads(former)).meeting)
+        yield from _remove(former.meeting)
+
+
+def _read_lead(text: str | None) -> Met | None:
+    """The announcement that the note is; None for none. Raises ExchangeError for a note that another program wrote."""
+    if text is None:
+        return None
+    try:
+        meeting, run = json.loads(text)
+    except (TypeError, ValueError):
+        raise ExchangeError(_word_strange(LEAD, text)) from None
+    return Met(str(meeting), str(run))
 
 
 def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
@@ -207,10 +219,11 @@ def _look(own: Met) -> Steps[str]:
     """The meeting's log; "" if it is not open any more. Raises ExchangeError for another leader."""
     off = yield Read(OFF)
     if off is not None:
-        yield from _give_up(own, WRONG, json.loads(off))
+        yield from _give_up(own, WRONG, _read_off(off))
     there = yield Read(LEAD)
-    if there not in (None, json.dumps(own)):
-        yield from _object(own, Met(*json.loads(there or "")))
+    other = _read_lead(there)
+    if other not in (None, own):
+        yield from _object(own, other)
     text = (yield Read(own.meeting)) or ""
     return "" if there is None or _parse(text).state != OPEN else text
 
@@ -288,9 +301,8 @@ def _follow(seat: Seat) -> Steps[Met]:
     while True:
         off = yield Read(OFF)
         if off is not None:
-            raise ExchangeError(json.loads(off))
-        there = yield Read(LEAD)
-        lead = Met(*json.loads(there)) if there is not None else Met(ended, seat.run)
+            raise ExchangeError(_read_off(off))
+        lead = _read_lead((yield Read(LEAD))) or Met(ended, seat.run)
         if seat.run not in ("", lead.run):
             why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"
         elif lead.meeting != ended:
@@ -338,7 +350,7 @@ def _wait(lead: Met) -> Steps[tuple[bool, str]]:
         late = yield Pause()
         off = yield Read(OFF)
         if late or off:
-            return True, str(json.loads(off)) if off else ""
+            return True, _read_off(off) if off else ""
         if (yield Read(LEAD)) != text:
             return False, ""
 
@@ -350,6 +362,14 @@ def _say(meeting: str, line: str) -> Steps[_Log]:
     if not log.state:
         yield Drop(meeting)
     return log
+
+
+def _read_off(text: str) -> str:
+    """Why nobody is to wait, or that another program wrote the note."""
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return _word_strange(OFF, text)
 
 
 # What to say.
@@ -393,6 +413,12 @@ def _word_ranks(absent: list[range], size: int) -> str:
         return f"the group of {among} was given up as the last came; connect again"
     fix = "see that they run, and connect to the same address with the same size and name"
     return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
+
+
+def _word_strange(key: str, text: str) -> str:
+    what = f"the store has {shown(text)} under 'shardmath/joint/<name>/{key}'"
+    fix = "remove that key, or connect by another name="
+    return f"{what}, which smt.connect did not write; {fix}"
 
 
 def _word_twice(rank: int) -> str:

@@ -202,8 +202,8 @@ def _lay_of(tensor: Tensor) -> _Lay | None:
         return None
 
 
-def find_fault(watched: list[Watched]) -> str:
-    """What is no longer as it was; "" for nothing."""
+def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
+    """What is no longer as it was, in `modules` as `find_removed` has them; "" for nothing."""
     moved = _find_moved(watched)
     if moved is not None:
         return (
@@ -216,10 +216,11 @@ def find_fault(watched: list[Watched]) -> str:
             f"in the place of {replaced} is another tensor than when prepare() was called; "
             f"prepare again on all ranks"
         )
-    removed = find_removed(watched)
+    removed = find_removed(watched, modules)
     if removed is not None:
         return (
-            f"{removed} is no longer where its module had it when prepare() was called: it was deleted, or has "
-            f"another name, as under weight_norm; prepare again on all ranks, with what is to move"
+            f"{removed} is no longer where its module had it when prepare() was called: it or its module was "
+            f"deleted or replaced, or it has another name, as under weight_norm; prepare again on all ranks, "
+            f"with what is to move"
         )
     return ""

@@ -126,6 +126,7 @@ class Refit(Leaves):
         self._bound = self._src = self._dst = Views({}, [])
         self._at: list[Watched] | None = None
         self._kept: list[Watched] | None = None
+        self._modules: tuple[nn.Module, ...] | None = None
         self._groups: list[object] = []
 
     def _make_mover(self, group: compat.Group | None, settings: Settings, changes: bool) -> Mover:
@@ -245,8 +246,8 @@ class Refit(Leaves):
         `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
         a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
         rows name. Another parameter in the place of one is noticed in all modules that are alive, or, in less time, in
-        `modules` and their submodules alone. With changes the next call moves all. Raises ExchangeError on all ranks,
-        with all that does not fit on one.
+        `modules` and their submodules alone, and then also another submodule in the place of one. With changes the next
+        call moves all. Raises ExchangeError on all ranks, with all that does not fit on one.
         """
         self._mover.check_open()
 
@@ -255,7 +256,8 @@ class Refit(Leaves):
                 self._at = self._kept
                 return
             watched = self._bind(src, dst, own, functions or {})
-            find_owners(watched, modules)
+            self._modules = None if modules is None else tuple(modules)
+            find_owners(watched, self._modules)
             self._at = watched
             self._kept = None
 
@@ -268,7 +270,7 @@ class Refit(Leaves):
         self._mover.let_go(self._drop)
 
     def _drop(self) -> None:
-        self._at = self._kept = None
+        self._at = self._kept = self._modules = None
         self._bound = self._src = self._dst = Views({}, [])
         self._groups = []
         # Also of a rank that has left the plan, whose mover has no ends.
@@ -405,4 +407,7 @@ class Refit(Leaves):
 
     def _object(self) -> str:
         """What speaks against a move: tensors that are no longer where they were; "" for nothing."""
-        return "".join(filter(None, attempt(lambda: find_fault(self._at or []))))
+        return "".join(filter(None, attempt(self._find_fault)))
+
+    def _find_fault(self) -> str:
+        return find_fault(self._at or [], self._modules)
