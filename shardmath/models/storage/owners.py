@@ -171,19 +171,32 @@ class Owners:
                 f"index {index!r} is declared for {len(spots)} numbers, a tensor has number {number}"
             )
         spot = spots[number]
-        found.where.update(spot.coords)
-        found.chunk = spot.chunk
+        # An index without virtual stages, such as one of experts, is in the chunk of the others.
+        if spot.chunk and found.chunk not in (0, spot.chunk):
+            what = f"index {index!r} puts number {number} in chunk {spot.chunk}, another one in {found.chunk}"
+            raise StoreError(f"{what}; declare one chunk for '{self.row}'")
+        found.chunk = max(found.chunk, spot.chunk)
         found.local[index] = spot.number
+        for axis, at in spot.coords.items():
+            self._go_along(axis, at, found, f"index {index!r}")
+
+    def _go_along(self, axis: str, at: int, found: _Found, what: str) -> None:
+        """Note a coordinate. Raises StoreError where the tensor is at another one already."""
+        before = found.where.setdefault(axis, at)
+        if before != at:
+            raise StoreError(
+                f"'{self.row}' is at {axis}={before} and, by {what}, at {axis}={at}; declare one place for it"
+            )
 
     def _go_to(self, place: rows.AxisPlace, found: _Found) -> None:
-        """Note the coordinate of the place. The last one's own is the last chunk there."""
+        """Note the coordinate of the place; at the last one, the last chunk too."""
         size = self.mesh.axis_size(place.axis)
         if not -size <= place.at < size:
             what = f"'{place}' is not on axis {place.axis!r} of size {size}"
             raise StoreError(f"{what}; use 0 to {size - 1}, or -1 for the last")
-        found.where[place.axis] = place.at % size
-        if place.at < 0:
-            # What stands behind all layers is with the last of them, in its virtual stage.
+        self._go_along(place.axis, place.at % size, found, str(place))
+        if place.at == -1:
+            # What stands behind all layers is in the last virtual stage, of which all stages have as many.
             declared = self.stored.indices.values()
             spots = itertools.chain.from_iterable(declared)
             chunks = [spot.chunk for spot in spots]

@@ -357,3 +357,34 @@ def test_a_copy_that_is_the_tensor_itself() -> None:
     assert [sorted(bind(side, COPIED).natives(rank)) for rank in range(2)] == [
         [(0, "e"), (0, "f")]
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "tensors", "said"),
+    [
+        (
+            "w.{l} @pp=1 = w.{l}",
+            ["w.0", "w.1"],
+            "'w.{l} @pp=1 = w.{l}' is at pp=0 and, by @pp=1, at pp=1; declare one place for it",
+        ),
+        (
+            "w.{l}.{m} = w.{l}.{m}",
+            ["w.0.1"],
+            "'w.{l}.{m} = w.{l}.{m}' is at pp=0 and, by index 'm', at pp=1; declare one place for it",
+        ),
+        (
+            "w.{c}.{d} = w.{c}.{d}",
+            ["w.1.0"],
+            "index 'd' puts number 0 in chunk 2, another one in 1; declare one chunk for",
+        ),
+    ],
+)
+def test_a_tensor_is_in_one_place(text: str, tensors: list[str], said: str) -> None:
+    """Of two places that were declared, the later one was taken."""
+    stages = Spot({"pp": 0}, 0, 0), Spot({"pp": 1}, 0, 0)
+    chunks = Spot({}, 0, 0), Spot({}, 1, 0)
+    indices = {"l": stages, "m": stages, "c": chunks, "d": (Spot({}, 2, 0),)}
+    side = Stored(rows.parse(text), (Mesh(pp=2),), indices)
+    with pytest.raises(StoreError) as caught:
+        bind(side, dict.fromkeys(tensors, ((1,), "int8")))
+    assert said in str(caught.value)
