@@ -25,12 +25,12 @@ from shardmath.base.text import plural
 from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.naming import word_objection
 
-__all__ = ["HEARD_S", "Board"]
+__all__ = ["HEARD_S", "WAITED_FOR", "Board"]
 
 _T = TypeVar("_T")
 
-STEPS = ("start", "begin", "end", "finish", "fail")
-"""What is said of an update."""
+WAITED_FOR = ("start", "begin", "end", "finish")
+"""The steps of an update of which others wait to hear from place 0."""
 
 LOOK_AGAIN_S = 0.005
 """While ranks have not come."""
@@ -74,9 +74,17 @@ class Board:
         try:
             yield
         except BaseException as error:
-            with suppress(RuntimeError):
-                notes.swap(self.store, what, None, word_objection(error))
+            self.give_up([what], error)
             raise
+
+    def give_up(self, whats: Iterable[str], error: BaseException) -> None:
+        """Have nobody wait for place 0 to say how these went; what it has said stays, since others act on it."""
+        if self.place:
+            return
+        with suppress(RuntimeError):
+            for what in whats:
+                if notes.read(self.store, what) is None:
+                    self.store.set(what, word_objection(error))
 
     def finish(self, what: str, act: Callable[[], None]) -> None:
         """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
@@ -155,7 +163,7 @@ class Board:
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove what was said of updates from the store: all have read it who come to the next."""
         for number in numbers:
-            for step in STEPS:
+            for step in (*WAITED_FOR, "fail"):
                 self.store.delete_key(f"{step} update {number}")
             for place in range(self.size):
                 self.store.delete_key(f"begin update {number}/{place}")

@@ -22,7 +22,7 @@ from shardmath.base.text import message_of, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.naming import attempt, word_objection
-from shardmath_vllm.board import Board
+from shardmath_vllm.board import WAITED_FOR, Board
 from shardmath_vllm.update import Phase, Step, Update
 
 __all__ = ["Life", "Link", "together"]
@@ -127,7 +127,7 @@ class Life:
         ranks where one fails.
         """
         begin = self._name("begin")
-        with self._failing():
+        with self.failing():
             _, fault = attempt(check)
             # Before it is said: who is interrupted as it says yes does not know whether others have heard.
             self.update = self.update.after(Step.CHECK)
@@ -136,7 +136,6 @@ class Life:
             if fault:
                 self.update = self.update.after(Step.REFUSE)
                 raise ExchangeError(fault)
-            # No step of its own: between two steps an interrupt would be told nobody.
             self._forget()
             act()
             together(self._link.group, self._name("end"), lambda: None)
@@ -180,13 +179,16 @@ class Life:
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:
         """What, where it is right, has happened to the update."""
-        with self._failing():
+        with self.failing():
             yield
             self.update = self.update.after(step)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What may fail, by which the update is over. Raises what it fails by, with what others say of it."""
+    def failing(self) -> Iterator[None]:
+        """What may fail, by which the update is over, also between two steps.
+
+        Raises what it fails by, with what others say of it.
+        """
         try:
             yield
         except BaseException as error:
@@ -205,6 +207,7 @@ class Life:
             self._board.decline(self._name("begin"), error)
         if self.update.phase is Phase.STALE and not isinstance(error, ExchangeError):
             self._board.excuse(self._name("finish"))
+        self._board.give_up(map(self._name, WAITED_FOR), error)
         if self.update.keeps_link:
             return ""
         # An error of the exchange is what others have done, and they say what.

@@ -116,6 +116,11 @@ class Trainer:
         """
         self._number += 1
         life = Life(self.link, Update(self._number))
+        with life.failing():
+            self._send(life)
+
+    def _send(self, life: Life) -> None:
+        """All steps of an update."""
         try:
             life.call(self._begin)
             with self._calls.explain():

@@ -1,4 +1,4 @@
-"""Caches go within the call that brings weights, whatever becomes of it, and with no other call."""
+"""Caches go within the call that brings weights, before these come, and with no other call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
 
 from shardmath import ExchangeError
 from shardmath_vllm.workers.caches import drop_caches
+
+
+def make_core(asked: list[Any], backend: str = "shardmath", images: bool = False) -> Any:
+    """An engine's core that notes what it drops, and what its workers are asked."""
+    drop_caches()
+    core: Any = EngineCore.__new__(EngineCore)
+    core.scheduler = SimpleNamespace(kv_holding_waiting=[], connector=None, ec_connector=None)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: asked.append(what))
+    core.vllm_config = SimpleNamespace(
+        weight_transfer_config=SimpleNamespace(backend=backend),
+        model_config=SimpleNamespace(is_multimodal_model=images),
+    )
+    core.reset_prefix_cache = lambda **how: asked.append(how)
+    core.reset_encoder_cache = lambda: asked.append("encoder")
+    return core
 
 
 def test_vllm_still_sees_what_the_call_takes() -> None:
@@ -22,83 +38,92 @@ def test_vllm_still_sees_what_the_call_takes() -> None:
 
 @pytest.mark.parametrize("backend", ["shardmath", "nccl"])
 @pytest.mark.parametrize("images", [False, True])
-def test_caches_go_with_the_weights(backend: str, images: bool) -> None:
-    drop_caches()
-    dropped: list[Any] = []
+def test_caches_go_before_weights_come(backend: str, images: bool) -> None:
+    """So whatever then becomes of workers, nothing is left that is of other weights than they have."""
+    asked: list[Any] = []
+    core = make_core(asked, backend, images)
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights")
+    dropped: list[Any] = [{"reset_running_requests": True, "reset_connector": True}]
+    dropped += ["encoder"] * images
+    ours = dropped if backend == "shardmath" else []
+    assert asked == ["start_weight_update", *ours, "update_weights"]
 
-    def ask(method: str, *args: Any) -> list[str]:
-        if method == "update_weights" and len(dropped) > 2:
-            raise RuntimeError("a worker failed")
-        return [method]
 
-    core: Any = EngineCore.__new__(EngineCore)
-    core.model_executor = SimpleNamespace(collective_rpc=ask)
-    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
-    core.vllm_config = SimpleNamespace(
-        weight_transfer_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(is_multimodal_model=images),
-    )
-    core.reset_prefix_cache = lambda **how: dropped.append(how)
-    core.reset_encoder_cache = lambda: dropped.append("encoder")
-    assert core.collective_rpc("start_weight_update") == ["start_weight_update"]
-    assert not dropped
-    assert core.collective_rpc("update_weights") == ["update_weights"]
-    wanted: list[Any] = [{"reset_running_requests": True, "reset_connector": True}]
-    wanted += ["encoder"] * images
-    assert dropped == (wanted if backend == "shardmath" else [])
-    dropped += ["old"] * 3
-    with pytest.raises(RuntimeError, match="a worker failed"):
+def fail() -> None:
+    raise RuntimeError("Failed to reset KV cache")
+
+
+@pytest.mark.parametrize(
+    ("drop", "said"),
+    [
+        (fail, "cannot drop the keys of old weights now: Failed to reset KV cache; send again"),
+        (lambda: False, "an external cache of keys did not drop"),
+    ],
+)
+def test_what_is_not_dropped_keeps_weights_out(drop: Any, said: str) -> None:
+    """As where a connector still sends keys of requests that have ended, or its server is not reached."""
+    asked: list[Any] = []
+    core = make_core(asked)
+    core.reset_prefix_cache = lambda **how: drop()
+    with pytest.raises(ExchangeError, match=said):
         core.collective_rpc("update_weights")
-    assert dropped.count("old") == 3
-    assert dropped[dropped.index("old") + 3 :] == (wanted if backend == "shardmath" else [])
+    assert not asked
 
 
-def test_what_cannot_be_dropped_does_not_keep_the_rest() -> None:
-    drop_caches()
-    dropped: list[str] = []
-
-    def fail(**how: bool) -> None:
-        raise RuntimeError("requests are under way")
-
-    core: Any = EngineCore.__new__(EngineCore)
-    core.model_executor = SimpleNamespace(collective_rpc=lambda method: [method])
-    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
-    core.vllm_config = SimpleNamespace(
-        weight_transfer_config=SimpleNamespace(backend="shardmath"),
-        model_config=SimpleNamespace(is_multimodal_model=True),
-    )
-    core.reset_prefix_cache = fail
-    core.reset_encoder_cache = lambda: dropped.append("encoder")
-    with pytest.raises(RuntimeError, match="requests are under way"):
-        core.collective_rpc("update_weights")
-    assert dropped == ["encoder"]
-
-
-def test_keys_that_vllm_cannot_drop_keep_weights_out() -> None:
+def test_requests_that_wait_with_keys_keep_weights_out() -> None:
     """Those of a session that waits for its next input would go on under new weights, and so would all prompts'."""
-    drop_caches()
-    asked: list[str] = []
-    core: Any = EngineCore.__new__(EngineCore)
-    core.model_executor = SimpleNamespace(collective_rpc=asked.append)
-    core.scheduler = SimpleNamespace(kv_holding_waiting=[SimpleNamespace(request_id="talk")])
-    core.vllm_config = SimpleNamespace(
-        weight_transfer_config=SimpleNamespace(backend="shardmath"),
-    )
+    asked: list[Any] = []
+    core = make_core(asked)
+    core.scheduler.kv_holding_waiting = [SimpleNamespace(request_id="talk")]
     with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
         core.collective_rpc("update_weights")
     assert not asked
 
 
-def test_an_external_cache_that_does_not_drop_is_an_error() -> None:
-    """A connector answers so where its server is not reached."""
-    drop_caches()
-    core: Any = EngineCore.__new__(EngineCore)
-    core.scheduler = SimpleNamespace(kv_holding_waiting=[])
-    core.model_executor = SimpleNamespace(collective_rpc=lambda method: [method])
-    core.vllm_config = SimpleNamespace(
-        weight_transfer_config=SimpleNamespace(backend="shardmath"),
-        model_config=SimpleNamespace(is_multimodal_model=False),
-    )
-    core.reset_prefix_cache = lambda **how: False
-    with pytest.raises(ExchangeError, match="an external cache of keys did not drop"):
+class Dropping:
+    def reset_cache(self) -> bool:
+        return True
+
+
+class Keeping:
+    """As LMCache's: vLLM's own method, which says None, is taken for success."""
+
+    reset_cache = KVConnectorBase_V1.reset_cache
+
+
+class Tiered(Dropping):
+    """As vLLM's offloading to files, which go on with what is in them."""
+
+    connector_scheduler = SimpleNamespace(manager=SimpleNamespace(secondary_tiers=["fs"]))
+
+
+class Several(Dropping):
+    def __init__(self, *parts: object) -> None:
+        self.sub_connectors = parts
+
+
+@pytest.mark.parametrize(
+    ("keys", "images", "said"),
+    [
+        (Keeping(), None, "Keeping may keep"),
+        (Tiered(), None, "Tiered may keep"),
+        (Several(Dropping(), Keeping(), Tiered()), None, "Keeping, Tiered may keep"),
+        (None, Keeping(), "Keeping may keep"),
+        (Several(Dropping()), None, ""),
+    ],
+)
+def test_external_caches_that_cannot_drop_keep_weights_out(
+    keys: object, images: object, said: str
+) -> None:
+    """Prompts would be answered by new weights over keys of old ones, and nobody told."""
+    asked: list[Any] = []
+    core = make_core(asked)
+    core.scheduler.connector, core.scheduler.ec_connector = keys, images
+    if said:
+        with pytest.raises(ExchangeError, match=said):
+            core.collective_rpc("update_weights")
+        assert not asked
+    else:
         core.collective_rpc("update_weights")
+        assert asked[-1] == "update_weights"

@@ -4,9 +4,10 @@
    requests are under way, and finds prompts in its caches that are of old weights.
 2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
    step, whoever calls, and whatever becomes of the caller.
-3. Requests under way are computed again from their first token to where they are, and go on with the new weights.
-4. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
-   keeps those of prompts, too. So an engine with such requests is asked to take nothing.
+3. It is dropped before weights come: where vLLM cannot, the engine is asked to take nothing, and is as it was.
+4. Requests under way are computed again from their first token to where they are, and go on with the new weights.
+5. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
+   keeps those of prompts, too. It takes external caches that cannot drop theirs for such as have.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of
 from shardmath_vllm.infos import BACKEND
 
 __all__ = ["drop_caches"]
@@ -29,24 +32,20 @@ def drop_caches() -> None:
     """Have vLLM's engines in this process do so; again does nothing."""
     if hasattr(EngineCore, DONE):
         return
-    EngineCore.collective_rpc = _drop_after(EngineCore.collective_rpc)
+    EngineCore.collective_rpc = _drop_before(EngineCore.collective_rpc)
     setattr(EngineCore, DONE, True)
 
 
-def _drop_after(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective_rpc` that drops caches once workers were asked to take weights."""
+def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`collective_rpc` that drops caches before workers are asked to take weights."""
 
     # With its signature, by which vLLM converts what a server's process asks of it.
     @wraps(ask)
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
-        if method != "update_weights" or not _is_ours(self.vllm_config):
-            return ask(self, method, *args, **named)
-        _check_can_drop(self)
-        try:
-            return ask(self, method, *args, **named)
-        finally:
-            # Also where a worker has failed: others may have new weights.
+        if method == "update_weights" and _is_ours(self.vllm_config):
+            _check_can_drop(self.scheduler)
             _drop(self)
+        return ask(self, method, *args, **named)
 
     return collective_rpc
 
@@ -57,26 +56,52 @@ def _is_ours(config: Any) -> bool:
     return transfer is not None and transfer.backend == BACKEND
 
 
-def _check_can_drop(core: Any) -> None:
-    """Raise ExchangeError where requests wait with keys, before their engine's workers come to take weights."""
-    names = ", ".join(repr(request.request_id) for request in core.scheduler.kv_holding_waiting)
+def _check_can_drop(scheduler: Any) -> None:
+    """Raise ExchangeError where requests wait with keys, or a connector has no way to drop what is of old weights."""
+    names = ", ".join(repr(request.request_id) for request in scheduler.kv_holding_waiting)
     if names:
         raise ExchangeError(
             f"requests {names} wait with keys that vLLM cannot drop, as sessions between inputs of a stream do; "
             f"end them, or send once they have gone on"
         )
+    keeping = _list_keeping(scheduler.connector)
+    if scheduler.ec_connector is not None:
+        keeping.append(type(scheduler.ec_connector).__name__)
+    if keeping:
+        raise ExchangeError(
+            f"{', '.join(keeping)} may keep what was computed with old weights, and vLLM cannot drop it there; "
+            f"start the engine without it"
+        )
+
+
+def _list_keeping(connector: Any) -> list[str]:
+    """The kinds of connectors, this one or those in it, that cannot drop all keys that they have put elsewhere."""
+    if connector is None:
+        return []
+    parts = getattr(connector, "sub_connectors", None)
+    if parts is not None:
+        return [kind for part in parts for kind in _list_keeping(part)]
+    kind = type(connector)
+    # Behind memory: vLLM leaves files and servers as they are.
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    tiers = getattr(manager, "secondary_tiers", ())
+    drops = kind.reset_cache is not KVConnectorBase_V1.reset_cache
+    return [] if drops and not tiers else [kind.__name__]
 
 
 def _drop(core: Any) -> None:
-    """Drop the keys of all requests and prompts, and what was made of images."""
+    """Drop the keys of all requests and prompts, and what was made of images. Raises ExchangeError where some stay."""
     try:
         # Without requests under way, nothing would be dropped as long as there are any.
         dropped = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if dropped is False:
-            raise ExchangeError(
-                "weights are new, and an external cache of keys did not drop those of old ones; "
-                "drop them there, or start the engine anew"
-            )
-    finally:
-        if core.vllm_config.model_config.is_multimodal_model:
-            core.reset_encoder_cache()
+    except RuntimeError as error:
+        # As where a connector still sends the keys of requests that have ended.
+        raise ExchangeError(
+            f"vLLM cannot drop the keys of old weights now: {message_of(error)}; send again"
+        ) from error
+    if dropped is False:
+        raise ExchangeError(
+            "an external cache of keys did not drop those of old weights; drop them there, or start the engine anew"
+        )
+    if core.vllm_config.model_config.is_multimodal_model:
+        core.reset_encoder_cache()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import ExchangeError
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm.infos import Joining
 from shardmath_vllm.link import Life, Link
@@ -25,12 +26,16 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.link: Link | None = None
+        self._meeting = ""
 
     @as_main()
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        if self.link is not None:
+            self.link.leave()
         joining = Joining(**init_info)
         given = Given(engine=joining.engine, record=self._record)
         self.link = Meeting(joining, joining.meeting, joining.first).join(given)
+        self._meeting = joining.meeting
 
     def start_weight_update(self) -> None:
         """Nothing."""
@@ -38,6 +43,8 @@ class PlainEngine:
     @as_main()
     def update_weights(self, update_info: dict[str, Any]) -> None:
         assert self.link is not None
+        if update_info["meeting"] != self._meeting:
+            raise ExchangeError("this engine has joined another trainer since")
         Life(self.link, Update(update_info["number"])).receive(self._receive)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

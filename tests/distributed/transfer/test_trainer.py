@@ -237,6 +237,26 @@ def test_ranks_that_were_told_otherwise() -> None:
     _check_alike([info, dataclasses.replace(info, rank=1, address="localhost:1")])
 
 
+def test_an_engine_hears_of_a_ctrl_c_between_two_steps(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told to receive, and would wait; nothing has moved, and all go on."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.sender._calls, "explain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.sender.send_weights()
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match="place 0 could not begin update 1: KeyboardInterrupt"):
+        pair.sender._calls.answer(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 4
+    pair.sender.send_weights()
+    assert pair.is_equal()
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -387,6 +407,19 @@ def test_a_rank_that_was_started_anew_meets() -> None:
         one.shutdown()
     assert engine.link is not None
     engine.link.leave()
+
+
+def test_another_trainer_has_met_the_engine_since(pair: Pair) -> None:
+    """The one before hears so at once, and the engine goes on with the other."""
+    other = sv.Trainer.trainer_init(tell(), client=pair.engine, source=make_module())
+    other.send_weights()
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"engine 0: .*joined another trainer since"):
+        pair.sender.send_weights()
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    assert not pair.is_equal()
+    other.send_weights()
+    other.shutdown()
 
 
 class Unheard(PlainEngine):

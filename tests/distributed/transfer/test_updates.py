@@ -308,14 +308,15 @@ def test_who_waits_to_hear_of_place_0_hears_ctrl_c(step: str) -> None:
 
 
 class Interrupting:
-    """A store that is interrupted once it has taken a vote."""
+    """A store that is interrupted once it has taken a vote, or whatever is said that all is well by."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "begin update 1/") -> None:
         self.store = dist.HashStore()
+        self._key = key
 
     def set(self, key: str, text: str) -> None:
         self.store.set(key, text)
-        if key.startswith("begin update 1/") and not text:
+        if key.startswith(self._key) and not text:
             raise KeyboardInterrupt
 
     def compare_set(self, key: str, old: str, new: str) -> bytes:
@@ -439,3 +440,50 @@ def test_place_0_that_is_interrupted_before_it_has_said_what_is_decided(
     assert (
         Board(store, 1, TRAINERS, SIZE, TIMEOUT_S).decide("begin update 1") == "KeyboardInterrupt"
     )
+
+
+@pytest.mark.parametrize("what", ["begin update 1", "end update 1"])
+def test_place_0_takes_nothing_back_that_it_has_said(what: str) -> None:
+    """Who has heard that all go may move by then: who heard later that they do not would answer beside it."""
+    store: Any = Interrupting(what)
+    for place in range(SIZE):
+        store.store.set(f"begin update 1/{place}", "")
+    board = Board(store, 0, TRAINERS, SIZE, TIMEOUT_S)
+    with pytest.raises(KeyboardInterrupt):
+        board.decide(what) if what.startswith("begin") else board.relay(what, lambda: None)
+    assert boards.notes.read(store, what) == ""
+
+
+def test_who_goes_on_to_the_end_hears_that_place_0_was_interrupted_before_it() -> None:
+    """As soon as it had said that engines have taken all: others wait for what comes next."""
+    store: Any = Interrupting("end update 1")
+    link: Any = Rank(store, 0, threading.Barrier(1))
+    with pytest.raises(KeyboardInterrupt):
+        Life(link, Update(1, Phase.MOVED)).take(lambda: None)
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match="place 0 could not finish update 1: KeyboardInterrupt"):
+        Board(store, 1, TRAINERS, SIZE, TIMEOUT_S).finish("finish update 1", lambda: None)
+    assert time.monotonic() - start < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("phase", "awaited"),
+    [
+        (Phase.IDLE, "start"),
+        (Phase.CALLED, "begin"),
+        (Phase.BEGUN, "begin"),
+        (Phase.MOVED, "end"),
+        (Phase.TAKEN, "finish"),
+    ],
+)
+def test_nobody_waits_for_place_0_that_is_interrupted_between_two_steps(
+    phase: Phase, awaited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it would have said next; and of engines that wait for its word none is torn by that."""
+    monkeypatch.setattr(boards, "HEARD_S", 0.0)
+    store = dist.HashStore()
+    link: Any = Rank(store, 0, threading.Barrier(1))
+    with pytest.raises(KeyboardInterrupt), Life(link, Update(1, phase)).failing():
+        raise KeyboardInterrupt
+    said = boards.notes.read(store, f"{awaited} update 1")
+    assert said is not None and "KeyboardInterrupt" in said

@@ -132,7 +132,7 @@ def test_a_worker_that_fails_leaves_its_engine_torn_until_a_whole_update(pair: P
         pair.hosts[0].ask(inside.ask_workers, inside.mend)
     assert time.monotonic() - start < SOON_S
     # It says why, and leaves the group: which of both a rank hears of first is open.
-    assert all(re.match("rank 3 (failed|left)", one) for one in said), said
+    assert all(re.match(r"ranks? [\d, -]*(failed|left)", one) for one in said), said
     assert all("this layer cannot be processed" in one for one in said), said
     # Both have some layers of either checkpoint. They are not asked for tokens: by that vLLM ends an engine.
     for host in pair.hosts:
