@@ -7,13 +7,13 @@ Once that holds, wrong tables are found by what they say (`tables`), and any oth
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
 from shardmath.base.text import plural, shown
 from shardmath.layouts.algebra.overlay import Overlay
 from shardmath.layouts.algebra.partition import Partition
@@ -90,7 +90,7 @@ def _check_items(values: tuple[object, ...], kind: Any, what: str, seen: set[int
         _check_kind(value, kind, f"{what}[{i}]", seen)
 
 
-@cache
+@memo()
 def _list_kinds(table: type) -> list[tuple[str, Any]]:
     """The fields of a table and their kinds, without those in which it keeps what it has found out."""
     kinds = get_type_hints(table)

@@ -61,7 +61,7 @@ def model() -> Model:
 
 def test_what_is_the_engines_own_stays(model: Model) -> None:
     """Beside what is written in its module: not whatever the memory had that it gets meanwhile."""
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     loading = Loading(model, config)
     recorded = loading.record({"part.weight": ((64, 64), "float32")})
     assert recorded.unwritten == {"part.gain": 4096, "part.steps": 8, "part.bias": 4}
@@ -82,7 +82,7 @@ def test_what_a_kernel_has_packed_elsewhere(model: Model) -> None:
     model.part.weight = None  # type: ignore[assignment]
     del model.part.gain
     model.part.gain = packed  # type: ignore[assignment]
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     seen = []
     loading = Loading(model, config)
     loading.record(
@@ -96,7 +96,7 @@ def test_what_a_kernel_has_packed_elsewhere(model: Model) -> None:
 def test_a_bias_that_was_made_wider(model: Model) -> None:
     """Is loaded as it was before, and stays where nothing is written to it."""
     model.part.params_dtype = torch.bfloat16  # type: ignore[assignment]
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     loading = Loading(model, config)
     running = model.part.bias
     shapes = {"part.weight": ((64, 64), "float32"), "part.bias": ((4,), "bfloat16")}
@@ -118,7 +118,7 @@ def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     model: Any = nn.Module()
     model.first, model.second = Part(), Part()
     record_metadata_for_reloading(model)
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     loading = Loading(model, config)
     processed = []
     monkeypatch.setattr(
@@ -155,7 +155,7 @@ def test_an_engine_that_rebalances_experts_is_refused(
     """vLLM for CPUs starts none."""
     monkeypatch.setattr(worker_module, "Meeting", Joining)
     engine: Any = object.__new__(WorkerEngine)
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     engine.model, engine._link, engine._loading = model, None, Loading(model, config)
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
@@ -180,7 +180,7 @@ def test_an_engine_that_has_joined_no_trainer() -> None:
 def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:
     """And not in the middle of an update."""
     model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     with pytest.raises(StoreError, match="'gain' of Part is written by no tensor of the trainer's"):
         Loading(model, config).record({"part.weight": ((64, 64), "float32")})
     assert float(model.part.gain.sum()) == 2.0
@@ -207,7 +207,7 @@ def test_a_torn_model_that_pools_refuses() -> None:
 def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:
     """Cannot be kept, and nobody knows how it was loaded."""
     model.part.gain = nn.Parameter(torch.ones(2), requires_grad=False)
-    config: Any = None
+    config: Any = SimpleNamespace(dtype=torch.float32)
     loading = Loading(model, config)
     loading.begin()
     with pytest.raises(StoreError, match="'gain' of Part is written by no tensor of the trainer's"):

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -154,7 +155,7 @@ class Loading:
             info = get_layerwise_info(module)
             if info.can_load():
                 large = _count_bytes(module) >= LARGE
-                with repacks_anew(module):
+                with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
                     _layerwise_process(module, info)
                 self._others.pop(module, None)
                 if large:
@@ -168,11 +169,13 @@ class Loading:
                 self._put_back(module)
         late = [module for module in self._model.modules() if is_deferred_attention_layer(module)]
         written = [module for module in late if not get_layerwise_info(module).can_load()]
-        # What is left are attention layers, which vLLM processes last, but for those of which something was written.
-        finalize_layerwise_reload(self._model, self._config)
-        for module in written:
-            process: Any = module.process_weights_after_loading
-            process(self._config.dtype)
+        # The type as when weights were loaded first: what attention leaves empty is of it.
+        with set_default_torch_dtype(self._config.dtype):
+            # What is left are attention layers, which vLLM processes last, except those that were written to.
+            finalize_layerwise_reload(self._model, self._config)
+            for module in written:
+                process: Any = module.process_weights_after_loading
+                process(self._config.dtype)
         for module in list(self._others):
             self._restore_others(module)
         process_tied(self._model, self._tied)

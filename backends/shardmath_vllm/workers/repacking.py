@@ -5,6 +5,8 @@
 2. Where weights are INT8, a kernel has packed them, and points to where their scales were when it was made. A reload
    copies these elsewhere, and frees them. So the kernel is made to hold on to its scales.
 3. A head that is tied to the embedding is packed beside it, and a reload does not know of it. So it is packed again.
+4. On processors with AMX, latent attention packs a projection's weight, and leaves an empty one in its place, into
+   which a reload would copy. So a whole one is put there, until attention has packed it.
 
 None of this is so on a GPU, where nothing is done here.
 """
@@ -15,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 __all__ = ["process_tied", "repacks_anew"]
@@ -29,6 +33,7 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
     if not current_platform.is_cpu():
         yield
         return
+    _refill_emptied(module)
     method: Any = getattr(module, "quant_method", None)
     if getattr(method, "moe_kernel", None) is not None:
         method.moe_kernel = None
@@ -44,6 +49,18 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         ops.create_onednn_scaled_mm = make
+
+
+def _refill_emptied(module: nn.Module) -> None:
+    """Have a projection's weight copied into a whole one, instead of into the empty one that attention has left."""
+    if not getattr(module, "_cpu_skip_gemm_dispatch", False):
+        return
+    kernel_tensors = get_layerwise_info(module).kernel_tensors
+    running = kernel_tensors[0] if kernel_tensors else {}
+    for name, tensor in running.items():
+        if not tensor.numel():
+            loaded = getattr(module, name).data
+            running[name] = nn.Parameter(torch.empty_like(loaded), requires_grad=False)
 
 
 def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
