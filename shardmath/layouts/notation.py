@@ -1,14 +1,14 @@
-"""Notation: einops-style text for who holds what, read as dimensions.
+"""Notation: einops-style text for which ranks hold what, read as dimensions.
 
 1. One word or group per dimension, most significant digit first. A mesh axis chooses the rank, an
-   integer is a local digit, the one free name is what remains: `(tp dp n) h` is FSDP over tensor parallel.
+   integer is a local digit, the one free name stands for the rest: `(tp dp n) h` is FSDP over tensor parallel.
 2. Left of the free name every digit ceil-chunks; right of it are fixed blocks with a short tail.
    A group without a free name must divide exactly.
 3. A free name alone is not divided, mesh axes that are not named replicate, `...` stands for the
    remaining dimensions, undivided.
 4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` gives sizes to the axis's
-   coordinates (no blank between), `[8 2 2]` to components; `tp@name` is the placement that `rules` calls
-   so; `|` ends a stage.
+   coordinates (no blank between), `[8 2 2]` to components; `tp@name` is the placement of this name in
+   `rules`; `|` ends a stage.
 5. `(8: tp n + 2: kv n)` puts fields one after the other; `=152064` pads; `=<0:4 -4>` lists which logical
    ranges and holes are stored.
 6. `{sum: pp}` at the end: the ranks along pp hold addends.
@@ -47,9 +47,9 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """The dimensions and Partial axes that `text` says of a tensor of this logical shape.
+    """The dimensions and Partial axes that `text` gives a tensor of this logical shape.
 
-    `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
+    `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the error.
     """
     read = LayoutReader(text, shape, axes, rules)
     dims = _read_dims(read)
@@ -75,8 +75,8 @@ def _read_dims(read: LayoutReader) -> list[Dimension]:
             if ellipsis is not None:
                 read.fail("second '...'", start, "write ... once")
             ellipsis = len(dims)
-            rest = max(0, len(read.shape) - _count_named(read.tokens))
-            dims += [_undivided(n) for n in read.shape[ellipsis : ellipsis + rest]]
+            count = max(0, len(read.shape) - _count_named(read.tokens))
+            dims += [_undivided(n) for n in read.shape[ellipsis : ellipsis + count]]
         elif len(dims) == len(read.shape):
             read.fail(
                 f"text has more dimensions than the shape {read.shape}",
@@ -95,7 +95,7 @@ def _read_dims(read: LayoutReader) -> list[Dimension]:
 
 
 def _count_named(tokens: list[Token]) -> int:
-    """How many dimensions the text names: words and groups outside of groups."""
+    """The number of dimensions that the text names: words and groups outside of groups."""
     depth = count = 0
     for token in tokens:
         if token.text == "{" and not depth:
@@ -115,7 +115,7 @@ def _undivided(n: int) -> Dimension:
 
 
 def _claim_name(read: LayoutReader, name: str, d: int, at: int) -> None:
-    """Note that dimension d is called `name`, as no other is."""
+    """Note that dimension d has this name. Raises NotationError if another dimension has it."""
     owner = read.names.setdefault(name, d)
     if owner != d:
         read.fail(
@@ -124,7 +124,7 @@ def _claim_name(read: LayoutReader, name: str, d: int, at: int) -> None:
 
 
 def _read_dim(read: LayoutReader, d: int) -> Dimension:
-    """Dimension d: a group, or a free name alone."""
+    """Dimension d: a group, or a single free name."""
     if read.here.text == "(":
         return _read_group(read, d)
     _, name, at = read.take()
@@ -139,17 +139,17 @@ def _read_dim(read: LayoutReader, d: int) -> Dimension:
 
 
 def _read_group(read: LayoutReader, d: int) -> Dimension:
-    """Dimension d in parentheses: its fields, and what is stored of it."""
+    """Dimension d in parentheses: its fields, and the positions that are stored of it."""
     start = read.take().at
     if read.here.text == ")":
         read.fail("empty group", start, "write a free name for an undivided dimension")
-    written = [_read_field(read, d)]
+    fields = [_read_field(read, d)]
     while read.accept("+"):
-        written.append(_read_field(read, d))
+        fields.append(_read_field(read, d))
     read.expect(")", "close the group")
     stored = _read_stored(read, read.shape[d])
     try:
-        dimension = _make_dimension(read, read.shape[d], written, stored)
+        dimension = _make_dimension(read, read.shape[d], fields, stored)
     except NotationError:
         raise
     except ShardError as error:
@@ -165,20 +165,20 @@ _Written: TypeAlias = tuple[int | None, list[list[WrittenDigit]]]
 def _make_dimension(
     read: LayoutReader, n: int, written: list[_Written], stored: Runs | None
 ) -> Dimension:
-    """The dimension of these fields; a field alone has the size of all that is stored."""
+    """The dimension of these fields; a single field has the size of all that is stored."""
     total = n if stored is None else len(stored)
     fields = []
     for size, stages in written:
         if size is None and len(written) > 1:
             first = stages[0][0]
-            fix = "write (8: tp n + 2: n): every field its size"
+            fix = "give every field its size, as in (8: tp n + 2: n)"
             read.fail("a field without a size", first.at, fix)
         fields.append(make_field(read, total if size is None else size, stages))
     return Dimension(n, tuple(fields), stored)
 
 
 def _claim_axes(read: LayoutReader, dimension: Dimension, at: int) -> None:
-    """Note that the axes of the dimension divide it, and nothing else."""
+    """Note that the axes divide this dimension. Raises NotationError if one divides another dimension."""
     for name in dimension.axes:
         if name in read.used:
             read.fail(
@@ -190,7 +190,7 @@ def _claim_axes(read: LayoutReader, dimension: Dimension, at: int) -> None:
 
 
 def _read_field(read: LayoutReader, d: int) -> _Written:
-    """A field of dimension d, up to the + or ) behind it."""
+    """A field of dimension d, up to the + or ) after it."""
     size = None
     if read.here.kind == "int" and read.tokens[read.next + 1].text == ":":
         size = read.integer()
@@ -200,13 +200,13 @@ def _read_field(read: LayoutReader, d: int) -> _Written:
     while read.accept("|"):
         stages.append(_read_words(read, d))
     if not all(stages):
-        read.fail("empty field or stage", start, "write a free name for what is not divided")
+        read.fail("empty field or stage", start, "write a free name if it is not divided")
     _check_once(read, stages)
     return size, stages
 
 
 def _check_once(read: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
-    """No axis stands twice in a field."""
+    """Raise NotationError if an axis stands twice in a field."""
     seen: set[str] = set()
     for words in stages:
         for word in words:
@@ -250,20 +250,21 @@ def _read_word(read: LayoutReader) -> WrittenDigit:
 
 
 def _read_mark(read: LayoutReader, word: WrittenDigit) -> WrittenDigit:
-    """The word with what stands behind its axes: ~, sizes, or the name of a rule."""
+    """The word with the mark after its axes: ~, sizes, or the name of a rule."""
     if read.accept("~"):
         return WrittenDigit(word.at, word.axes, mark="~")
-    # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a digit of their own.
-    before = read.tokens[read.next - 1]
-    behind = before.at + len(before.text)
-    here = read.here
-    if here.text == "[" and here.at == behind:
+    # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a separate digit.
+    last_axis = read.tokens[read.next - 1]
+    axis_end = last_axis.at + len(last_axis.text)
+    if read.here.text == "[" and read.here.at == axis_end:
         sizes = _read_sizes(read)
         return WrittenDigit(word.at, word.axes, sizes=sizes)
     if read.accept("@"):
         _, name, at = read.word("the name of a rule")
         if name not in read.rules:
-            read.fail(f"unknown rule {name!r}", at, f"rules= has {listed(read.rules)}")
+            read.fail(
+                f"unknown rule {name!r}", at, f"give it in rules=, which has {listed(read.rules)}"
+            )
         return WrittenDigit(word.at, word.axes, mark=name)
     return word
 
@@ -281,7 +282,7 @@ def _read_sizes(read: LayoutReader) -> tuple[int, ...]:
 
 
 def _read_stored(read: LayoutReader, n: int) -> Runs | None:
-    """What is stored of n logical positions: a padded size, ranges, or None where nothing is said."""
+    """The stored positions of n logical ones: a padded size, or ranges; None if the text gives neither."""
     start = read.here.at
     try:
         if read.accept("="):

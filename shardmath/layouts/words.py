@@ -1,6 +1,6 @@
-"""Words: one digit of a layout's text as written, and the stages that the words of a field stand for.
+"""Words: digits as a layout's text writes them, and the stages that the words of a field stand for.
 
-1. Left of the free name a word cuts every piece in as many parts: by ceil-chunks, or as its mark says.
+1. Left of the free name a word cuts every piece into parts: by ceil-chunks, or as its mark says.
 2. Right of it a word is made of fixed blocks: it counts blocks as large as all that is right of it.
    The free name counts the largest ones, as many as there are.
 3. Without a free name the words multiply to the length that they divide.
@@ -27,7 +27,7 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """One digit as written: what it divides by, before the free name is known."""
+    """One digit as written, `at` this position of the text, before the free name's size is known."""
 
     at: int
     axes: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(read: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """The field of n positions that these words divide. Raises NotationError where they cannot."""
+    """Make the field of n positions that these words divide. Raises NotationError if they cannot divide it."""
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
         read.fail(
@@ -53,10 +53,10 @@ def make_field(read: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> 
     return divided(n, read_stages)
 
 
-def _check_exact(read: LayoutReader, before: Field, words: list[WrittenDigit]) -> None:
-    """A stage without a free name: its digits multiply to the length that they divide."""
+def _check_exact(read: LayoutReader, earlier: Field, words: list[WrittenDigit]) -> None:
+    """Raise NotationError unless the digits multiply to the length that they divide: the stage has no free name."""
     product = math.prod(_count_parts(read, word) for word in words)
-    wrong = lengths_at(before, len(before.stages)) - {product}
+    wrong = lengths_at(earlier, len(earlier.stages)) - {product}
     if wrong:
         read.fail(
             f"a group without a free name divides {product} exactly, not {min(wrong)}",
@@ -66,22 +66,21 @@ def _check_exact(read: LayoutReader, before: Field, words: list[WrittenDigit]) -
 
 
 def _count_parts(read: LayoutReader, word: WrittenDigit) -> int:
-    """What the word multiplies by in a group without a free name."""
+    """The number of parts that a word stands for in a group without a free name."""
     if word.mark or word.sizes is not None:
         read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
     return word.number or math.prod(_axis_sizes(read, word))
 
 
 def _axis_sizes(read: LayoutReader, word: WrittenDigit) -> tuple[int, ...]:
-    sizes = read.axes
-    return tuple(sizes[name] for name in word.axes)
+    return tuple(read.axes[name] for name in word.axes)
 
 
 def _read_stage(read: LayoutReader, words: list[WrittenDigit]) -> Stage:
     """The digits of one stage: cuts left of the free name, blocks right of it."""
-    free = [i for i, word in enumerate(words) if word.free]
+    free = [word for word in words if word.free]
     if len(free) > 1:
-        first, second = words[free[0]], words[free[1]]
+        first, second, *_ = free
         read.fail(
             f"{first.free!r} and {second.free!r} are both free names",
             second.at,
@@ -89,9 +88,9 @@ def _read_stage(read: LayoutReader, words: list[WrittenDigit]) -> Stage:
         )
     if not free:
         return tuple(_make_cut(read, word) for word in words)
-    at = free[0]
-    left = [_make_cut(read, word) for word in words[:at]]
-    right = _make_blocks(read, words[at + 1 :])
+    middle = words.index(free[0])
+    left = [_make_cut(read, word) for word in words[:middle]]
+    right = _make_blocks(read, words[middle + 1 :])
     return (*left, *right)
 
 
@@ -103,13 +102,13 @@ def _make_cut(read: LayoutReader, word: WrittenDigit) -> Digit:
 
 
 def _choose_cut(read: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
-    """How the word cuts a piece into so many parts."""
+    """The cut into this number of parts that the word stands for."""
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
             read.fail(
                 f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
                 word.at,
-                "give one size a coordinate",
+                "give one size per coordinate",
             )
         return Sizes(word.sizes)
     if word.mark == "~":
@@ -120,7 +119,7 @@ def _choose_cut(read: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
 
 
 def _make_blocks(read: LayoutReader, words: list[WrittenDigit]) -> list[Digit]:
-    """The free name's own blocks and the digits right of it, each a block of what is right of it."""
+    """The blocks of the free name, and the digits of the words right of it: each a block of all right of it."""
     digits: list[Digit] = []
     block = 1
     for word in reversed(words):
