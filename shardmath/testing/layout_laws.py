@@ -1,4 +1,4 @@
-"""Layout laws: what holds of all Runs and all layouts.
+"""Layout laws: the laws of Runs and layouts.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure.
 """
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def compose_is_after(f: Runs, g: Runs) -> None:
-    """compose(f, g) at i is g at f(i), a hole where either has one."""
+    """compose(f, g) at i is g at f(i), a hole if either has one."""
     before = f.indices()
     after = g.indices().tolist()
     expected = []
@@ -50,7 +50,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(r: Runs) -> None:
-    """Inverting twice is the identity, and a Runs after its inverse leaves what it holds."""
+    """Inverting twice is the identity, and a Runs and then its inverse keeps the positions that it holds."""
     back = invert(r, r.extent + 1)
     assert invert(back, len(r)) == r
     held = r.indices() >= 0
@@ -103,7 +103,7 @@ def parse_print(layout: Layout) -> None:
 
 
 def shape_counts_runs(layout: Layout) -> None:
-    """local_shape, runs and indices say the same."""
+    """local_shape, runs and indices agree."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
@@ -116,7 +116,7 @@ def shape_counts_runs(layout: Layout) -> None:
 
 
 def relabelling_moves_holdings(layout: Layout) -> None:
-    """Renaming ranks gives the new name what the old one held."""
+    """Renaming ranks gives the new name the holdings of the old one."""
     names = {}
     for rank in layout.mesh.ranks:
         names[rank] = 1000 - 3 * rank
@@ -128,10 +128,10 @@ def relabelling_moves_holdings(layout: Layout) -> None:
 
 def mesh_transposition_changes_nothing(layout: Layout) -> None:
     """Transposing the mesh changes no holding."""
-    again = transpose_mesh(layout)
+    turned = transpose_mesh(layout)
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
-        assert again.runs(rank) == held
+        assert turned.runs(rank) == held
 
 
 def transpose_mesh(layout: Layout) -> Layout:
@@ -158,7 +158,7 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """`a | b` is `a b` where a leaves one piece per rank."""
+    """`a | b` is `a b` if a leaves one piece per rank."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -1,4 +1,4 @@
-"""Plan laws: what all plans between two layouts keep.
+"""Plan laws: the laws of plans between two layouts.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure.
 """
@@ -57,7 +57,7 @@ Held: TypeAlias = dict[int, dict[str, Array]]
 
 
 def plan_is_proved(src: Layout, dst: Layout) -> None:
-    """Every plan passes its proof, and its loads are those of its transfers."""
+    """Every plan passes its proof, and its byte counts are the totals of its transfers."""
     p = plan(src, dst)
     verify(p)
     sent = dict.fromkeys(p.ranks, 0)
@@ -77,16 +77,16 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     out = run(plan(src, dst), shards)
     moved = value(src, shards)
     assert np.allclose(value(dst, out), moved)
-    asked = find_reduction(src, dst)
-    if asked.chosen or asked.matched:
-        return  # which addend a rank then has is the plan's choice
+    reduction = find_reduction(src, dst)
+    if reduction.chosen or reduction.matched:
+        return  # the plan then chooses the addend of each rank
     count = len(addends(dst))
     expected = distribute(dst, [moved] * count)
     _assert_close(out, expected)
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
-    """Both ends of a pair list the same transfers in the same order, and a stranger none."""
+    """Both ends of a pair list the same transfers in the same order, and a rank outside the plan lists none."""
     p = plan(src, dst)
     for sender, receiver in itertools.product(p.src_ranks, p.dst_ranks):
         between = list(p.transfers(src=sender, dst=receiver))
@@ -96,10 +96,10 @@ def ends_agree(src: Layout, dst: Layout) -> None:
         receives = p.transfers(dst=receiver)
         received = [t for t in receives if t.src_rank == sender]
         assert between == received
-    stranger = 10**6
-    sends = p.transfers(src=stranger)
+    outsider = 10**6
+    sends = p.transfers(src=outsider)
     assert not list(sends)
-    receives = p.transfers(dst=stranger)
+    receives = p.transfers(dst=outsider)
     assert not list(receives)
 
 
@@ -111,7 +111,7 @@ def identity_moves_nothing(layout: Layout) -> None:
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
-    """Without Partial, every rank receives exactly what it needs and does not hold."""
+    """Without Partial, every rank receives exactly the elements that it needs and does not hold."""
     p = plan(src, dst)
     received = p.received_bytes()
     for rank in dst.mesh.ranks:
@@ -122,11 +122,11 @@ def bytes_are_needed(src: Layout, dst: Layout) -> None:
 
 
 def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
-    """The global indices of what a rank holds."""
+    """The global indices of the elements that a rank holds."""
     held = []
     for index in layout.indices(rank):
-        own = index[index >= 0]
-        held.append(own.tolist())
+        positions = index[index >= 0]
+        held.append(positions.tolist())
     return set(itertools.product(*held))
 
 
@@ -134,7 +134,7 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Those who stay send and receive what they did, in the same order, and the rest is a plan."""
+    """Ranks that stay send and receive the same transfers in the same order, and the remaining plan is proved."""
     p = plan(src, dst)
     rest = without(p, leaving)
     verify(rest)
@@ -154,7 +154,7 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Who leaves first, and who had left before, makes no difference."""
+    """The order in which ranks leave makes no difference."""
     p = plan(src, dst)
     rest = without(p, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
@@ -182,7 +182,7 @@ def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
 
 
 def _spell_otherwise(layout: Layout) -> Layout:
-    """An equivalent layout; the order of the axes means something where two are partial."""
+    """An equivalent layout, with the axes in another order unless two are partial: then their order matters."""
     return transpose_mesh(layout) if len(layout.partial) < 2 else layout
 
 
@@ -208,13 +208,13 @@ def path_independence(a: Layout, b: Layout, c: Layout) -> None:
 
 
 def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
-    """Every rank has what is expected of it, but for rounding."""
+    """Assert that every rank has the expected array, up to rounding."""
     for rank, array in expected.items():
         assert np.allclose(found[rank], array)
 
 
 def relabelling_commutes(src: Layout, dst: Layout) -> None:
-    """Renaming all ranks renames received bytes, and sent ones up to ties and snapping."""
+    """Renaming all ranks renames the ranks of received bytes, and keeps the total of sent ones."""
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
@@ -241,12 +241,9 @@ def transposing_commutes(src: Layout, dst: Layout) -> None:
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
     order = tuple(reversed(range(src.ndim)))
-    turned_src = transposed(src, order)
-    turned_dst = transposed(dst, order)
-    turned_plan = plan(turned_src, turned_dst)
-    turned = run(turned_plan, _transpose_shards(shards))
-    expected = _transpose_shards(out)
-    _assert_equal(turned, expected)
+    transposed_plan = plan(transposed(src, order), transposed(dst, order))
+    transposed_out = run(transposed_plan, _transpose_shards(shards))
+    _assert_equal(transposed_out, _transpose_shards(out))
 
 
 def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -255,7 +252,7 @@ def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
 
 
 def _assert_equal(found: Mapping[_Key, Array], expected: Mapping[_Key, Array]) -> None:
-    """Every rank, or name, has exactly what is expected of it."""
+    """Assert that every rank, or name, has exactly the expected array."""
     for key, array in expected.items():
         same = found[key] == array
         assert same.all()
@@ -265,12 +262,9 @@ def casting_commutes(src: Layout, dst: Layout) -> None:
     """Without reduction, casting before the move is casting after it."""
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
-    short_src = cast_layout(src, "int16")
-    short_dst = cast_layout(dst, "int16")
-    short_plan = plan(short_src, short_dst)
-    short_out = run(short_plan, _cast_shards(shards))
-    expected = _cast_shards(out)
-    _assert_equal(short_out, expected)
+    cast_plan = plan(cast_layout(src, "int16"), cast_layout(dst, "int16"))
+    cast_out = run(cast_plan, _cast_shards(shards))
+    _assert_equal(cast_out, _cast_shards(out))
 
 
 def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -305,7 +299,7 @@ def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> No
 
 
 def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
-    """A plan between the sides is proved, and gives every rank its windows of the values."""
+    """Assert that a plan between the sides is proved, and gives every rank its windows of the values."""
     p = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
     verify(p)
     held = _distribute_windows(p.src_ranks, p.src["w"], values)
@@ -318,7 +312,7 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
 
 
 def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Array]) -> Held:
-    """What every rank holds of the windows of a tensor."""
+    """The local arrays of the windows of a tensor, by rank."""
     held = {}
     for key, layout in windows.locals("w"):
         held[key] = distribute(layout, values)
@@ -361,7 +355,7 @@ def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
 
 
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
-    """A plan of many tensors is proved, and gives each what its own plan gives."""
+    """A plan of many tensors is proved, and gives each the value that a plan of it alone gives."""
     src, dst = tree
     p = plan(src, dst)
     verify(p)
@@ -374,14 +368,14 @@ def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -
     for name, layout in dst.items():
         together = {rank: out[rank][name] for rank in layout.mesh.ranks}
         found = value(layout, together)
-        own = plan(src[name], layout)
-        alone = run(own, held[name])
+        tensor_plan = plan(src[name], layout)
+        alone = run(tensor_plan, held[name])
         expected = value(layout, alone)
         assert np.allclose(found, expected)
 
 
 def _group_by_rank(ranks: Iterable[int], held: dict[str, dict[int, Array]]) -> Held:
-    """Local arrays given tensor by tensor, rank by rank."""
+    """Local arrays by rank and name, given by name and rank."""
     out: Held = {rank: {} for rank in ranks}
     for name, shards in held.items():
         for rank, array in shards.items():
