@@ -102,7 +102,7 @@ def join(values: Iterable[Iterable[int]]) -> Ints:
 
 def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
     """Item `place[i]` of column `which[i]`, for all i."""
-    # All columns end to end: those of column k begin at first[k].
+    # All columns are laid end to end: column k begins at first[k].
     first = _ends(lengths(columns))
     joined = np.concatenate([np.zeros(0, np.int64), *columns])
     out: Ints = joined[first[which] + place]

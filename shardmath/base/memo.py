@@ -107,7 +107,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Empty the caches of this process, those of the core and of its backends.
+    """Empty the caches of this process, of the core and of its backends.
 
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.

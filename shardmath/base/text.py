@@ -65,7 +65,7 @@ def message_of(error: BaseException | str) -> str:
 
 
 def word_error(error: BaseException) -> str:
-    """The kind and the message of an error, or its kind alone; never "".
+    """The kind and the message of an error, or only its kind; never "".
 
     >>> word_error(ValueError("too long")), word_error(KeyboardInterrupt())
     ('ValueError: too long', 'KeyboardInterrupt')
@@ -116,10 +116,10 @@ def read_bytes(text: str) -> int | None:
     >>> read_bytes("5GB"), read_bytes("1.5 kb"), read_bytes("1KiB"), read_bytes("many")
     (5000000000, 1500, 1024, None)
     """
-    found = SIZE.fullmatch(text.upper())
-    if found is None:
+    match = SIZE.fullmatch(text.upper())
+    if match is None:
         return None
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
     factor = base ** POWERS[prefix] if prefix else 1
     # An integer stays exact; a float has 53 bits.

@@ -31,7 +31,7 @@ class Draft:
         self.bucket_indices: list[tuple[int, int]] = []
         self.unpadded: list[int] = []
         self.first = 0
-        """Where the open bucket begins."""
+        """The start of the open bucket."""
         self.is_filled = False
         """Whether the open bucket has a parameter."""
 

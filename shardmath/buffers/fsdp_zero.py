@@ -184,7 +184,7 @@ def _find_factor(params: Sequence[Param]) -> int:
 
 
 class _Chunks:
-    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and where the last ends."""
+    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and the end of the last."""
 
     def __init__(self, params: Sequence[Param], factor: int) -> None:
         self.factor = factor

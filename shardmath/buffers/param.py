@@ -112,7 +112,7 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
+    """The end that Megatron's optimizers give a bucket whose parameters end at `end`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 

@@ -40,7 +40,7 @@ Placed: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class PerBufferParamLayout:
-    """Where the parameters of one buffer lie.
+    """The places of the parameters in one buffer.
 
     `placed` has (name, (start, end, bucket)) of each parameter; `param_index_map` is the same as a mapping.
     `per_bucket_numel_unpadded` counts elements that the rule does not call padding; gaps between parameters may be

@@ -112,7 +112,7 @@ class Shares(NamedTuple):
     later: int
 
     def place(self, cut: ShardRange) -> int:
-        """Where the cut lies in the flat array of its shard."""
+        """The start of the cut in the flat array of its shard."""
         return self.later if cut.lo else self.at
 
 

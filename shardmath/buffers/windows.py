@@ -107,7 +107,7 @@ def make_windows(
 
 
 def _find_start(groups: Sequence[GroupShares], holder: WindowHolder) -> int:
-    """Where the window begins in the flat array of a rank that holds it."""
+    """The start of the window in the flat array of a rank that holds it."""
     shares = groups[holder.group].shares
     return shares.place(holder.cut) + holder.within
 

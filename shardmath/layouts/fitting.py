@@ -50,7 +50,7 @@ MOST_AXES = 4
 
 
 class Trim(NamedTuple):
-    """Where a view lies in one dimension of a stored tensor."""
+    """The place of a view in one dimension of a stored tensor."""
 
     offset: int
     step: int
@@ -227,7 +227,7 @@ class _Finder:
         self.known: dict[frozenset[int], list[Layout]] = {}
 
     def find(self, held: dict[int, Parts]) -> list[Layout]:
-        """The layouts that together hold the parts: one, or those of the dimension that needs fewest."""
+        """The layouts that together hold the parts: one, or the windows of the dimension that needs fewest."""
         # Grouping by one dimension and then by another makes the same groups as the other order.
         ranks = frozenset(held)
         windows = self.known.get(ranks)

@@ -4,8 +4,8 @@
 2. Three spellings (`spelling`) make the same value: a tuple with one placement per mesh axis; a mapping
    from axis, or tuple of axes, to placement; text.
 3. One tuple with StridedShard has two readings: `"placement"` applies the splits as written, `"order"`
-   decodes the order of splits that the strides stand for (what FSDP2 stores). They differ where sizes
-   do not divide.
+   decodes the order of splits that the strides stand for (what FSDP2 stores). They differ if sizes do
+   not divide evenly.
 4. Layouts are interned: equal layouts are one object. Equality is structural; `equivalent` compares
    what ranks hold.
 5. What a rank holds is a product over dimensions, each depending only on the axes that divide it.
@@ -217,17 +217,17 @@ def intern(
 ) -> Layout:
     """The one Layout of these canonical fields. Raises LayoutError if they contradict each other."""
     key = (shape, dtype, mesh, dims, partial)
-    found = _interned.get(key)
-    if found is None:
+    layout = _interned.get(key)
+    if layout is None:
         _check_axes(mesh, dims, partial)
         _check_size(shape, dtype, dims)
-        found = object.__new__(Layout)
+        layout = object.__new__(Layout)
         for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
-            object.__setattr__(found, name, value)
-        object.__setattr__(found, "_form", None)
-        object.__setattr__(found, "_digest", None)
-        found = _interned.setdefault(key, found)
-    return found
+            object.__setattr__(layout, name, value)
+        object.__setattr__(layout, "_form", None)
+        object.__setattr__(layout, "_digest", None)
+        layout = _interned.setdefault(key, layout)
+    return layout
 
 
 def _read_shape(shape: object) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ class Balanced:
 class StridedShard:
     """DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each piece is sharded.
 
-    Both cuts are those of Shard. Each rank holds its part of every piece.
+    Both cuts are made as Shard makes them. Each rank holds its part of every piece.
     """
 
     dim: int

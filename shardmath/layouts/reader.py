@@ -17,7 +17,7 @@ from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.layouts.placement import Placement
 
-__all__ = ["MARKS", "Axes", "Cursor", "LayoutReader", "Rules", "Token", "list_tokens", "listed"]
+__all__ = ["MARKS", "Axes", "Cursor", "LayoutReader", "Rules", "Token", "list_tokens", "join_names"]
 
 Rules: TypeAlias = Mapping[str, Placement]
 """Placements by their names in the text."""
@@ -136,10 +136,10 @@ class LayoutReader(Cursor):
         token = self.word("a mesh axis")
         _, name, at = token
         if name not in self.axes:
-            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {listed(self.axes)}")
+            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {join_names(self.axes)}")
         return token
 
 
-def listed(names: Mapping[str, object]) -> str:
+def join_names(names: Mapping[str, object]) -> str:
     """The names in a row, for messages."""
     return ", ".join(names) or "none"

@@ -1,7 +1,7 @@
 """Store: the buffer that a local tensor lies in, and its view there.
 
-1. A layout gives what a rank's local tensor holds; a store, a separate value, gives where that tensor
-   lies: a view (buffer, offset, strides, all in elements) for each (local tensor, rank). Plans and
+1. A layout gives the elements of a rank's local tensor; a store, a separate value, gives the place of that
+   tensor: a view (buffer, offset, strides, all in elements) for each (local tensor, rank). Plans and
    transfers stay logical.
 2. Holes make several tensors fit one buffer: the q, k and v of an interleaved QKV are three layouts of the
    same view whose holes interlock; `check` proves that no two tensors share a cell.

@@ -281,7 +281,7 @@ def starts_aligned(case: RuleCase) -> None:
 
 
 def padding_accounted(case: RuleCase) -> None:
-    """The buffer is its parameters and padding; unpadded sizes lie between those of buckets."""
+    """The buffer is its parameters and padding; unpadded sizes lie between filled sizes and sizes of buckets."""
     layout = case.layout()
     padding = layout.padding
     held = sum(param.numel for param in case.params)

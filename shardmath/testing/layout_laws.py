@@ -49,29 +49,29 @@ def compose_is_after(f: Runs, g: Runs) -> None:
     assert found.tolist() == expected
 
 
-def invert_undoes(r: Runs) -> None:
+def invert_undoes(runs: Runs) -> None:
     """Inverting twice is the identity, and a Runs and then its inverse keeps the positions that it holds."""
-    back = invert(r, r.extent + 1)
-    assert invert(back, len(r)) == r
-    held = r.indices() >= 0
-    positions = np.arange(len(r))
+    back = invert(runs, runs.extent + 1)
+    assert invert(back, len(runs)) == runs
+    held = runs.indices() >= 0
+    positions = np.arange(len(runs))
     expected = np.where(held, positions, -1)
-    composed = compose(r, back)
+    composed = compose(runs, back)
     found = composed.indices()
     assert np.array_equal(found, expected)
 
 
-def runs_are_canonical(r: Runs) -> None:
+def runs_are_canonical(runs: Runs) -> None:
     """Cutting segments apart, or giving them in another order, makes the same value."""
-    index = r.indices().tolist()
+    index = runs.indices().tolist()
     cells = []
     for i, g in enumerate(index):
         if g >= 0:
             cells.append((i, g, 1))
-    cut = Runs(cells, len(r))
-    backwards = Runs(reversed(cells), len(r))
-    assert cut == backwards == r
-    assert hash(cut) == hash(r)
+    cut = Runs(cells, len(runs))
+    backwards = Runs(reversed(cells), len(runs))
+    assert cut == backwards == runs
+    assert hash(cut) == hash(runs)
 
 
 # Layouts
@@ -107,8 +107,8 @@ def shape_counts_runs(layout: Layout) -> None:
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
-        for r, index in zip(held, indices, strict=True):
-            found = r.indices()
+        for runs, index in zip(held, indices, strict=True):
+            found = runs.indices()
             assert np.array_equal(found, index)
         sizes = tuple(map(len, indices))
         assert sizes == tuple(map(len, held))

@@ -30,10 +30,10 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
         raise AssertionError(f"{placement}.split({n}, {count}): {what}")
 
 
-def _require_none(found: Ints, placement: Placement, n: int, count: int, where: str) -> None:
-    """Raise an AssertionError that names the first of these positions, if any, and where it is."""
-    if len(found):
-        _require(False, placement, n, count, f"position {found[0]} is in {where}")
+def _require_none(positions: Ints, placement: Placement, n: int, count: int, holders: str) -> None:
+    """Raise an AssertionError that names the first of these positions, if any, and what holds it."""
+    if len(positions):
+        _require(False, placement, n, count, f"position {positions[0]} is in {holders}")
 
 
 def _list_positions(placement: Placement, n: int, count: int) -> Ints:
@@ -71,24 +71,24 @@ def covering(placement: Placement, n: int, count: int) -> None:
 def hashable(placement: Placement, n: int, count: int) -> None:
     """A pickled copy of a placement equals it, with its hash, and splits are the same every time."""
     check_protocol(placement)
-    again = _copy(placement, n, count)
-    same = again == placement and hash(again) == hash(placement)
+    copied = _copy(placement, n, count)
+    same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     parts = placement.split(n, count)
-    alike = again.split(n, count) == parts
+    splits_alike = copied.split(n, count) == parts
     what = "it splits differently every time; split only by n and parts"
-    _require(alike, placement, n, count, what)
+    _require(splits_alike, placement, n, count, what)
 
 
 def _copy(placement: Placement, n: int, count: int) -> Placement:
     """The placement, pickled and unpickled."""
     try:
         pickled = pickle.dumps(placement)
-        again: Placement = pickle.loads(pickled)
+        copied: Placement = pickle.loads(pickled)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         what = f"{placement}.split({n}, {count}): it cannot be pickled: {error}"
         raise AssertionError(f"{what}; define its class in a module") from error
-    return again
+    return copied
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
@@ -130,10 +130,10 @@ def moves(placement: Placement, n: int, count: int) -> None:
 
 def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: Layout) -> None:
     """Raise AssertionError unless a plan is proved, and gives every rank the positions of its layout."""
-    p = plan(src, dst)
-    verify(p)
+    planned = plan(src, dst)
+    verify(planned)
     positions = [np.arange(n, dtype=float)]
-    out = run(p, distribute(src, positions))
+    out = run(planned, distribute(src, positions))
     expected = distribute(dst, positions)
     what = f"moving {src.text} to {dst.text} changes values"
     for rank, array in expected.items():

@@ -58,16 +58,16 @@ Held: TypeAlias = dict[int, dict[str, Array]]
 
 def plan_is_proved(src: Layout, dst: Layout) -> None:
     """Every plan passes its proof, and its byte counts are the totals of its transfers."""
-    p = plan(src, dst)
-    verify(p)
-    sent = dict.fromkeys(p.ranks, 0)
-    received = dict.fromkeys(p.ranks, 0)
-    for t in p.transfers():
-        if t.src_rank != t.dst_rank:
-            sent[t.src_rank] += t.nbytes
-            received[t.dst_rank] += t.nbytes
-    assert sent == p.sent_bytes()
-    assert received == p.received_bytes()
+    planned = plan(src, dst)
+    verify(planned)
+    sent = dict.fromkeys(planned.ranks, 0)
+    received = dict.fromkeys(planned.ranks, 0)
+    for transfer in planned.transfers():
+        if transfer.src_rank != transfer.dst_rank:
+            sent[transfer.src_rank] += transfer.nbytes
+            received[transfer.dst_rank] += transfer.nbytes
+    assert sent == planned.sent_bytes()
+    assert received == planned.received_bytes()
 
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
@@ -87,33 +87,33 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
 
 def ends_agree(src: Layout, dst: Layout) -> None:
     """Both ends of a pair list the same transfers in the same order, and a rank outside the plan lists none."""
-    p = plan(src, dst)
-    for sender, receiver in itertools.product(p.src_ranks, p.dst_ranks):
-        between = list(p.transfers(src=sender, dst=receiver))
-        sends = p.transfers(src=sender)
-        sent = [t for t in sends if t.dst_rank == receiver]
+    planned = plan(src, dst)
+    for sender, receiver in itertools.product(planned.src_ranks, planned.dst_ranks):
+        between = list(planned.transfers(src=sender, dst=receiver))
+        sends = planned.transfers(src=sender)
+        sent = [transfer for transfer in sends if transfer.dst_rank == receiver]
         assert between == sent
-        receives = p.transfers(dst=receiver)
-        received = [t for t in receives if t.src_rank == sender]
+        receives = planned.transfers(dst=receiver)
+        received = [transfer for transfer in receives if transfer.src_rank == sender]
         assert between == received
     outsider = 10**6
-    sends = p.transfers(src=outsider)
+    sends = planned.transfers(src=outsider)
     assert not list(sends)
-    receives = p.transfers(dst=outsider)
+    receives = planned.transfers(dst=outsider)
     assert not list(receives)
 
 
 def identity_moves_nothing(layout: Layout) -> None:
     """A plan from a layout to itself sends nothing."""
-    p = plan(layout, layout)
-    sent = p.sent_bytes()
+    planned = plan(layout, layout)
+    sent = planned.sent_bytes()
     assert not any(sent.values())
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
     """Without Partial, every rank receives exactly the elements that it needs and does not hold."""
-    p = plan(src, dst)
-    received = p.received_bytes()
+    planned = plan(src, dst)
+    received = planned.received_bytes()
     for rank in dst.mesh.ranks:
         missing = _list_elements(dst, rank)
         if rank in src.mesh:
@@ -135,18 +135,18 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
     """Ranks that stay send and receive the same transfers in the same order, and the remaining plan is proved."""
-    p = plan(src, dst)
-    rest = without(p, leaving)
+    planned = plan(src, dst)
+    rest = without(planned, leaving)
     verify(rest)
-    for rank in p.ranks:
-        sent = p.transfers(src=rank)
-        staying = [t for t in sent if t.dst_rank not in leaving]
+    for rank in planned.ranks:
+        sent = planned.transfers(src=rank)
+        staying = [transfer for transfer in sent if transfer.dst_rank not in leaving]
         assert list(rest.transfers(src=rank)) == staying
-        received = p.transfers(dst=rank)
+        received = planned.transfers(dst=rank)
         same = [] if rank in leaving else list(received)
         assert list(rest.transfers(dst=rank)) == same
     shards = distribute(src, addends(src))
-    before = run(p, shards)
+    before = run(planned, shards)
     after = run(rest, shards)
     assert after.keys() == before.keys() - set(leaving)
     for rank, array in after.items():
@@ -155,17 +155,17 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
     """The order in which ranks leave makes no difference."""
-    p = plan(src, dst)
-    rest = without(p, leaving)
+    planned = plan(src, dst)
+    rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
-    twice = p
+    twice = planned
     for first in range(0, len(leaving), size):
         copy = leaving[first : first + size]
         assert without(twice, copy) != twice
         twice = without(twice, copy)
     assert twice == rest
     assert list(twice.transfers()) == list(rest.transfers())
-    assert rest.whole is p
+    assert rest.whole is planned
     assert without(rest, leaving) is rest
 
 
@@ -174,10 +174,10 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
 
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
     """Equivalent layouts give the same digest and the same transfers."""
-    p = plan(src, dst)
+    planned = plan(src, dst)
     spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
-    transfers = list(p.transfers())
-    assert p == spelled
+    transfers = list(planned.transfers())
+    assert planned == spelled
     assert transfers == list(spelled.transfers())
 
 
@@ -219,16 +219,16 @@ def relabelling_commutes(src: Layout, dst: Layout) -> None:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}
-    p = plan(src, dst)
+    planned = plan(src, dst)
     renamed_src = relabelled(src, names)
     renamed_dst = relabelled(dst, names)
     renamed = plan(renamed_src, renamed_dst)
     received = {}
-    for rank, nbytes in p.received_bytes().items():
+    for rank, nbytes in planned.received_bytes().items():
         name = names[rank]
         received[name] = nbytes
     assert renamed.received_bytes() == received
-    sent = p.sent_bytes().values()
+    sent = planned.sent_bytes().values()
     sent_renamed = renamed.sent_bytes().values()
     assert sum(sent) == sum(sent_renamed)
 
@@ -282,9 +282,9 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
         part = np.zeros_like(addend)
         part[index] = addend[index]
         parts.append(part)
-    p = plan(sliced(src, box), sliced(dst, box))
+    planned = plan(sliced(src, box), sliced(dst, box))
     shards = distribute(src, values)
-    out = run(p, shards)
+    out = run(planned, shards)
     expected = distribute(dst, parts)
     _assert_equal(out, expected)
 
@@ -300,11 +300,11 @@ def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> No
 
 def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
     """Assert that a plan between the sides is proved, and gives every rank its windows of the values."""
-    p = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
-    verify(p)
-    held = _distribute_windows(p.src_ranks, p.src["w"], values)
-    out = cast(Held, simulate(p, held))
-    expected = _distribute_windows(p.dst_ranks, p.dst["w"], values)
+    planned = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
+    verify(planned)
+    held = _distribute_windows(planned.src_ranks, planned.src["w"], values)
+    out = cast(Held, simulate(planned, held))
+    expected = _distribute_windows(planned.dst_ranks, planned.dst["w"], values)
     for rank, arrays in out.items():
         asked = expected[rank]
         assert arrays.keys() == asked.keys()
@@ -321,17 +321,17 @@ def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Arr
 
 def adjoint_is_transpose(src: Layout, dst: Layout) -> None:
     """<plan(x), y> = <x, adjoint(plan)(y)>, and the adjoint of the adjoint is the plan."""
-    p = plan(src, dst)
+    planned = plan(src, dst)
     try:
-        back = adjoint(p)
+        back = adjoint(planned)
     except PlanError:
         return  # not linear
     verify(back)
-    assert adjoint(back) == p
+    assert adjoint(back) == planned
     rng = np.random.default_rng(1)
     x = _draw_shards(src, rng)
     y = _draw_shards(dst, rng)
-    forward_dot = _dot(run(p, x), y)
+    forward_dot = _dot(run(planned, x), y)
     backward_dot = _dot(x, run(back, y))
     assert np.isclose(forward_dot, backward_dot)
 
@@ -357,14 +357,14 @@ def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
     """A plan of many tensors is proved, and gives each the value that a plan of it alone gives."""
     src, dst = tree
-    p = plan(src, dst)
-    verify(p)
+    planned = plan(src, dst)
+    verify(planned)
     held = {}
     for name, layout in src.items():
         values = addends(layout)
         held[name] = distribute(layout, values)
-    shards = _group_by_rank(p.src_ranks, held)
-    out = cast(Held, simulate(p, shards))
+    shards = _group_by_rank(planned.src_ranks, held)
+    out = cast(Held, simulate(planned, shards))
     for name, layout in dst.items():
         together = {rank: out[rank][name] for rank in layout.mesh.ranks}
         found = value(layout, together)

@@ -121,7 +121,7 @@ def _check_round(rank: int, one: Round) -> None:
     for m in one.messages:
         if m.step != one.step:
             what = f"rank {rank} posts {m} of step {m.step} in step {one.step}"
-            raise PlanError(f"{what}; give each step a round of its own")
+            raise PlanError(f"{what}; give each step a separate round")
         _check_pieces(rank, m)
     for m in one.sends:
         _check_way("sends", m, rank, goes=m.src_rank == rank != m.dst_rank)

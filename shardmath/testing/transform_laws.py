@@ -46,10 +46,10 @@ def preparing_commutes_with_slicing(
     """Preparing a rank's part gives the rank's part of the prepared whole."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
-    made = whole.prepare(0, {"w": tensor})
+    wires = whole.prepare(0, {"w": tensor})
     for rank in src.mesh.ranks:
         found = parts.prepare(rank, {"w": _distribute(src, rank, tensor)})
-        _check_parts(parts, "source", rank, made, found)
+        _check_parts(parts, "source", rank, wires, found)
 
 
 def finalizing_commutes_with_slicing(
@@ -57,13 +57,13 @@ def finalizing_commutes_with_slicing(
 ) -> None:
     """Finalizing a rank's part of the wire tensors gives the rank's part of the destination."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
-    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
-    tensor = _only(whole.finalize(0, made))
+    wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    tensor = _only(whole.finalize(0, wires))
     for rank in dst.mesh.ranks:
         given = {}
         for job in parts.jobs(rank, "destination"):
             for key, layout in job.wires:
-                given[key] = _distribute(layout, rank, made[key])
+                given[key] = _distribute(layout, rank, wires[key])
         found = _only(parts.finalize(rank, given))
         _check_held(dst, rank, found, tensor)
 
@@ -72,14 +72,14 @@ def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed:
     """Preparing, moving and finalizing parts gives the parts of the transformed whole."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
-    made = whole.prepare(0, {"w": tensor})
-    wanted = _only(whole.finalize(0, made))
+    wires = whole.prepare(0, {"w": tensor})
+    wanted = _only(whole.finalize(0, wires))
     held = {}
     for rank in src.mesh.ranks:
         local = _distribute(src, rank, tensor)
         held[rank] = parts.prepare(rank, {"w": local})
-    wires = plan(parts.src, parts.dst)
-    arrived: Any = simulate(wires, held)
+    wire_plan = plan(parts.src, parts.dst)
+    arrived: Any = simulate(wire_plan, held)
     for rank in dst.mesh.ranks:
         found = _only(parts.finalize(rank, arrived[rank]))
         _check_held(dst, rank, found, wanted)
@@ -88,12 +88,12 @@ def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed:
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
     """Finalizing leaves holes of the destination unchanged."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
-    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:
         (job,) = parts.jobs(rank, "destination")
         given = {}
         for key, layout in job.wires:
-            given[key] = _distribute(layout, rank, made[key])
+            given[key] = _distribute(layout, rank, wires[key])
         kind = numpy_type(dst.dtype)
         shape = dst.local_shape(rank)
         ones = np.full(math.prod(shape) * kind.itemsize, 1, np.uint8)
@@ -157,10 +157,10 @@ def _only(arrays: Any) -> Array:
 
 
 def _check_parts(
-    t: Transformed, end: End, rank: int, made: dict[str, Array], found: dict[str, Array]
+    parts: Transformed, end: End, rank: int, made: dict[str, Array], found: dict[str, Array]
 ) -> None:
     """Assert that each wire tensor of the rank is its part of the whole."""
-    for job in t.jobs(rank, end):
+    for job in parts.jobs(rank, end):
         for key, layout in job.wires:
             _check_same(found[key], _distribute(layout, rank, made[key]), rank)
 
@@ -210,7 +210,7 @@ def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, 
     blocks = []
     counts = []
     for n, *each in zip(form.shape, *by_part, strict=True):
-        # What stands for all of a dimension does not say where that may be cut.
+        # A part without a block size spans the dimension, and does not restrict where it is cut.
         block = math.lcm(*(size or 1 for size in each))
         blocks.append(block)
         counts.append(-(-n // block))

@@ -177,7 +177,7 @@ class Mesh:
         return out
 
     def axis_size(self, name: str) -> int:
-        """Coordinates on the axis. Raises MeshError if there is no such axis."""
+        """The number of coordinates on the axis. Raises MeshError if there is no such axis."""
         if isinstance(name, str):
             for axis, n in self.axes:
                 if axis == name:

@@ -4,7 +4,7 @@
    segments (local start, global start, length).
 2. Local positions that no segment covers are **holes**: padding, or another tensor's share of a
    fused buffer.
-3. Segments are sorted by local start, never empty, and merged where both sides continue; so equal
+3. Segments are sorted by local start, never empty, and merged if both sides continue; so equal
    functions are equal values, and each segment is as long as it can be.
 4. Order is free: a strided shard or an interleaved buffer is just more segments.
 
@@ -154,7 +154,7 @@ def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _local_end(segments: tuple[Segment, ...]) -> int:
-    """Where the last segment ends in local positions; 0 without segments."""
+    """The end of the last segment in local positions; 0 without segments."""
     if not segments:
         return 0
     lo, _, n = segments[-1]
@@ -282,7 +282,7 @@ def invert(runs: Runs, n: int) -> Runs:
 
 
 def compose(f: Runs, g: Runs) -> Runs:
-    """g after f: local position i goes to g(f(i)); a hole where f or g has one.
+    """g after f: local position i goes to g(f(i)); a hole if f or g has one.
 
     Raises RunsError if f reaches a position that g does not have.
     """
@@ -296,7 +296,7 @@ def compose(f: Runs, g: Runs) -> Runs:
     starts = [lo for lo, _, _ in g.segments]
     out: list[Segment] = []
     for lo, mid, n in f.segments:
-        # The first segment of g that can meet [mid, mid + n) is the last one up to mid.
+        # The first segment of g that can overlap [mid, mid + n) is the last one up to mid.
         first = max(0, bisect.bisect_right(starts, mid) - 1)
         for j in range(first, len(starts)):
             start, g_start, k = g.segments[j]

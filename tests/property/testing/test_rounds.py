@@ -190,7 +190,7 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
         (
             {0: [Round((message(0, 1), message(0, 2)._replace(step=(0, 1, 0))), (), ())]},
             f"rank 0 posts {message(0, 2)} of step (0, 1, 0) in step (0, 0, 0); "
-            "give each step a round of its own",
+            "give each step a separate round",
         ),
         (
             {0: [at(0, ("sends", message(0, 1)._replace(nbytes=9)))]},
