@@ -133,12 +133,12 @@ def megatron_fsdp(
 
 
 def _lay_chunks(
-    draft: Draft, params: Sequence[Param], given: int | None, ranks: int | None
+    draft: Draft, params: Sequence[Param], given_factor: int | None, ranks: int | None
 ) -> None:
     """One bucket of these parameters in chunks of the given factor, padded for the ranks that share it."""
-    if given is None:
+    if given_factor is None:
         params = sorted(params, key=_count_row, reverse=True)
-    factor = given or _find_factor(params)
+    factor = given_factor or _find_factor(params)
     chunks = _Chunks(params, factor)
     first = draft.first
     for param, start in chunks.starts:

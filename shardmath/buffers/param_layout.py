@@ -216,14 +216,14 @@ def _read_border(pair: object) -> tuple[int, int]:
 def _read_shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
     """The shapes, all sizes as ints. Raises ParamLayoutError."""
     entries = listed(shapes, "shapes", ParamLayoutError)
-    given = tuple(listed(one, "sizes of a shape", ParamLayoutError) for one in entries)
+    given = tuple(listed(shape, "sizes of a shape", ParamLayoutError) for shape in entries)
     # All sizes of all shapes are checked at once, which is fast if they are plain.
     flat = tuple(itertools.chain.from_iterable(given))
     sizes = _read_integers(flat, "a size in shapes")
     if _is_plain(flat):
         return given
     remaining = iter(sizes)
-    return tuple(tuple(itertools.islice(remaining, len(one))) for one in given)
+    return tuple(tuple(itertools.islice(remaining, len(shape))) for shape in given)
 
 
 def _restore(*fields: object) -> PerBufferParamLayout:

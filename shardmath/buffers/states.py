@@ -174,10 +174,10 @@ def state_store(
     axes = axes_of(mesh, axis)
     shards = math.prod(mesh.axis_size(name) for name in axes)
     check_shards(buffer_layout, shards)
-    given = _read_ranks(ranks)
+    asked = _read_ranks(ranks)
     wanted = set(mesh.ranks)
-    if given is not None:
-        wanted &= given
+    if asked is not None:
+        wanted &= asked
     pairs = itertools.product(buffer_layout.param_index_map, wanted)
     views = {pair: View(buffer) for pair in pairs}
     known_cuts: Cuts = {}

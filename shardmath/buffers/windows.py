@@ -88,7 +88,7 @@ def make_windows(
     views: dict[tuple[str, int], View] = {}
     for name, groups in held.items():
         # Runs and cuts are interned by the caller, and `held` keeps them: their ids are short keys.
-        group_keys = tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
+        group_keys = tuple((group.group, id(group.runs), id(group.shares.cuts)) for group in groups)
         key = shapes[name], group_keys
         if key not in known:
             shape = shapes[name]

@@ -118,7 +118,7 @@ def _read_box(layout: Layout, box: Box) -> Box:
     what = f"a border of box {spans}"
     spans_read = []
     for borders in spans:
-        integers = tuple(as_integer(x, what, LayoutError) for x in borders)
+        integers = tuple(as_integer(border, what, LayoutError) for border in borders)
         spans_read.append(integers)
     if len(spans_read) != layout.ndim or not all(map(_is_inside, spans_read, layout.shape)):
         raise LayoutError(

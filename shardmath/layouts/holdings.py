@@ -59,8 +59,8 @@ _Order: TypeAlias = tuple[int, ...] | None
 
 def equivalent(a: Layout, b: Layout) -> bool:
     """Whether every rank holds the same elements of the same tensor, in the same order, under both layouts."""
-    for x in (a, b):
-        instance(x, Layout, "equivalent compares two layouts", LayoutError)
+    for layout in (a, b):
+        instance(layout, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _canonicalize(a) == _canonicalize(b)
 
 

@@ -233,10 +233,10 @@ def intern(
 def _read_shape(shape: object) -> tuple[int, ...]:
     """The sizes as Python's integers; a single number is one size."""
     if isinstance(shape, SupportsIndex) and not isinstance(shape, Iterable):
-        given: tuple[object, ...] = (shape,)
+        items: tuple[object, ...] = (shape,)
     else:
-        given = listed(shape, "sizes", LayoutError)
-    sizes = tuple(as_integer(n, f"a size of shape {given}", LayoutError) for n in given)
+        items = listed(shape, "sizes", LayoutError)
+    sizes = tuple(as_integer(n, f"a size of shape {items}", LayoutError) for n in items)
     if min(sizes, default=0) < 0:
         raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
     return sizes

@@ -47,9 +47,9 @@ def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -
             f"the dimension, or field, has {n}",
         )
     read_stages = tuple(_read_stage(reader, words) for words in stages)
-    for s, words in enumerate(stages):
+    for number, words in enumerate(stages):
         if not any(word.free for word in words):
-            _check_exact(reader, divided(n, read_stages[:s]), words)
+            _check_exact(reader, divided(n, read_stages[:number]), words)
     return divided(n, read_stages)
 
 

@@ -268,8 +268,8 @@ def uncut_where_said(case: RuleCase) -> None:
         size = (stop - first) // count
         first_shard = (start - first) // size
         last_shard = (end - 1 - first) // size
-        at = f"{name!r} at [{start}, {end})"
-        what = f"{at} crosses a border, shards of its bucket have {size}"
+        placed = f"{name!r} at [{start}, {end})"
+        what = f"{placed} crosses a border, shards of its bucket have {size}"
         _require(first_shard == last_shard, case, what)
 
 
@@ -344,7 +344,7 @@ def names_mean_nothing(case: RuleCase) -> None:
         renamed.append(replace(param, name=name))
     layout = case.layout()
     other = replace(case, params=tuple(renamed)).layout()
-    expected = tuple((names[name], at) for name, at in layout.placed)
+    expected = tuple((names[name], place) for name, place in layout.placed)
     _require(other.placed == expected, case, "parameters of other names lie elsewhere")
     same = _without_names(other) == _without_names(layout)
     _require(same, case, "other names change buckets or counts")

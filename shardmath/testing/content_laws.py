@@ -105,8 +105,8 @@ def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
     held = distribute(layout, [values])
     tiles = Windows((*data.draw(tilings(layout)), *data.draw(tilings(layout))))
     given: dict[int, dict[str, Array]] = {rank: {} for rank in held}
-    for key, one in tiles.locals("w"):
-        for rank, array in distribute(one, [values], hole=np.inf).items():
+    for key, window_layout in tiles.locals("w"):
+        for rank, array in distribute(window_layout, [values], hole=np.inf).items():
             given[rank][key] = array
     assert digest_of({"w": tiles}, given) == {"w": digest_of(layout, held)}
 
@@ -124,9 +124,9 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
     before = distribute(layout, [values])
     after = distribute(layout, [changed])
     assert digest_of(layout, before) != digest_of(layout, after)
-    box = tuple((at, at + 1) for at in index)
-    found = find_difference(layout, before, layout, after)
-    assert found == Difference("", box)
+    box = tuple((position, position + 1) for position in index)
+    difference = find_difference(layout, before, layout, after)
+    assert difference == Difference("", box)
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
@@ -144,7 +144,7 @@ def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
     if len(holders) == 1:
         assert digest_of(layout, held) != before
         return
-    box = ", ".join(f"{at}:{at + 1}" for at in element)
+    box = ", ".join(f"{position}:{position + 1}" for position in element)
     assert f" other bits in [{box}] than rank" in _explain_refusal(layout, held)
 
 
@@ -173,7 +173,9 @@ def _explain_refusal(layout: Layout, held: dict[int, Array]) -> str:
 
 def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
     """Whether the rank holds the element."""
-    return all(at in index for index, at in zip(layout.indices(rank), element, strict=True))
+    return all(
+        position in index for index, position in zip(layout.indices(rank), element, strict=True)
+    )
 
 
 # What has changed
@@ -181,7 +183,7 @@ def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
 
 def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
     """Changed elements, put into the result of the move before, give the result of the move now."""
-    p = plan(src, dst)
+    planned = plan(src, dst)
     (old,) = addends(src)
     last = max(old.size - 1, 0)
     which = data.draw(st.lists(st.integers(0, last), max_size=8))
@@ -189,11 +191,11 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     new.flat[which[: old.size]] += 1
     before = distribute(src, [old])
     after = distribute(src, [new])
-    held = run(p, before)
-    for sent in _list_changes(p, before, after):
+    held = run(planned, before)
+    for sent in _list_changes(planned, before, after):
         rank = sent.message.dst_rank
         _put(held[rank], sent)
-    for rank, expected in run(p, after).items():
+    for rank, expected in run(planned, after).items():
         assert np.array_equal(held[rank], expected)
 
 

@@ -145,13 +145,13 @@ def transpose_mesh(layout: Layout) -> Layout:
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
     """Splitting a mesh axis, or merging two that are used as one digit, changes no holding."""
     shape = (n,)
-    one = Mesh(t=outer * inner)
-    two = one.split("t", x=outer, y=inner)
-    merged = two.merge(("x", "y"), "t")
+    whole = Mesh(t=outer * inner)
+    in_two = whole.split("t", x=outer, y=inner)
+    merged = in_two.merge(("x", "y"), "t")
     for text in ("(t n)", "(2 t n)", "(n t 2)", "(t~ n)"):
         text_of_two = text.replace("t", "x*y")
-        before = Layout(shape, one, text)
-        split = Layout(shape, two, text_of_two)
+        before = Layout(shape, whole, text)
+        split = Layout(shape, in_two, text_of_two)
         after = Layout(shape, merged, text)
         assert equivalent(before, split)
         assert equivalent(split, after)

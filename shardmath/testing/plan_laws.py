@@ -189,8 +189,8 @@ def _spell_otherwise(layout: Layout) -> Layout:
 def round_trip(src: Layout, dst: Layout) -> None:
     """There and back gives every rank its own elements again."""
     shards = distribute(src, addends(src))
-    there = run(plan(src, dst), shards)
-    back = run(plan(dst, src), there)
+    moved = run(plan(src, dst), shards)
+    back = run(plan(dst, src), moved)
     _assert_close(back, shards)
 
 

@@ -157,12 +157,12 @@ def _only(arrays: Any) -> Array:
 
 
 def _check_parts(
-    parts: Transformed, end: End, rank: int, made: dict[str, Array], found: dict[str, Array]
+    parts: Transformed, end: End, rank: int, wires: dict[str, Array], found: dict[str, Array]
 ) -> None:
     """Assert that each wire tensor of the rank is its part of the whole."""
     for job in parts.jobs(rank, end):
         for key, layout in job.wires:
-            _check_same(found[key], _distribute(layout, rank, made[key]), rank)
+            _check_same(found[key], _distribute(layout, rank, wires[key]), rank)
 
 
 def _check_held(layout: Layout, rank: int, found: Array, tensor: Array) -> None:

@@ -58,7 +58,7 @@ def volume(box: Box) -> int:
 
 def from_slices(index: Sequence[slice]) -> Box:
     """The box of an index: slices with a start and a stop, one per dimension."""
-    return tuple((s.start, s.stop) for s in index)
+    return tuple((span.start, span.stop) for span in index)
 
 
 def row_size(dims: Sequence[int]) -> int:
@@ -148,8 +148,8 @@ def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
         stop = int(reach[i])
         j = _find_overlapping(lo, hi, label, i, stop)
         if j is not None:
-            one, other = sorted(order[[i, j]].tolist())
-            return one, other
+            first, second = sorted(order[[i, j]].tolist())
+            return first, second
     return None
 
 
