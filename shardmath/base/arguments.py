@@ -1,10 +1,10 @@
-"""Arguments: values as callers pass them, made Python's own where a value of ours is made.
+"""Arguments: values as callers pass them, checked and made plain when a value of shardmath is made.
 
-1. What is kept is plain: `str` and not a subclass of it, tuples and not lists, so that equal values
-   print, pickle and digest alike, and nobody can change them afterwards. numpy's integers become Python's:
-   theirs overflow in products that a layout's sizes take part in, and print differently.
-2. A type is looked at before a value is compared or iterated over: comparing an array, or an object
-   with an `==` of its own, answers anything or raises.
+1. Values keep plain arguments: `str` and not a subclass, tuples and not lists, so that equal values print,
+   pickle and digest in the same way, and cannot be changed afterwards. numpy's integers become Python's:
+   numpy's overflow in products of a layout's sizes, and print differently.
+2. The type of an argument is checked before it is compared or iterated over: comparing an array, or an object
+   with a custom `==`, may return anything or raise.
 
 >>> listed([1, 2], "sizes", ValueError), text("dp", "an axis", ValueError)
 ((1, 2), 'dp')
@@ -33,11 +33,11 @@ __all__ = ["as_integer", "instance", "known", "listed", "mapping", "text"]
 T = TypeVar("T")
 
 MOST = 1 << 256
-"""Beyond anything that is counted here, and short enough to be printed."""
+"""The largest integer: beyond any count, and short enough to be printed."""
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """`value` as a plain str. Raises `error`, which says `what` it is, for anything else."""
+    """`value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -46,7 +46,7 @@ def text(value: object, what: str, error: type[ValueError]) -> str:
 
 
 def known(value: object, choices: Sequence[str]) -> str | None:
-    """The choice that `value` is, or None if it is not one of them."""
+    """The choice that equals `value`, or None if there is none."""
     if not isinstance(value, str) or value not in choices:
         return None
     return choices[choices.index(value)]
@@ -55,14 +55,14 @@ def known(value: object, choices: Sequence[str]) -> str | None:
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
     """The items of `value` as a tuple.
 
-    Raises `error`, which says `what` they are, for text and what has no items.
+    Raises `error`, which calls them `what`, for text and values without items.
     """
     if type(value) is tuple:
         return value
     if not isinstance(value, str | bytes):
         try:
             items = iter(value)  # type: ignore[call-overload]
-        except TypeError:  # an array without dimensions has __iter__, and refuses
+        except TypeError:  # an array without dimensions has an __iter__ that raises
             pass
         else:
             return tuple(items)
@@ -70,9 +70,9 @@ def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]
 
 
 def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mapping[Any, Any]:
-    """`value` itself. Raises `error`, which says `what` it is, if it is not a mapping.
+    """`value` itself. Raises `error`, which begins with `what`, if it is not a mapping.
 
-    The message asks for a mapping `of` what it should map.
+    The message asks for a mapping from `of`, such as "name to Layout".
     """
     if isinstance(value, Mapping):
         return value
@@ -80,14 +80,14 @@ def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mappi
 
 
 def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) -> T:
-    """`value` itself. Raises `error`, which says what to do instead, if it is not of this kind."""
+    """`value` itself. Raises `error`, which ends with `fix`, if it is not an instance of `kind`."""
     if isinstance(value, kind):
         return value
     raise error(f"{shown(value)} is not a {kind.__name__}; {fix}")
 
 
 def as_integer(value: object, what: str, error: type[ValueError]) -> int:
-    """`value` as an int. Raises `error`, which says `what` it is, for floats, text, bools, ..."""
+    """`value` as an int. Raises `error`, which calls it `what`, for floats, text, bools, ..."""
     if type(value) is int and -MOST <= value <= MOST:
         return value
     if type(value) is not bool:

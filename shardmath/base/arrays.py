@@ -1,4 +1,4 @@
-"""Arrays: one-dimensional integers in numpy, sorted ones, and items that stand owner by owner.
+"""Arrays: one-dimensional arrays of integers, sorted or grouped by owner.
 
 >>> import numpy as np
 >>> rows = Offsets.of_counts(np.array([2, 0, 3]))
@@ -40,30 +40,30 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges one after the other, and which range each is of."""
+    """All integers of the ranges one after the other, and the number of the range of each."""
     counts = np.maximum(stops - starts, 0)
     owner = np.arange(len(counts)).repeat(counts)
-    # The i-th integer of all is the start of its range and the integers of that range before it.
+    # The i-th integer is the start of its range plus the number of integers of that range before it.
     shift = counts.cumsum() - counts - starts
     return np.arange(len(owner)) - shift[owner], owner
 
 
 def begins(sorted_: Ints) -> Ints:
-    """Where each run of equal numbers begins."""
+    """The index at which each run of equal numbers begins."""
     return _differ(sorted_).nonzero()[0]
 
 
 def _differ(sorted_: Ints) -> Bools:
-    """Of each number whether it is unlike the one before; the first is."""
+    """For each number whether it differs from the one before; True for the first."""
     new = np.ones(len(sorted_), bool)
     np.not_equal(sorted_[1:], sorted_[:-1], out=new[1:])
     return new
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """The distinct numbers, ascending, and which of them each is.
+    """The distinct numbers, ascending, and for each number its index among them.
 
-    `numpy.unique` with `return_inverse`, quicker where there are few.
+    `numpy.unique` with `return_inverse`, faster for few numbers.
     """
     order = numbers.argsort(kind="stable")
     new = _differ(numbers[order])
@@ -73,9 +73,9 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """One item of each kind, in order of the keys, and which kind each item is.
+    """The index of one item of each kind, in order of the keys, and for each item the number of its kind.
 
-    Items are of one kind that are alike in all keys.
+    Items are of one kind if they are equal in all keys.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))
@@ -90,7 +90,7 @@ def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
 
 
 def lengths(values: Iterable[Sized]) -> Ints:
-    """How many items each value has."""
+    """The number of items of each value."""
     return np.fromiter(map(len, values), np.int64)
 
 
@@ -102,7 +102,7 @@ def join(values: Iterable[Iterable[int]]) -> Ints:
 
 def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
     """Item `place[i]` of column `which[i]`, for all i."""
-    # All columns end to end: those of column k begin at first[k].
+    # All columns are laid end to end: column k begins at first[k].
     first = _ends(lengths(columns))
     joined = np.concatenate([np.zeros(0, np.int64), *columns])
     out: Ints = joined[first[which] + place]
@@ -111,7 +111,7 @@ def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offsets:
-    """Items of owners, owner by owner: owner i has the items first[i] .. first[i + 1] - 1.
+    """Items grouped by owner: owner i has the items first[i] .. first[i + 1] - 1.
 
     `first` has one number more than there are owners: it begins with 0 and ends with the number of
     items. An owner may have no items.
@@ -121,12 +121,12 @@ class Offsets:
 
     @classmethod
     def of_sorted(cls, keys: Ints) -> Offsets:
-        """One owner for each run of equal keys, of which each item has one."""
+        """Offsets with one owner per run of equal keys; there is one key per item."""
         return cls(np.append(begins(keys), len(keys)))
 
     @classmethod
     def of_counts(cls, counts: Ints) -> Offsets:
-        """Owners of so many items each."""
+        """Offsets of owners with these numbers of items."""
         return cls(_ends(counts))
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class Offsets:
         return len(self.first) - 1
 
     def counts(self) -> Ints:
-        """How many items each owner has."""
+        """The number of items of each owner."""
         return np.diff(self.first)
 
     def owners(self) -> Ints:
@@ -142,7 +142,7 @@ class Offsets:
         return np.arange(len(self)).repeat(self.counts())
 
     def spread(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
-        """The value of each item's owner, given one for each owner."""
+        """The value of each item's owner, given one value per owner."""
         return values.repeat(self.counts())
 
     def sums(self, sizes: Ints) -> Ints:
@@ -150,13 +150,13 @@ class Offsets:
         return np.diff(_ends(sizes)[self.first])
 
     def begin(self, sizes: Ints) -> Ints:
-        """Where each item begins when an owner's items are laid end to end from 0."""
+        """The start of each item if an owner's items of these sizes are laid end to end from 0."""
         ends = _ends(sizes)
         return ends[:-1] - self.spread(ends[self.first[:-1]])
 
 
 def _ends(sizes: Ints) -> Ints:
-    """0, and the sum of the sizes up to each one."""
+    """0, and the sums of the sizes up to and including each one."""
     ends = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
     return ends

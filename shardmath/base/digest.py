@@ -1,4 +1,4 @@
-"""Digest: a fingerprint of a value's repr, the same on every rank, machine and Python; and JSON that carries it.
+"""Digest: a fingerprint of a value's repr, the same on every rank, machine and Python; and JSON with a digest.
 
 >>> digest((1, "tp"))[:16]
 'e4a9d0500096bc8c'
@@ -16,7 +16,7 @@ from shardmath.base.text import message_of, shown
 __all__ = ["BROKEN", "digest", "names_digest", "read_digested"]
 
 BROKEN = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
-"""What reading a text raises that the reader's writer did not write."""
+"""The errors of reading a text that `to_json` did not write."""
 
 
 class _Digested(Protocol):
@@ -24,7 +24,7 @@ class _Digested(Protocol):
 
     @property
     def digest(self) -> str:
-        """The same for equal values."""
+        """A text that is the same for equal values."""
         ...
 
 
@@ -40,7 +40,7 @@ def digest(value: object) -> str:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """The same of a sequence of names: of all of them in a row, and of their lengths if need be.
+    """SHA-256 of a sequence of names: of the joined names, and of their lengths if one contains the separator.
 
     >>> names_digest(["ab", "c"]) == names_digest(["a", "bc"])
     False
@@ -49,32 +49,32 @@ def names_digest(names: Sequence[str]) -> str:
 
     joined = "\0".join(names)
     lengths: tuple[int, ...] = ()
-    if joined.count("\0") >= len(names):  # a name has the separator in it
+    if joined.count("\0") >= len(names):  # a name contains the separator
         lengths = tuple(map(len, names))
     printed = f"{len(names)} {lengths} {joined}"
     return sha256(printed.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """The value of JSON that says its format's name, its version and its digest; `read` makes it of the rest.
+    """The value of JSON that has its format's name, its version and its digest; `read` makes the value.
 
-    Raises StoreError for any other text, NotationError where `read` does.
+    Raises StoreError for any other text, NotationError if `read` does.
     """
     what = name.removeprefix("shardmath ")
     try:
         given = json.loads(text)
-        written = given["format"], given["version"]
-        told = str(given["digest"])
-        value = read(given) if written == (name, version) else None
-        made = "" if value is None else value.digest
+        header = given["format"], given["version"]
+        written_digest = str(given["digest"])
+        value = read(given) if header == (name, version) else None
+        value_digest = "" if value is None else value.digest
     except (NotationError, StoreError):
         raise
     except BROKEN as error:
         raise StoreError(f"no {what} ({message_of(error)}); give what to_json wrote") from error
     if value is None:
-        raise StoreError(f"{shown(written[0])} of version {shown(written[1])}; give {version}")
-    if made != told:
+        raise StoreError(f"{shown(header[0])} of version {shown(header[1])}; give {version}")
+    if value_digest != written_digest:
         raise StoreError(
-            f"{what} has digest {made[:12]}, its text says {told[:12]}; write it again"
+            f"{what} has digest {value_digest[:12]}, its text says {written_digest[:12]}; write it again"
         )
     return value

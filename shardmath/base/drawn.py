@@ -1,4 +1,4 @@
-"""Drawn: values of every wing have pictures; what draws them is imported when a picture is asked for.
+"""Drawn: pictures of values of every wing; the wing that draws them is imported when a picture is asked for.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> svg(Mesh(tp=2)) == Mesh(tp=2).svg()
@@ -12,7 +12,7 @@ from importlib import import_module
 __all__ = ["html", "svg"]
 
 DRAWING = "shardmath.display.pictures.drawing"
-"""By name: nothing imports what displays it."""
+"""The module that draws, by name: no wing imports the wing that displays it."""
 
 
 def svg(value: object, **options: object) -> str:
@@ -22,6 +22,6 @@ def svg(value: object, **options: object) -> str:
 
 
 def html(value: object) -> str:
-    """What a notebook shows of the value."""
+    """The HTML that a notebook shows for the value."""
     page: str = import_module(DRAWING).html(value)
     return page

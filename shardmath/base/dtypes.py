@@ -1,9 +1,9 @@
-"""Names of element types and their size in bytes; the core knows nothing else of them.
+"""Names of element types and their sizes in bytes; the core needs nothing else of them.
 
 1. Names are numpy's and torch's: `float32`, `bfloat16`, `float8_e4m3fn`.
 2. Dtypes and scalar types of either are accepted: `torch.float32`, `numpy.dtype("int8")`,
    `np.float64`, `float`.
-3. Only `is_integer` and `is_bool` matter beyond the size: an average of integers is refused.
+3. Only `is_integer` and `is_bool` matter beyond the size: an average of integers is an error.
 
 >>> canonical("torch.bfloat16"), itemsize("bfloat16")
 ('bfloat16', 2)
@@ -44,7 +44,7 @@ ITEMSIZE: dict[str, int] = {
 """Bytes per element, by name (torch 2.15 and numpy 2; a `_x2` element is a byte of two values)."""
 
 _PLAIN = {name: name for name in ITEMSIZE}
-"""The name itself, whatever kind of str asks for it."""
+"""By name, the name as a plain str, also for a name of a subclass of str."""
 
 PYTHON: dict[object, str] = {float: "float64", int: "int64", bool: "bool", complex: "complex128"}
 """Python's own types, as numpy reads them."""
@@ -75,11 +75,11 @@ def canonical(dtype: object) -> str:
 
 
 MOST = 32
-"""Characters of a name that are compared with the known ones."""
+"""The number of characters of a name that are compared with the known ones."""
 
 
 def _suggest(name: str) -> str:
-    """What may have been meant by a name that is not known."""
+    """The names that may have been meant by an unknown name, as the end of a message."""
     from difflib import get_close_matches  # 3 ms that only a mistake should cost
 
     longer = [known for known in ITEMSIZE if name and known.startswith(f"{name}_")]

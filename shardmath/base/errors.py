@@ -1,8 +1,8 @@
-"""Every error that shardmath raises on purpose.
+"""Errors: every error that shardmath raises on purpose.
 
 1. One base, `ShardError`, a `ValueError`: catch it to catch all of them.
 2. A message says what is wrong, shows both operands, and names the fix.
-3. It is raised where the value is made, not where it is used.
+3. An error is raised where a value is made, not where it is used.
 
 >>> try:
 ...     raise MeshError("axis 'tp' has size 0; give every axis at least one coordinate")
@@ -52,11 +52,11 @@ class PlacementError(ShardError):
 
 
 SHOWN = 100
-"""Characters of a text that a message shows."""
+"""The most characters of a text that a message shows."""
 
 
 def _around(text: str, position: int) -> str:
-    """The text on one line, or what of a long one is near the position, with a caret below it."""
+    """The text near the position on one line, all of a short text, with a caret below the position."""
     line = "".join(" " if character.isspace() else character for character in text)
     start = min(position - SHOWN // 2, len(line) - SHOWN)
     start = max(0, start)
@@ -112,7 +112,7 @@ class PlanError(ShardError):
 
 @public
 class DigestError(ShardError):
-    """Arrays that are not of their layouts, or replicas that are not alike."""
+    """Arrays that do not fit their layouts, or replicas that differ."""
 
 
 @public

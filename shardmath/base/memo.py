@@ -1,13 +1,13 @@
-"""Results of pure functions, kept while there is room.
+"""Memo: results of pure functions, cached while there is room.
 
-1. `memo` keeps what a pure function of hashable values returned, as `functools.lru_cache` does:
-   nothing but time depends on what is kept.
-2. What all such functions keep together is bounded by memory. An entry is weighed when it is made:
-   arrays by their bytes, long sequences by a sample. Weights lean to the high side, since what two
-   entries share is counted for both; of arguments only plain data is weighed, since objects are
-   mostly part of some result.
-3. When together they would weigh more than MOST_BYTES, all are emptied: the entries of one function
-   hold, as arguments, what another made, so that emptying some would end little.
+1. `memo` caches the results of a pure function of hashable values, as `functools.lru_cache` does:
+   only time depends on the caches.
+2. The memory of all caches together is bounded. An entry is weighed when it is made: arrays by their
+   bytes, long sequences by a sample. Weights are rather too high, since objects that two entries share
+   are counted for both; of arguments only plain data is weighed, since objects are mostly part of some
+   result.
+3. When all caches would weigh more than MOST_BYTES, all are emptied: entries of one function refer, as
+   arguments, to results of another, so that emptying some caches would free little.
 
 >>> @memo()
 ... def squares(n):
@@ -33,15 +33,15 @@ import numpy as np
 __all__ = ["clear_caches", "memo", "weight"]
 
 MOST_BYTES = 512 << 20
-"""Of all that is kept, by weight."""
+"""The most that all caches may weigh together."""
 
 SAMPLED = 3
-"""Elements of a longer sequence that are weighed."""
+"""The number of elements of a longer sequence that are weighed."""
 
 SHARE = 1 / 200
-"""Of the time in which entries are made that goes into weighing them.
+"""The share of the time of making entries that may be spent on weighing them.
 
-Those for which there is no time are taken to weigh as the last did.
+An entry for which no time is left counts as much as the last one weighed.
 """
 
 _R = TypeVar("_R")
@@ -49,7 +49,7 @@ _Wrapper = functools._lru_cache_wrapper
 
 
 class _Account:
-    """What one function keeps, by weight; `total` is that of all."""
+    """The weight of one function's cache; `total` is the weight of all caches."""
 
     total = 0
 
@@ -60,7 +60,7 @@ class _Account:
         self._allowed = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """One more entry, made in so many seconds, which are few where it is small."""
+        """Count an entry that was made in this many seconds, which are few for a small entry."""
         self._allowed += seconds * SHARE
         if self._allowed > 0:
             start = perf_counter()
@@ -72,7 +72,7 @@ class _Account:
         _Account.total += self._last
 
     def empty(self) -> None:
-        """Nothing is kept any longer."""
+        """Empty the cache."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
         _Account.total -= self.nbytes
@@ -83,46 +83,46 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """A decorator that keeps the function's latest results, at most so many.
+    """A decorator that caches the latest results of a function, at most `most` of them.
 
     Arguments are positional and hashable.
     """
 
-    def keep(function: Callable[..., _R]) -> _Wrapper[_R]:
+    def decorate(function: Callable[..., _R]) -> _Wrapper[_R]:
         account = _Account()
 
         @functools.wraps(function)
-        def made(*arguments: object) -> _R:
+        def timed(*arguments: object) -> _R:
             start = perf_counter()
             result = function(*arguments)
             account.add(arguments, result, perf_counter() - start)
             return result
 
-        kept = functools.lru_cache(maxsize=most)(made)
-        account.cache = kept
+        cached = functools.lru_cache(maxsize=most)(timed)
+        account.cache = cached
         _accounts.append(account)
-        return kept
+        return cached
 
-    return keep
+    return decorate
 
 
 def clear_caches() -> None:
-    """Empty the caches of this process, those of the core and of its backends.
+    """Empty the caches of this process, of the core and of its backends.
 
-    They only save time: results are the same without them. Process groups and compiled moves, which
-    ranks made together, are kept, since one rank alone cannot drop them.
+    Caches only save time: results are the same without them. Process groups and compiled moves, which
+    ranks made together, are kept, since a single rank cannot drop them.
     """
     for account in _accounts:
         account.empty()
 
 
 def weight(value: object) -> int:
-    """About how many bytes the value takes, with all that it refers to, each counted once."""
+    """The approximate bytes of the value and all objects that it refers to, each counted once."""
     return _weigh(value, set())
 
 
 def _weigh(value: object, seen: set[int] | None) -> int:
-    """The weight without objects of which `seen` has the id, or without any where it is None."""
+    """The weight without objects whose ids are in `seen`, or without any objects if it is None."""
     if isinstance(value, np.ndarray):
         return 112 + value.nbytes
     if isinstance(value, tuple | list | set | frozenset):
@@ -141,12 +141,12 @@ def _weigh(value: object, seen: set[int] | None) -> int:
 
 
 def _weigh_items(items: Collection[object], seen: set[int] | None) -> int:
-    """The weight of all items; of more than SAMPLED, as many times that of a sample."""
+    """The weight of all items; for more than SAMPLED items, estimated from a sample."""
     n = len(items)
     if n <= SAMPLED:
         return sum(_weigh(item, seen) for item in items)
     step = -(-n // SAMPLED)
     sample = islice(items, 0, None, step)
-    some = sum(_weigh(item, seen) for item in sample)
+    sample_weight = sum(_weigh(item, seen) for item in sample)
     sampled = -(-n // step)
-    return some * n // sampled
+    return sample_weight * n // sampled

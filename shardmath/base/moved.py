@@ -1,11 +1,11 @@
-"""Moved: modules, and names within a module, that are found by a path that they had before, with a warning.
+"""Moved: modules, and names within a module, found by their former paths, with a warning.
 
 >>> import warnings
->>> with warnings.catch_warnings(record=True) as said:
+>>> with warnings.catch_warnings(record=True) as caught:
 ...     warnings.simplefilter("always")
 ...     from shardmath.algebra.mesh import Mesh as former
 >>> from shardmath import Mesh
->>> former is Mesh, str(said[0].message)
+>>> former is Mesh, str(caught[0].message)
 (True, 'shardmath.algebra is shardmath.layouts.algebra')
 """
 
@@ -23,15 +23,15 @@ __all__ = ["forward", "forward_names"]
 
 
 def forward(names: Mapping[str, str]) -> None:
-    """Have modules of these names, and those within, be found where they are now, with a DeprecationWarning."""
-    # First: what is within such a module would be found, and run a second time, by its folder.
-    sys.meta_path.insert(0, _Finder(names))
+    """Find modules of these former names, and modules within, at their present paths, with a DeprecationWarning."""
+    # First in the list: otherwise a module within would be found by its folder, and run a second time.
+    sys.meta_path.insert(0, _FormerNameFinder(names))
 
 
 def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a module that had these names, each of them now at a path such as `package.module.name`.
+    """The `__getattr__` of a module that had these names, each now at a path such as `package.module.name`.
 
-    A name that was found there comes with a DeprecationWarning; others are an AttributeError.
+    Looking up a former name gives a DeprecationWarning; other names raise AttributeError.
     """
 
     def find(name: str) -> object:
@@ -44,8 +44,8 @@ def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], obje
     return find
 
 
-class _Finder(MetaPathFinder):
-    """Finds modules by names that they had."""
+class _FormerNameFinder(MetaPathFinder):
+    """Finds modules by their former names."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -53,7 +53,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where it is now; None for what never was elsewhere."""
+        """The spec of the module at its present path; None if it never had another."""
         head = name
         while head not in self._names:
             head, dot, _ = head.rpartition(".")
@@ -62,21 +62,21 @@ class _Finder(MetaPathFinder):
         now = self._names[head] + name[len(head) :]
         if name == head:
             warnings.warn(f"{name} is {now}", DeprecationWarning, stacklevel=2)
-        return ModuleSpec(name, _Loader(now), is_package=True)
+        return ModuleSpec(name, _PresentLoader(now), is_package=True)
 
 
-class _Loader(Loader):
-    """Gives the module that is elsewhere, as it is."""
+class _PresentLoader(Loader):
+    """Loads a former name as the module at the present path."""
 
     def __init__(self, now: str) -> None:
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module, with what it says of where it is."""
+        """The module at its present path; keeps its spec, which importlib is about to overwrite."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it has run. importlib has written the name that was asked for into it."""
+        """Restore the spec; the module has run already."""
         module.__spec__ = self._spec

@@ -1,9 +1,9 @@
 """Operations: the ways in which addends become one value, as a table.
 
-1. A row says all that differs between operations; nothing else asks for one by its name.
+1. A row has all that differs between operations; no other code compares their names.
 2. Addends are folded left, two at a time; an average is a sum that is divided at the end.
 3. The identity of a sum is -0.0, because +0.0 would turn -0.0 into +0.0.
-4. An element type may have no such operation: `refuse` says why, and what to do instead.
+4. An operation may not exist for an element type: `refuse` gives the reason, and what to do instead.
 
 >>> OPERATIONS["avg"].fold, OPERATIONS["avg"].divides, OPERATIONS["avg"].refuse("float32")
 ('sum', True, '')
@@ -24,7 +24,7 @@ NO_ARITHMETIC = {
     "float8_e8m0fnu": "it has no zero",
     "float4_e2m1fn_x2": "an element is two packed values",
 }
-"""Types that only move."""
+"""Types that can be moved but not reduced, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Operation:
     """One operation, by its name.
 
     `fold` is the operation on two addends; `divides` whether the result is divided by their number.
-    `linear` says whether a move that reduces so has an adjoint. Where `one_receives`, any one of the
-    destination's addends takes a value and the others stay at the identity; otherwise each has to
-    hold the value itself. `identity` gives what a fold starts from, by element type; it is None for
-    operations that start from the first addend. `refuse` says why an element type has no such
-    operation, as the end of a sentence that begins "max of complex64", and nothing where it has.
+    `linear` is whether a move with this reduction has an adjoint. With `one_receives`, any one of the
+    destination's addends takes a value and the others stay at the identity; otherwise each must hold
+    the value itself. `identity` gives the start of a fold, by element type; it is None for operations
+    that start from the first addend. `refuse` gives the reason why an element type has no such
+    operation, as the end of a sentence that begins "max of complex64", or "" if it has one.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Operation:
 
 
 def _zero(dtype: str) -> complex:
-    """The zero to which anything may be added unchanged."""
+    """The zero that leaves any addend unchanged."""
     if is_integer(dtype):
         return 0
     if dtype.endswith("fnuz"):

@@ -1,4 +1,4 @@
-"""Public: classes that users meet by the package's name alone, not by the wing that has them.
+"""Public: classes that users know by the package's name, not by the wing that defines them.
 
 >>> from shardmath import PlanError
 >>> PlanError
@@ -16,13 +16,13 @@ _C = TypeVar("_C", bound=type)
 
 
 def public(cls: _C) -> _C:
-    """Name the class in tracebacks and pickles as the package gives it, whatever its wing."""
+    """Name the class in tracebacks and pickles by the package, without its wing."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls
 
 
 def public_in(face: str) -> Callable[[_C], _C]:
-    """As `public`, for a class that users meet by the name of a face, such as `shardmath.storage`."""
+    """As `public`, for a class that users know by the name of a face, such as `shardmath.storage`."""
 
     def name(cls: _C) -> _C:
         cls.__module__ = f"shardmath.{face}"

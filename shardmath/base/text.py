@@ -25,22 +25,22 @@ __all__ = [
 ]
 
 MOST_SHOWN = 200
-"""Characters of a value that a message shows."""
+"""The most characters of a value that a message shows."""
 
 LONGEST_MESSAGE = 1 << 16
-"""Characters of what another program says that go on to others: torch's store ends a connection over 16 MiB."""
+"""The most characters of a message that are sent: torch's store ends a connection over 16 MiB."""
 
 UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""As the SI has them; KiB to TiB are read, and never shown."""
+"""SI units; KiB to TiB are read, and never shown."""
 
 SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,12})?)\s*(?:([KMGT])(I?))?B?\s*")
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def shown(value: object) -> str:
-    """The value's repr, or the beginning of a long one; the type of what cannot be printed.
+    """The value's repr, or the beginning of a long one; the type of a value that cannot be printed.
 
-    An integer of 5,000 digits cannot.
+    An integer of 5,000 digits cannot be printed.
     """
     try:
         out = repr(value)
@@ -50,9 +50,9 @@ def shown(value: object) -> str:
 
 
 def message_of(error: BaseException | str) -> str:
-    """The message of an error, or another program's text, safe to print, to send and to store: UTF-8 has all of it.
+    """The message of an error, or another program's text, safe to print, send and store as UTF-8.
 
-    An error whose `__str__` raises cannot be printed, which the message then says.
+    For an error whose `__str__` raises, a message that it cannot be printed.
 
     >>> message_of(ValueError("too long")), message_of("half a surrogate pair: " + chr(0xD800))[-6:]
     ('too long', '\\\\ud800')
@@ -65,7 +65,7 @@ def message_of(error: BaseException | str) -> str:
 
 
 def word_error(error: BaseException) -> str:
-    """The kind and the message of an error, or its kind alone; never "".
+    """The kind and the message of an error, or only its kind; never "".
 
     >>> word_error(ValueError("too long")), word_error(KeyboardInterrupt())
     ('ValueError: too long', 'KeyboardInterrupt')
@@ -76,7 +76,7 @@ def word_error(error: BaseException) -> str:
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """How many there are, as people say it.
+    """The number of items with their noun, in words.
 
     >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
     ('1 tensor', '2 buckets', '0 boxes')
@@ -111,15 +111,15 @@ def show_seconds(s: float) -> str:
 
 
 def read_bytes(text: str) -> int | None:
-    """The bytes of "5GB", "1.5 kb", "64MiB" or "4096"; None for what is not a size.
+    """The bytes of "5GB", "1.5 kb", "64MiB" or "4096"; None for text that is not a size.
 
     >>> read_bytes("5GB"), read_bytes("1.5 kb"), read_bytes("1KiB"), read_bytes("many")
     (5000000000, 1500, 1024, None)
     """
-    found = SIZE.fullmatch(text.upper())
-    if found is None:
+    match = SIZE.fullmatch(text.upper())
+    if match is None:
         return None
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
     factor = base ** POWERS[prefix] if prefix else 1
     # An integer stays exact; a float has 53 bits.
@@ -127,7 +127,7 @@ def read_bytes(text: str) -> int | None:
 
 
 def show_share(part: int, whole: int) -> str:
-    """A part of all; what is there is never called nothing.
+    """A part of a whole in percent; a part above zero is never shown as zero.
 
     >>> show_share(0, 8), show_share(1, 10**6), show_share(0, 0)
     ('0.00 %', '<0.01 %', '0.00 %')
@@ -146,15 +146,15 @@ def show_ranks(
     """Ranks by number, in their order; a range stands for all ranks in it.
 
     At least `joined_from` ranks, 2 or more, that follow each other are one word; None: each rank is a word. Of more
-    than `most` words half as many are shown, and how many ranks there are.
+    than `most` words, the first half of `most` and the number of all ranks are shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')
     >>> show_ranks(range(17), joined_from=None, most=16)
     'ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (17 in all)'
     """
-    runs = _join_neighbours(ranks)
-    # Not by len, which ends at 2**63: a caller may have said that there are more.
+    runs = _join_ranges(ranks)
+    # Not by len, which fails from 2**63 on: a caller may give a range of more ranks.
     count = sum(run.stop - run.start for run in runs)
     words = list(itertools.islice(_list_words(runs, joined_from), most and most + 1))
     if most is not None and len(words) > most:
@@ -165,11 +165,11 @@ def show_ranks(
     return f"{'rank' if count == 1 else 'ranks'} {listed}"
 
 
-def _join_neighbours(ranks: Iterable[int | range]) -> list[range]:
-    """The ranks as ranges, none of which goes on where the one before ends."""
+def _join_ranges(ranks: Iterable[int | range]) -> list[range]:
+    """The ranks as ranges, joined if one begins where the one before ends."""
     runs: list[range] = []
-    for one in ranks:
-        run = one if isinstance(one, range) else range(one, one + 1)
+    for item in ranks:
+        run = item if isinstance(item, range) else range(item, item + 1)
         if runs and runs[-1].stop == run.start:
             runs[-1] = range(runs[-1].start, run.stop)
         else:
@@ -178,7 +178,7 @@ def _join_neighbours(ranks: Iterable[int | range]) -> list[range]:
 
 
 def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]:
-    """Each range of that many ranks, at least two, as one word, other ranks one by one."""
+    """Each range of at least `joined_from` ranks as one word, other ranks one by one."""
     for run in runs:
         if joined_from is not None and run.stop - run.start >= joined_from:
             yield f"{run.start}-{run.stop - 1}"
@@ -187,7 +187,7 @@ def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]
 
 
 def count_ranks(ranks: Sequence[int]) -> str:
-    """How many ranks there are and which, at most eight of them one by one.
+    """The number of ranks and the ranks, at most eight of them one by one.
 
     >>> count_ranks([3]), count_ranks([2, 3]), count_ranks(range(10))
     ('rank 3', '2 ranks (2, 3)', '10 ranks (0, 1, 2, ..., 9)')

@@ -6,15 +6,15 @@ In reading order:
 - `param_layout`: where parameters lie in a buffer, as values with the fields of Megatron-Core's;
 - `draft`: a buffer while a rule lays it out;
 - `megatron_ddp`: the rules of its DistributedOptimizer, of plain DDP, and NVFP4's packed map;
-- `layer_wise`: that of Muon;
-- `fsdp_zero`: those of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
+- `layer_wise`: the rule of its LayerWise optimizer (Muon);
+- `fsdp_zero`: the rules of PyTorch's FSDP1, DeepSpeed's ZeRO, and Megatron-FSDP;
 - `grouping`: which parameters share a buffer, and the buffers of a model;
-- `shares`: what each rank has of a buffer, and of each parameter in it;
-- `windows`: what ranks have of a parameter, in its own shape;
+- `shares`: the share of each rank in a buffer, and in each parameter in it;
+- `windows`: the ranks' shares of a parameter, as windows of its shape;
 - `states`: optimizer state in these buffers as layouts, which plans and checkpoints take.
 
-A rule is a function from parameters in forward order, and options by keyword, to a `PerBufferParamLayout`; one of your
-own needs no more than that, and `shardmath.testing.check_rule` checks it.
+A rule is a function from parameters in forward order, and options by keyword, to a `PerBufferParamLayout`; a
+custom rule needs no more than that, and `shardmath.testing.check_rule` checks it.
 
 >>> from shardmath import Mesh, buffers, plan
 >>> params = [buffers.Param("w", (64, 96)), buffers.Param("emb", (1000,), shared_embedding=True)]

@@ -1,7 +1,7 @@
 """Drafts: a buffer while a rule lays it out, parameter by parameter and bucket by bucket.
 
 1. Parameters are placed in the open bucket; closing it opens the next, which begins where it ends.
-2. What is finished is a `PerBufferParamLayout` with shapes and `param_indices`, those in forward order.
+2. A finished draft is a `PerBufferParamLayout` with shapes, and with `param_indices` in forward order.
 
 >>> params = [Param("a", (3,)), Param("b", (5,))]
 >>> draft = Draft()
@@ -24,14 +24,14 @@ __all__ = ["Draft"]
 
 
 class Draft:
-    """Parameters that are placed so far, and buckets that are closed."""
+    """The parameters placed and the buckets closed so far."""
 
     def __init__(self) -> None:
         self.placed: list[tuple[str, Placed]] = []
         self.bucket_indices: list[tuple[int, int]] = []
         self.unpadded: list[int] = []
         self.first = 0
-        """Where the open bucket begins."""
+        """The start of the open bucket."""
         self.is_filled = False
         """Whether the open bucket has a parameter."""
 
@@ -41,14 +41,14 @@ class Draft:
         return len(self.bucket_indices)
 
     def place(self, name: str, start: int, numel: int) -> int:
-        """Put the parameter at `start`, in the open bucket; where it ends."""
+        """Put the parameter at `start`, in the open bucket; return where it ends."""
         end = start + numel
         self.placed.append((name, (start, end, self.bucket)))
         self.is_filled = True
         return end
 
     def close(self, end: int, *, unpadded: int) -> int:
-        """End the open bucket, of which so many elements are not padding; where the next one begins."""
+        """End the open bucket with this many `unpadded` elements; return where the next one begins."""
         self.bucket_indices.append((self.first, end))
         self.unpadded.append(unpadded)
         self.first = end
@@ -58,7 +58,7 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """The buffer of these parameters, in forward order, for so many ranks and optimizer shards."""
+        """The buffer of these parameters, in forward order, for these numbers of ranks and optimizer shards."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

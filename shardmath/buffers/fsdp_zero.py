@@ -1,11 +1,11 @@
 """Flat parameters outside Megatron-Core's DDP: PyTorch's FSDP1, DeepSpeed's ZeRO stages 1 and 2, Megatron-FSDP.
 
-1. FSDP1 (torch 2.13 `FlatParamHandle`) and ZeRO (DeepSpeed 0.19 `stage_1_and_2.py`) lay one buffer of one bucket, in
-   forward order, padded so that ranks get equal shares.
-2. Megatron-FSDP (megatron-fsdp 0.6, `build_data_parallel_buffer_index`) cuts shards at whole rows where it can: with a
-   chunk of `factor` elements, the longest row or a common multiple, parameters start at multiples of it; the odd ends
-   of two share a chunk, and parameters smaller than a chunk fill the gaps, first come first served: Megatron sorts them
-   by size and drops the result.
+1. FSDP1 (torch 2.13 `FlatParamHandle`) and ZeRO (DeepSpeed 0.19 `stage_1_and_2.py`) lay out one buffer of one bucket,
+   in forward order, padded so that ranks get equal shares.
+2. Megatron-FSDP (megatron-fsdp 0.6, `build_data_parallel_buffer_index`) cuts shards at whole rows if it can.
+   Parameters start at multiples of a chunk of `factor` elements, the longest row or a common multiple. The odd ends
+   of two parameters may share a chunk, and parameters smaller than a chunk fill the gaps in forward order: Megatron
+   sorts them by size, and discards the result.
 
 >>> flat_parameter([Param("a", (3,), "float32"), Param("b", (5,), "float32")], data_parallel_world_size=4).placed
 (('a', (0, 3, 0)), ('b', (4, 9, 0)))
@@ -32,10 +32,10 @@ from shardmath.buffers.param_layout import PerBufferParamLayout
 __all__ = ["flat_parameter", "megatron_fsdp", "zero"]
 
 ALIGNED_BYTES = 16
-"""Between which FSDP1 starts parameters with `use_orig_params` (torch 2.13 `_get_aligned_numel`)."""
+"""FSDP1 starts parameters at multiples of these with `use_orig_params` (torch 2.13 `_get_aligned_numel`)."""
 
 ZERO_ALIGNMENT = 2
-"""Elements that a rank's share is a multiple of (DeepSpeed `nccl_start_alignment_factor`)."""
+"""A rank's share is a multiple of this many elements (DeepSpeed `nccl_start_alignment_factor`)."""
 
 
 def flat_parameter(
@@ -47,9 +47,9 @@ def flat_parameter(
 ) -> PerBufferParamLayout:
     """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
 
-    With `use_orig_params` parameters start at multiples of 16 bytes, in the dtype that they have in the forward:
-    MixedPrecision's `param_dtype`, their own if not given. Raises ParamLayoutError for several dtypes and for scalars,
-    which FSDP1 refuses, for a parameter given twice, and for sizes below 1.
+    With `use_orig_params` parameters start at multiples of 16 bytes of `forward_dtype`, their dtype in the forward:
+    MixedPrecision's `param_dtype`, or the parameters' dtype if not given. Raises ParamLayoutError for several dtypes
+    and for scalars, as FSDP1 does, for a parameter given twice, and for sizes below 1.
     """
     listed = read_params(params)
     ranks = read_positive(data_parallel_world_size, "data_parallel_world_size")
@@ -111,7 +111,7 @@ def megatron_fsdp(
 ) -> PerBufferParamLayout:
     """The buffers of Megatron-FSDP for parameters of one kind outside its units, or of one unit (`bucket_size=None`).
 
-    Each bucket is a buffer of its own there; here they follow one another. Without a `chunk_size_factor` parameters are
+    There each bucket is a separate buffer; here they follow one another. Without a `chunk_size_factor` parameters are
     sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with
     one, they stay in forward order. `sharded=False` is the strategy "no_shard", without padding at the end.
 
@@ -133,12 +133,12 @@ def megatron_fsdp(
 
 
 def _lay_chunks(
-    draft: Draft, params: Sequence[Param], given: int | None, ranks: int | None
+    draft: Draft, params: Sequence[Param], given_factor: int | None, ranks: int | None
 ) -> None:
     """One bucket of these parameters in chunks of the given factor, padded for the ranks that share it."""
-    if given is None:
+    if given_factor is None:
         params = sorted(params, key=_count_row, reverse=True)
-    factor = given or _find_factor(params)
+    factor = given_factor or _find_factor(params)
     chunks = _Chunks(params, factor)
     first = draft.first
     for param, start in chunks.starts:
@@ -152,28 +152,28 @@ def _lay_chunks(
 def _fill_buckets(
     params: Sequence[Param], bucket_size: int | None, sharded: bool
 ) -> list[list[Param]]:
-    """The parameters of each bucket, in forward order; where they are sharded, shared embeddings are alone."""
+    """The parameters of each bucket, in forward order; if sharded, a shared embedding has a separate bucket."""
     buckets: list[list[Param]] = []
     filled = 0
     for param in params:
-        alone = param.shared_embedding and sharded
-        if not filled or alone:
+        is_separate = param.shared_embedding and sharded
+        if not filled or is_separate:
             buckets.append([])
             filled = 0
         buckets[-1].append(param)
         filled += param.numel
-        if alone or (bucket_size is not None and filled >= bucket_size):
+        if is_separate or (bucket_size is not None and filled >= bucket_size):
             filled = 0
     return buckets
 
 
 def _count_row(param: Param) -> int:
-    """Elements of a row, the part of a parameter that shards do not cut."""
+    """Elements of a row, a part of a parameter that shards do not cut."""
     return math.prod(param.shape[1:])
 
 
 def _find_factor(params: Sequence[Param]) -> int:
-    """The chunk of parameters sorted by their rows: the longest, multiplied where another one's does not fit."""
+    """The chunk of parameters sorted by row: the longest row, multiplied until rows of large parameters fit."""
     factor = _count_row(params[0])
     for param in params:
         row = _count_row(param)
@@ -184,7 +184,7 @@ def _find_factor(params: Sequence[Param]) -> int:
 
 
 class _Chunks:
-    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and where the last ends."""
+    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and the end of the last."""
 
     def __init__(self, params: Sequence[Param], factor: int) -> None:
         self.factor = factor
@@ -194,14 +194,14 @@ class _Chunks:
         self._large = [param for param in params if param.numel >= factor]
         self._paired: set[int] = set()
         small_sizes = [param.numel for param in self._small]
-        self._pieces = _Leftmost(small_sizes)
-        # What has no odd end counts as a full chunk, which fits beside no other end.
+        self._pieces = _LeftmostFit(small_sizes)
+        # A parameter without an odd end counts as a full chunk, which fits next to no other end.
         odds = [param.numel % factor or factor for param in self._large]
-        self._odds = _Leftmost(odds)
+        self._odds = _LeftmostFit(odds)
         self._place()
 
     def _place(self) -> None:
-        """Place large parameters in order, and then the small ones that found no gap."""
+        """Place large parameters in order, and then the small ones that fit no gap."""
         for number in range(len(self._large)):
             if number not in self._paired:
                 self._place_large(number)
@@ -210,7 +210,7 @@ class _Chunks:
             self.end += self._small[number].numel
 
     def _place_large(self, number: int) -> None:
-        """Place the parameter at the next chunk, and others in what its odd end leaves of the last one."""
+        """Place the parameter at the next chunk, and others in the gap that its odd end leaves in the last chunk."""
         param = self._large[number]
         self.starts.append((param, self.end))
         gap = self.end + param.numel
@@ -220,7 +220,7 @@ class _Chunks:
             self._fill_gap(gap, gap_end)
 
     def _pair_odd(self, first: int, room: int) -> int:
-        """Place the first later parameter whose odd end has room, that end first; where the gap before it ends."""
+        """Place the first later parameter whose odd end fits in `room`, that end first; return where the gap ends."""
         gap_end = self.end
         number = self._odds.find(first, room)
         if number is None:
@@ -234,7 +234,7 @@ class _Chunks:
         return gap_end - odd
 
     def _fill_gap(self, start: int, end: int) -> None:
-        """Place small parameters in the gap, first come first served."""
+        """Place small parameters in the gap, in forward order."""
         number = self._pieces.find(0, end - start)
         while number is not None:
             self._pieces.remove(number)
@@ -246,7 +246,7 @@ class _Chunks:
         self.starts.append((self._small[number], start))
 
 
-class _Leftmost:
+class _LeftmostFit:
     """Numbers, of which the leftmost that is small enough is found in logarithmic time: a tree of minima.
 
     Node n has the children 2 n and 2 n + 1, and the numbers are the leaves from `size` on.
@@ -268,12 +268,12 @@ class _Leftmost:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The first from `start` on that is at most `most`, or None."""
+        """The index of the first number from `start` on that is at most `most`; None if there is none."""
         if start >= self.size:
             return None
         node = self.size + start
         while self.tree[node] > most:
-            # Of a right child nothing is left to the right under its parent.
+            # A right child has no siblings to its right: go up to a left child, then to its right sibling.
             while node & 1:
                 node >>= 1
             if not node:
@@ -286,7 +286,7 @@ class _Leftmost:
         return node - self.size
 
     def remove(self, number: int) -> None:
-        """Forget a number."""
+        """Remove the number at this index."""
         node = self.size + number
         self.tree[node] = self.GONE
         while node > 1:
@@ -294,6 +294,6 @@ class _Leftmost:
             self._update(node)
 
     def list_left(self) -> list[int]:
-        """Those that have not been removed."""
+        """The indices of the numbers that have not been removed."""
         leaves = self.tree[self.size : self.size + self.count]
         return [number for number, value in enumerate(leaves) if value != self.GONE]

@@ -1,8 +1,8 @@
 """Grouping: which parameters of a model share a buffer, and the layout of every buffer.
 
-1. Parameters share a buffer where they agree in storage dtype (uint8 if quantised), gradient dtype, expert parallelism,
-   and, for a rule that manages some of them only, in that.
-2. `param_indices` numbers parameters of one logical dtype, quantised or not: checkpoints of either find the other's.
+1. Parameters share a buffer if they agree in storage dtype (uint8 if quantised), gradient dtype, expert parallelism,
+   and, for a rule that manages only some of them, in whether it does.
+2. `param_indices` numbers parameters of one logical dtype, quantised or not, so that one's checkpoints fit the other.
 3. Experts have their own data-parallel size.
 
 >>> params = [Param(name, (10,), quantised=name in "ac") for name in "abcd"]
@@ -32,7 +32,7 @@ __all__ = ["BufferKey", "FullParamLayout", "apply_rule", "check_rule", "full_lay
 
 @dataclass(frozen=True, slots=True)
 class BufferKey:
-    """Which parameters share a buffer: those that agree in all of this."""
+    """The properties in which all parameters of one buffer agree."""
 
     param_dtype: str
     grad_dtype: str
@@ -50,7 +50,7 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """The buffers of a model: BufferKey -> PerBufferParamLayout, in order of the first parameter of each."""
+    """The buffers of a model: BufferKey -> PerBufferParamLayout, in the order of their first parameters."""
 
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
@@ -65,7 +65,7 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
 
     @property
     def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
-        """The same as a dict."""
+        """The buffers as a dict."""
         return dict(self.entries)
 
     def __getitem__(self, key: BufferKey) -> PerBufferParamLayout:
@@ -84,8 +84,8 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
         return f"FullParamLayout({dict(self.entries)!r})"
 
 
-_BESIDE: Mapping[Rule, Rule] = {layer_wise: distributed_optimizer}
-"""Rules that manage some parameters only, and what lays out the others."""
+_OTHER_RULE: Mapping[Rule, Rule] = {layer_wise: distributed_optimizer}
+"""Rules that manage only some parameters, and the rule that lays out the others."""
 
 
 def full_layout(
@@ -99,18 +99,18 @@ def full_layout(
 ) -> FullParamLayout:
     """All buffers of a model chunk: BufferKey -> PerBufferParamLayout, `params` in forward order.
 
-    `rule` lays out each buffer with `options`. Where `beside` is given, that lays out what the rule does not manage;
-    beside `layer_wise`, also with options bound by functools.partial, that is `distributed_optimizer`.
-    `expert_data_parallel_world_size` takes the place of `data_parallel_world_size` for experts.
+    `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters that `rule` does not manage;
+    for `layer_wise`, even with options bound by functools.partial, it is `distributed_optimizer` if not given.
+    `expert_data_parallel_world_size` replaces `data_parallel_world_size` for experts.
 
-    Raises ParamLayoutError for a parameter given twice, and what the rule raises.
+    Raises ParamLayoutError for a parameter given twice, and any error of the rule.
     """
     check_rule(rule, "rule")
-    of_experts = _choose_expert_options(options, expert_data_parallel_world_size)
+    expert_options = _choose_expert_options(options, expert_data_parallel_world_size)
     read_flag(grad_reduce_in_fp32, "grad_reduce_in_fp32")
     if beside is not None:
         check_rule(beside, "beside")
-    other = beside or _find_beside(rule)
+    other = beside or _find_other_rule(rule)
     listed = read_params(params)
     keys = [_make_key(param, grad_reduce_in_fp32, other is not None) for param in listed]
     number_of = _number_params(listed, keys)
@@ -118,8 +118,8 @@ def full_layout(
     for key, group in _group_params(listed, keys).items():
         is_managed = key.is_managed_by_layer_wise_optimizer
         chosen = rule if other is None or is_managed else other
-        given = of_experts if key.is_expert_parallel else options
-        layout = apply_rule(chosen, group, given)
+        chosen_options = expert_options if key.is_expert_parallel else options
+        layout = apply_rule(chosen, group, chosen_options)
         layouts[key] = layout.with_indices(number_of[param.name] for param in group)
     return FullParamLayout(layouts)
 
@@ -129,7 +129,7 @@ def _choose_expert_options(
 ) -> Mapping[str, object]:
     """The options of experts' buffers, whose data-parallel size is `experts` if given.
 
-    Raises ParamLayoutError where only theirs is given.
+    Raises ParamLayoutError if only the size of experts is given.
     """
     if experts is None:
         return options
@@ -141,32 +141,32 @@ def _choose_expert_options(
 
 
 def check_rule(rule: object, name: str) -> None:
-    """Raise ParamLayoutError for what cannot be called."""
+    """Raise ParamLayoutError for a rule that cannot be called."""
     if not callable(rule):
         raise ParamLayoutError(
             f"{name} is {rule!r}; give a function such as buffers.distributed_optimizer"
         )
 
 
-def _find_beside(rule: Rule) -> Rule | None:
-    """What lays out the parameters that the rule does not manage, also where options are bound to it."""
+def _find_other_rule(rule: Rule) -> Rule | None:
+    """The rule for the parameters that this rule does not manage, even with options bound to it."""
     if isinstance(rule, functools.partial):
-        return _BESIDE.get(rule.func)
-    return _BESIDE.get(rule)
+        return _OTHER_RULE.get(rule.func)
+    return _OTHER_RULE.get(rule)
 
 
 def apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
-    """What the rule says of the parameters. Raises ParamLayoutError for options that it does not take."""
+    """The layout that the rule gives the parameters. Raises ParamLayoutError for options that it does not take."""
     name = getattr(rule, "__name__", repr(rule))
     try:
         inspect.signature(rule).bind(params, **options)
-    except (TypeError, ValueError) as error:  # ValueError: some types of Python's have no signature
+    except (TypeError, ValueError) as error:  # ValueError: some built-in types have no signature
         given = ", ".join(options) or "no options"
         what = f"rule {name} does not take parameters and {given}: {error}"
-        raise ParamLayoutError(f"{what}; give it options of its own") from None
-    fix = f"rule {name} is to return what buffers.zero returns"
+        raise ParamLayoutError(f"{what}; give it its own options") from None
+    fix = f"have rule {name} return one, as buffers.zero does"
     return instance(rule(params, **options), PerBufferParamLayout, fix, ParamLayoutError)
 
 
@@ -193,13 +193,13 @@ def _number_params(params: Sequence[Param], keys: Iterable[BufferKey]) -> dict[s
     return dict(zip(names, numbers, strict=True))
 
 
-def _make_key(param: Param, grad_reduce_in_fp32: bool, has_beside: bool) -> BufferKey:
-    """The buffer of the parameter; whether it is managed matters where there is another rule beside."""
+def _make_key(param: Param, grad_reduce_in_fp32: bool, has_other: bool) -> BufferKey:
+    """The buffer of the parameter; whether it is managed counts only if another rule lays out the rest."""
     stored = "uint8" if param.quantised else param.dtype
     gradient = param.gradient
     if grad_reduce_in_fp32 and param.grad_dtype is None:
         gradient = "float32"
-    is_managed = has_beside and param.is_managed
+    is_managed = has_other and param.is_managed
     return _intern_key(stored, gradient, param.expert_parallel, is_managed)
 
 

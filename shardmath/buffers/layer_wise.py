@@ -1,15 +1,15 @@
 """The buffer of Megatron-Core's LayerWise optimizer, which orthogonalises whole matrices (Muon; d98e8a64).
 
 1. A bucket is `data_parallel_world_size` shards of one size, and no parameter crosses a border between them: a rank
-   updates the parameters of its shard alone, whole.
-2. Parameters fill buckets last one first. A full bucket takes in what fits beside its largest shard, as estimated by
-   putting each parameter where least lies; a bucket is full at `bucket_size`, or where its largest parameter is no
-   longer more than a tenth above an even share.
-3. In a bucket the costliest parameters choose first, each the shard with the least work so far, over all buckets, among
-   those that stay within 1.3 even shares; where there is none, the one that holds least. Ties go to the lowest shard.
-4. A shared embedding is alone in shard 0 of a bucket of its own.
-5. Megatron looks through all shards for every parameter. Here they are in heaps, and a shard that has no room for the
-   smallest parameter to come is left out of them.
+   updates only the parameters of its shard, whole.
+2. Parameters fill buckets last one first. A bucket is full at `bucket_size`, unless its largest parameter is more than
+   a ninth above an even share. A full bucket still takes parameters that do not make its largest shard larger, as
+   estimated by giving each parameter to the emptiest shard.
+3. In a bucket the costliest parameters come first. Each goes to the shard with the least work so far, over all buckets,
+   among shards that stay within 1.3 even shares; if none does, to the emptiest. Ties go to the lowest shard.
+4. A shared embedding is alone, in shard 0 of a separate bucket.
+5. Megatron looks through all shards for every parameter. Here they are in heaps, without the shards that have no room
+   for the smallest parameter to come.
 
 >>> params = [Param(f"p{i}", (16, 16)) for i in range(5)]
 >>> layout = layer_wise(params, data_parallel_world_size=4)
@@ -43,10 +43,10 @@ MOST_SHARDS = 1 << 20
 """Work is counted by shard, with or without parameters in it; more take gigabytes."""
 
 FILLED = 0.9
-"""Of the largest parameter's size times the shards: what a bucket holds before it may close."""
+"""A bucket may close at this share of its largest parameter's size times the number of shards."""
 
 SPARE = 1.3
-"""Even shares that a shard may hold where the work is balanced."""
+"""The number of even shares that a shard may hold as long as another shard has room."""
 
 
 def layer_wise(
@@ -70,7 +70,7 @@ def layer_wise(
     draft = Draft()
     work = [0] * shards
     for bucket in _fill_buckets(listed, size, shards, divisor):
-        homes, most = _assign(bucket, work)
+        homes, most = _assign_shards(bucket, work)
         shard_size = round_up(most, divisor)
         first = draft.first
         for shard, home in enumerate(homes):
@@ -84,8 +84,8 @@ def layer_wise(
     return draft.finish(listed, ranks=shards, shards=shards)
 
 
-class _Load:
-    """How full the shards of a bucket are if each parameter goes where least lies."""
+class _BucketLoad:
+    """How full the shards of a bucket are if each parameter goes to the emptiest shard."""
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
@@ -95,7 +95,7 @@ class _Load:
         self.total = 0
 
     def add(self, numel: int) -> None:
-        """One more parameter."""
+        """Add a parameter."""
         held = self._hold(numel)
         heapq.heapreplace(self.held, held)
         self.fullest = max(self.fullest, held)
@@ -103,29 +103,29 @@ class _Load:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether the bucket is not full, or the parameter fits beside its largest shard."""
+        """Whether the bucket is not full, or the parameter does not make its largest shard larger."""
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
         return self._hold(numel) <= round_up(self.fullest, divisor)
 
     def _hold(self, numel: int) -> int:
-        """What the emptiest shard holds with the parameter."""
+        """The elements of the emptiest shard with the parameter added."""
         return round_up(self.held[0], START) + numel
 
 
 def _fill_buckets(
     params: Sequence[Param], bucket_size: int | None, shards: int, divisor: int
 ) -> list[list[Param]]:
-    """The parameters of each bucket, last one first; a shared embedding is alone."""
+    """The parameters of each bucket, last one first; a shared embedding has a separate bucket."""
     buckets: list[list[Param]] = []
-    load: _Load | None = None
+    load: _BucketLoad | None = None
     for param in reversed(params):
         is_full = False
         if load is not None and bucket_size is not None:
             is_full = not load.has_room(param.numel, bucket_size, divisor)
         if load is None or is_full or param.shared_embedding:
-            load = _Load(shards)
+            load = _BucketLoad(shards)
             buckets.append([])
         buckets[-1].append(param)
         load.add(param.numel)
@@ -134,8 +134,8 @@ def _fill_buckets(
     return buckets
 
 
-def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], int]:
-    """The parameters of each shard, and what the fullest holds; `work` grows by what is assigned.
+def _assign_shards(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]], int]:
+    """The parameters of each shard, and the size of the fullest; adds to the `work` of each shard.
 
     A shared embedding is in shard 0, and counts as no work.
     """
@@ -144,7 +144,7 @@ def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]]
         return [list(bucket)], first.numel
     ordered = sorted(bucket, key=_estimate_cost, reverse=True)
     sizes = [param.numel for param in ordered]
-    # To each parameter the smallest of it and all that follow.
+    # For each parameter the smallest size from it on.
     backwards = itertools.accumulate(reversed(sizes), min)
     smallest = reversed(list(backwards))
     even = sum(sizes) / len(work)
@@ -156,7 +156,7 @@ def _assign(bucket: Sequence[Param], work: list[int]) -> tuple[list[list[Param]]
 
 
 def _estimate_cost(param: Param) -> int:
-    """Multiplications of a Newton-Schulz step, but for a factor; of what is not a matrix, its size."""
+    """Multiplications of a Newton-Schulz step, up to a factor; the size of a parameter that is not a matrix."""
     if len(param.shape) != 2:
         return param.numel
     rows = param.shape[0] * param.gtp_remat_size
@@ -165,7 +165,7 @@ def _estimate_cost(param: Param) -> int:
 
 
 _Entry: TypeAlias = tuple[int, int]
-"""Of a heap: what a shard is ordered by, and its number."""
+"""An entry of a heap: the number that orders a shard, and the shard."""
 
 
 class _Shards:
@@ -191,7 +191,7 @@ class _Shards:
             done, shard = self._idlest[0]
             heapq.heapreplace(self._idlest, (done + cost, shard))
         else:
-            # It has no room from now on, so that its entry does not matter.
+            # It has no room from now on, so its entry in the heap of idlest shards is not needed.
             shard = self._find_emptiest()
         for entry in without_room:
             _, other = entry
@@ -204,7 +204,7 @@ class _Shards:
         self.work[shard] += cost
 
     def _take_without_room(self, room: int) -> list[_Entry]:
-        """The idlest shards that hold more than `room`, up to the first that does not, taken off the heap."""
+        """Take the idlest shards that hold more than `room` off the heap, up to the first that does not."""
         taken = []
         while self._idlest:
             _, shard = self._idlest[0]
@@ -214,7 +214,7 @@ class _Shards:
         return taken
 
     def _find_emptiest(self) -> int:
-        """The shard that holds least; entries that have become too low are put back where they belong."""
+        """The shard that holds least; outdated entries, which are too low, are put back at their values."""
         while True:
             held, shard = self._emptiest[0]
             if held == self.held[shard]:

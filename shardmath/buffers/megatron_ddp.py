@@ -1,11 +1,11 @@
-"""Megatron-Core's buffers of DistributedOptimizer and of plain DDP, and NVFP4's packed one (d98e8a64).
+"""Megatron-Core's buffers: of DistributedOptimizer, of plain DDP, and of packed NVFP4 parameters (d98e8a64).
 
 1. Parameters are placed one after the other, last one first, since gradients are ready in that order.
 2. A bucket closes at the first parameter that makes it `bucket_size` elements or more. DistributedOptimizer starts
    parameters at multiples of 64, ends buckets where data-parallel ranks get equal shares, and gives a shared embedding
-   a bucket of its own, so that both pipeline stages that hold it divide it alike; the bucket before one ends where the
+   a separate bucket, so that both pipeline stages that hold it divide it equally; the bucket before it ends where the
    embedding would have started, and counts as unpadded up to there. Plain DDP does none of that.
-3. NVFP4 keeps two values a byte: its parameters lie packed in a buffer of bytes, with buckets of the same parameters.
+3. NVFP4 has two values per byte: parameters lie packed in a buffer of bytes, with buckets of the same parameters.
 4. A parameter without elements takes no room: it lies at [p, p).
 
 >>> params = [Param("a", (1000,)), Param("b", (1000,))]
@@ -46,10 +46,10 @@ def default_bucket_size(
     pipeline_rank: int = 0,
     chunk: int = 0,
 ) -> int | None:
-    """The bucket size that Megatron-Core's DDP takes where none is given; None is one bucket.
+    """The default bucket size of Megatron-Core's DDP; None is one bucket.
 
     `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
-    other stages have time to reduce at once. `data_parallel_world_size` is that within one optimizer instance.
+    other stages have time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.
     """
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     stage = as_integer(pipeline_rank, "pipeline_rank", ParamLayoutError)
@@ -77,7 +77,9 @@ def distributed_optimizer(
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     size = read_bucket_size(bucket_size)
     listed = read_params(params)
-    return _walk(listed, size, start=START, divisor=divisor, ranks=data_parallel_world_size)
+    return _place_backwards(
+        listed, size, start=START, divisor=divisor, ranks=data_parallel_world_size
+    )
 
 
 def data_parallel(
@@ -88,23 +90,23 @@ def data_parallel(
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
     listed = read_params(params)
-    return _walk(listed, read_bucket_size(bucket_size), start=1, divisor=1, ranks=None)
+    return _place_backwards(listed, read_bucket_size(bucket_size), start=1, divisor=1, ranks=None)
 
 
-def _walk(
+def _place_backwards(
     params: Sequence[Param], bucket_size: int | None, *, start: int, divisor: int, ranks: int | None
 ) -> PerBufferParamLayout:
-    """Parameters, last one first, each at a multiple of `start`; embeddings are alone where ranks share buckets."""
+    """Place parameters, last one first, at multiples of `start`; if ranks share buckets, embeddings are alone."""
     draft = Draft()
     position = 0
     for param in reversed(params):
-        alone = param.shared_embedding and ranks is not None
+        is_separate = param.shared_embedding and ranks is not None
         position = round_up(position, start)
-        if alone and draft.is_filled:
+        if is_separate and draft.is_filled:
             position = _close(draft, position, divisor)
         position = draft.place(param.name, position, param.numel)
         is_full = bucket_size is not None and position - draft.first >= bucket_size
-        if alone or is_full:
+        if is_separate or is_full:
             position = _close(draft, position, divisor)
     if draft.is_filled:
         _close(draft, position, divisor)
@@ -112,7 +114,7 @@ def _walk(
 
 
 def _close(draft: Draft, end: int, divisor: int) -> int:
-    """Close the bucket whose content ends here at the next multiple of `divisor`; where the next one begins."""
+    """Close the open bucket at the next multiple of `divisor` after its `end`; return where the next begins."""
     return draft.close(round_up(end, divisor), unpadded=end - draft.first)
 
 
@@ -123,14 +125,14 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """Where the bytes of the same parameters lie: two elements of an NVFP4 one are a byte, any other element is one.
+    """The packed buffer of bytes: two elements of an NVFP4 parameter are one byte, any other element is one.
 
-    NVFP4 are the parameters with `quantised="nvfp4"`, or True. `layout` is that of the gradients, whose buckets it
-    keeps, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded. Shapes
-    are left out: they count elements, not bytes.
+    NVFP4 are the parameters with `quantised="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
+    bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.
+    Shapes are left out: they count elements, not bytes.
 
-    Raises ParamLayoutError for an odd number of elements, and where the layout is not of these parameters in this
-    order, or for another number of ranks.
+    Raises ParamLayoutError for an odd number of elements, and if the layout is not of these parameters in this
+    order, or is for another number of ranks.
     """
     listed = read_params(params)
     fix = "give the layout of the gradients' buffer"
@@ -162,7 +164,7 @@ def nvfp4_packed(
 
 
 def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
-    """The layout is for as many ranks, if for any."""
+    """Raise ParamLayoutError unless the layout is for this number of ranks, or for any."""
     size = layout.data_parallel_world_size
     if size is not None and size != ranks:
         what = f"the layout is for {plural(size, 'rank')}"
@@ -170,10 +172,10 @@ def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
 
 
 def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
-    """The layout has these parameters, and buckets in the order of the walk."""
-    there = {(name, end - start) for name, (start, end, _) in layout.placed}
-    given = {(param.name, param.numel) for param in params}
-    differ = sorted(there ^ given)
+    """Raise ParamLayoutError unless the layout has these parameters, with buckets in backward order."""
+    placed = {(name, end - start) for name, (start, end, _) in layout.placed}
+    asked = {(param.name, param.numel) for param in params}
+    differ = sorted(placed ^ asked)
     if differ:
         what = f"parameters and layout differ in {differ[:8]}"
         raise ParamLayoutError(f"{what}; give the layout of these parameters")

@@ -1,7 +1,7 @@
-"""Parameters as the rules see them, and the integers that they pad by.
+"""Parameters as the rules see them, and the integers that rules pad by.
 
-1. A parameter is a name, a shape, and what some rule wants to know of it. Rules take parameters in forward order.
-2. Padding is in integers; Megatron's divides floats, and is wrong above 2^53.
+1. A parameter is a name, a shape, and properties that some rule needs. Rules take parameters in forward order.
+2. Padding is computed in integers; Megatron divides floats, which is wrong above 2^53.
 
 >>> Param("w", (64, 96)).numel, pad_to_divisor(65, 64), bucket_end_divisor(3)
 (6144, 128, 384)
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 START = 64
-"""Elements between which parameters start (Megatron-Core `pad_param_start`; its docstring says bytes)."""
+"""Parameters start at multiples of this many elements (Megatron-Core `pad_param_start`; its docstring says bytes)."""
 
 NCCL = 128
-"""What the end of a bucket is a multiple of, besides the number of ranks (Megatron-Core `bucket_end_divisor`)."""
+"""The end of a bucket is a multiple of this and of the number of ranks (Megatron-Core `bucket_end_divisor`)."""
 
 BUSBW = 1 << 16
-"""The same where NCCL is to run at full bus bandwidth."""
+"""The end of a bucket is also a multiple of this if NCCL is to run at full bus bandwidth."""
 
 
 def read_positive(value: object, what: str) -> int:
@@ -79,14 +79,14 @@ def pad_to_divisor(value: int, divisor: int) -> int:
 
 
 def read_name(name: object) -> str:
-    """The name of a parameter. Raises ParamLayoutError for what is not a str."""
+    """The name of a parameter as a plain str. Raises ParamLayoutError for anything else."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
     return text(name, "the name of a parameter", ParamLayoutError)
 
 
 def round_up(value: int, divisor: int) -> int:
-    """`pad_to_divisor` of what is known to be right."""
+    """`pad_to_divisor` without its checks."""
     return -(-value // divisor) * divisor
 
 
@@ -96,14 +96,14 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """What the end of a bucket is a multiple of."""
+    """The number that the end of a bucket is a multiple of."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
 
 
 def read_bucket_size(bucket_size: object) -> int | None:
-    """None, for one bucket, or the size. Raises ParamLayoutError for what is below 1."""
+    """None, for one bucket, or the size as an int. Raises ParamLayoutError for a size below 1."""
     if bucket_size is None:
         return None
     return read_positive(bucket_size, "bucket_size (None is one bucket)")
@@ -112,21 +112,21 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """Where Megatron's optimizers end a bucket whose parameters end at `end`."""
+    """The end that Megatron's optimizers give a bucket whose parameters end at `end`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter as the rules see it: `shape` as this rank holds it, and what its optimizer wants to know.
+    """A parameter as the rules see it: `shape` as this rank holds it, and properties that its optimizer needs.
 
     `quantised` is whether its storage is quantised (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
-    `grad_dtype` is that of its gradient, its own if not given. `managed` is whether LayerWise optimizers orthogonalise
-    it: every matrix that is not a shared embedding, if not given; say False of an embedding or output layer.
-    `gtp_remat_size` is how many ranks hold rows of what is orthogonalised as one.
+    `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize
+    it, by default every matrix that is not a shared embedding; give False for an embedding or output layer.
+    `gtp_remat_size` is the number of ranks that hold rows of one matrix that is orthogonalized as a whole.
 
-    Raises ParamLayoutError for what is not a name, or for an unknown format; LayoutError for an unknown dtype.
+    Raises ParamLayoutError for a name that is not a str, or an unknown format; LayoutError for an unknown dtype.
     """
 
     name: str
@@ -153,8 +153,8 @@ class Param:
         object.__setattr__(self, "numel", numel)
 
     def _read_fields(self) -> Iterator[tuple[str, object]]:
-        """Canonical values of the other fields, of those that are not canonical already."""
-        # A model has thousands of parameters, most of them canonical: looking at types is fast.
+        """Canonical values of the fields except name and shape, if they are not canonical already."""
+        # A model has thousands of parameters, most of them canonical: checking types is fast.
         if type(self.dtype) is not str or self.dtype not in dtypes.ITEMSIZE:
             yield "dtype", dtypes.canonical(self.dtype)
         if self.grad_dtype is not None:
@@ -168,7 +168,7 @@ class Param:
             yield "gtp_remat_size", read_positive(size, what)
 
     def _read_flags(self) -> Iterator[tuple[str, bool]]:
-        """The same of what is True or False."""
+        """Canonical values of the fields that are True or False, if they are not canonical already."""
         flags = ["shared_embedding", "expert_parallel"]
         if self.managed is not None:
             flags.append("managed")
@@ -185,25 +185,25 @@ class Param:
 
     @property
     def is_managed(self) -> bool:
-        """Whether a LayerWise optimizer orthogonalises it."""
+        """Whether a LayerWise optimizer orthogonalizes it."""
         if self.managed is None:
             return len(self.shape) == 2 and not self.shared_embedding
         return self.managed
 
 
 FORMATS = ("fp8", "mxfp8", "nvfp4")
-"""In which parameters are quantised that Megatron's buffers know."""
+"""The quantized formats that Megatron's buffers know."""
 
 
 def _is_shape(shape: object) -> bool:
-    """Whether it is a tuple of Python's integers, none of them negative."""
+    """Whether the value is a tuple of Python's integers, none of them negative."""
     if type(shape) is not tuple or not set(map(type, shape)) <= {int}:
         return False
     return min(shape, default=0) >= 0
 
 
 def _read_shape(name: str, shape: object) -> tuple[int, ...]:
-    """The sizes as ints; a number alone is one size. Raises ParamLayoutError."""
+    """The sizes as ints; a single number is one size. Raises ParamLayoutError."""
     given: tuple[object, ...] = (shape,)
     if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes):
         given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError)
@@ -215,7 +215,7 @@ def _read_shape(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _read_format(name: str, quantised: object) -> bool | str:
-    """What `quantised` says, of numpy's types too. Raises ParamLayoutError."""
+    """The value of `quantised`, from numpy's types too. Raises ParamLayoutError for an unknown format."""
     if isinstance(quantised, np.bool_):
         return bool(quantised)
     kind = known(quantised, FORMATS)
@@ -228,7 +228,7 @@ def _read_format(name: str, quantised: object) -> bool | str:
 
 
 def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
-    """The parameters as a tuple. Raises ParamLayoutError for what is not a Param, or a name given twice."""
+    """The parameters as a tuple. Raises ParamLayoutError for anything but Params, or a name given twice."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
         raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
     out = listed(params, "parameters", ParamLayoutError)
@@ -247,7 +247,7 @@ def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
 
 
 def number_alike(keys: Iterable[object]) -> list[int]:
-    """For each key how many of those before it are equal to it."""
+    """For each key the number of equal keys before it."""
     counts: dict[object, int] = {}
     numbers = []
     for key in keys:

@@ -1,7 +1,7 @@
 """Parameter layouts: where parameters lie in flat buffers, as values.
 
 1. A buffer is one flat array; parameters lie in it without overlap, each inside one bucket; buckets follow one another
-   without a gap, and what no parameter has is padding.
+   without a gap, and elements of no parameter are padding.
 2. A bucket is divided evenly among the data-parallel ranks: rank r of n has its r-th n-th, whatever lies there.
 3. Fields and their meanings are those of Megatron-Core's `core.optimizer.param_layout` (d98e8a64), by name instead of
    by `torch.nn.Parameter`, and immutable. `param_index_map` iterates in the order in which the rule placed parameters,
@@ -40,16 +40,16 @@ Placed: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class PerBufferParamLayout:
-    """Where the parameters of one buffer lie.
+    """The places of the parameters in one buffer.
 
-    `placed` has (name, (start, end, bucket)) of each; `param_index_map` is the same as a mapping.
-    `per_bucket_numel_unpadded` counts what the rule does not call padding; gaps between parameters may be in it, as in
-    Megatron. `param_indices` is the number of each parameter among those of its logical dtype, in forward order.
-    `num_optimizer_shards` is set where no parameter crosses a border between that many shards of a bucket. `shapes` are
-    those of `placed`, or empty if unknown. `data_parallel_world_size` is the number of ranks that it was laid out for,
-    if for any; no other number may share it.
+    `placed` has (name, (start, end, bucket)) of each parameter; `param_index_map` is the same as a mapping.
+    `per_bucket_numel_unpadded` counts elements that the rule does not call padding; gaps between parameters may be
+    among them, as in Megatron. `param_indices` numbers each parameter among those of its logical dtype, in forward
+    order. `num_optimizer_shards` is set if no parameter crosses a border between that many shards of a bucket. `shapes`
+    has a shape per entry of `placed`, or is empty if they are unknown. `data_parallel_world_size` is the number of
+    ranks that may share the buffer, None for any.
 
-    Raises ParamLayoutError where parameters overlap, leave their bucket, or the numbers contradict each other.
+    Raises ParamLayoutError if parameters overlap, leave their bucket, or the numbers contradict each other.
     """
 
     placed: tuple[tuple[str, Placed], ...]
@@ -112,7 +112,7 @@ class PerBufferParamLayout:
         return f"{what}, {plural(self.numel, 'element')}, {self.padding} of them padding ({share})"
 
     def _fields(self) -> tuple[object, ...]:
-        """All that makes the value, in the order of the arguments of its constructor."""
+        """All fields of the value, in the order of the arguments of its constructor."""
         return (
             self.placed,
             self.bucket_indices,
@@ -135,37 +135,37 @@ class PerBufferParamLayout:
 
     @property
     def padding(self) -> int:
-        """Elements of the buffer that are no parameter's."""
+        """The number of elements of the buffer that belong to no parameter."""
         sizes = [end - start for _, (start, end, _) in self.placed]
         return self.numel - sum(sizes)
 
     @property
     def padding_share(self) -> float:
-        """The share of the buffer that is no parameter's."""
+        """The share of the buffer that is padding."""
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
         """The same layout with other `param_indices`."""
         numbers = _read_integers(param_indices, "a number of param_indices")
-        made = object.__new__(PerBufferParamLayout)
+        copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "param_indices", numbers)
-        _check_counts(made)
-        return made
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "param_indices", numbers)
+        _check_counts(copy)
+        return copy
 
 
 Rule: TypeAlias = Callable[..., PerBufferParamLayout]
-"""Parameters in forward order, and options by keyword, to the layout of one buffer."""
+"""A function from parameters in forward order, and options by keyword, to the layout of one buffer."""
 
 
 def _is_plain(values: Iterable[object]) -> bool:
-    """Whether all values are Python's integers. Types are compared all at once: a model has many."""
+    """Whether all values are Python's integers. Types are compared all at once, since a model has many."""
     return set(map(type, values)) <= {int}
 
 
 def _read_integers(values: Iterable[object], what: str) -> tuple[int, ...]:
-    """The values as ints. Raises ParamLayoutError, which says `what` each is, for others, or beyond `MOST`."""
+    """The values as ints. Raises ParamLayoutError, which says `what` each is, for other values or beyond `MOST`."""
     given = listed(values, what, ParamLayoutError)
     if not _is_plain(given):
         given = tuple(as_integer(value, what, ParamLayoutError) for value in given)
@@ -182,11 +182,11 @@ def _read_size(value: object, what: str) -> int | None:
 
 
 def _read_placed(entries: object) -> tuple[tuple[str, Placed], ...]:
-    """Each parameter's name and place. Raises ParamLayoutError for what is not a pair of these."""
+    """Each parameter's name and place. Raises ParamLayoutError for a malformed entry."""
     placed = []
     for entry in listed(entries, "entries of param_index_map", ParamLayoutError):
         if type(entry) is not tuple or len(entry) != 2:
-            what = f"entry {shown(entry)} of param_index_map is not one"
+            what = f"entry {shown(entry)} of param_index_map is malformed"
             raise ParamLayoutError(f"{what}; give name -> (start, end, bucket)")
         name, place = entry
         placed.append((read_name(name), _read_place(name, place)))
@@ -196,12 +196,12 @@ def _read_placed(entries: object) -> tuple[tuple[str, Placed], ...]:
 def _read_place(name: object, place: object) -> Placed:
     """The place of the parameter as three ints. Raises ParamLayoutError."""
     numbers = listed(place, f"start, end and bucket of parameter {name!r}", ParamLayoutError)
-    at = _read_integers(numbers, f"the place of parameter {name!r}")
-    if len(at) != 3:
+    place_numbers = _read_integers(numbers, f"the place of parameter {name!r}")
+    if len(place_numbers) != 3:
         raise ParamLayoutError(
-            f"parameter {name!r} lies at {at}; give its start, its end and its bucket"
+            f"parameter {name!r} lies at {place_numbers}; give its start, its end and its bucket"
         )
-    return at
+    return place_numbers
 
 
 def _read_border(pair: object) -> tuple[int, int]:
@@ -215,25 +215,25 @@ def _read_border(pair: object) -> tuple[int, int]:
 
 def _read_shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
     """The shapes, all sizes as ints. Raises ParamLayoutError."""
-    several = listed(shapes, "shapes", ParamLayoutError)
-    given = tuple(listed(one, "sizes of a shape", ParamLayoutError) for one in several)
-    # The sizes of all shapes are looked at in one go, which is fast where all are plain.
+    entries = listed(shapes, "shapes", ParamLayoutError)
+    given = tuple(listed(shape, "sizes of a shape", ParamLayoutError) for shape in entries)
+    # All sizes of all shapes are checked at once, which is fast if they are plain.
     flat = tuple(itertools.chain.from_iterable(given))
     sizes = _read_integers(flat, "a size in shapes")
     if _is_plain(flat):
         return given
-    rest = iter(sizes)
-    return tuple(tuple(itertools.islice(rest, len(one))) for one in given)
+    remaining = iter(sizes)
+    return tuple(tuple(itertools.islice(remaining, len(shape))) for shape in given)
 
 
 def _restore(*fields: object) -> PerBufferParamLayout:
-    """The layout that was pickled as these fields."""
+    """The layout that was pickled as these fields, as `_fields` lists them."""
     *given, shapes, size = fields
     return PerBufferParamLayout(*given, shapes=shapes, data_parallel_world_size=size)  # type: ignore[arg-type]
 
 
 def _check(layout: PerBufferParamLayout) -> None:
-    """Raise ParamLayoutError where parameters, buckets and numbers contradict each other."""
+    """Raise ParamLayoutError if parameters, buckets and numbers contradict each other."""
     names = Counter(name for name, _ in layout.placed)
     if len(names) != len(layout.placed):
         ((twice, _),) = names.most_common(1)
@@ -247,7 +247,7 @@ def _check(layout: PerBufferParamLayout) -> None:
 
 
 def _check_buckets(layout: PerBufferParamLayout) -> None:
-    """Buckets follow one another, and hold what is unpadded."""
+    """Raise ParamLayoutError unless buckets follow one another and hold their unpadded elements."""
     buckets = layout.bucket_indices
     unpadded = layout.per_bucket_numel_unpadded
     if len(unpadded) != len(buckets):
@@ -267,13 +267,13 @@ def _check_buckets(layout: PerBufferParamLayout) -> None:
 
 
 def _check_placed(layout: PerBufferParamLayout) -> None:
-    """Parameters lie in their buckets without overlap, and have as many elements as their shapes."""
+    """Raise ParamLayoutError unless parameters fit their buckets and shapes, and do not overlap."""
     if not layout.placed:
         return
-    at = np.array([place for _, place in layout.placed], np.int64)
-    _check_inside(layout, at)
-    _check_filled(layout, at)
-    _check_disjoint(layout, at)
+    places = np.array([place for _, place in layout.placed], np.int64)
+    _check_inside(layout, places)
+    _check_filled(layout, places)
+    _check_disjoint(layout, places)
     # Without shapes there is nothing to compare.
     for (name, (start, end, _)), shape in zip(layout.placed, layout.shapes, strict=False):
         if math.prod(shape) != end - start:
@@ -281,12 +281,12 @@ def _check_placed(layout: PerBufferParamLayout) -> None:
             raise ParamLayoutError(f"{what}; make the sizes agree")
 
 
-def _check_inside(layout: PerBufferParamLayout, at: Ints) -> None:
-    """Each parameter lies in its bucket."""
-    start, end, number = at.T
+def _check_inside(layout: PerBufferParamLayout, places: Ints) -> None:
+    """Raise ParamLayoutError unless each parameter lies in its bucket."""
+    start, end, number = places.T
     count = len(layout.bucket_indices)
     is_known = (number >= 0) & (number < count)
-    # One more bucket, in which nothing can lie, stands for those that do not exist.
+    # One more bucket, in which nothing fits, stands for buckets that do not exist.
     buckets = np.array([*layout.bucket_indices, (0, -1)], np.int64)
     bucket = np.where(is_known, number, count)
     first, stop = buckets[bucket].T
@@ -294,31 +294,31 @@ def _check_inside(layout: PerBufferParamLayout, at: Ints) -> None:
     if not is_outside.any():
         return
     outside = int(is_outside.argmax())
-    name, (begin, finish, own) = layout.placed[outside]
-    has = "none such"
-    if 0 <= own < count:
-        low, high = layout.bucket_indices[own]
-        has = f"[{low}, {high})"
-    what = f"parameter {name!r} lies at [{begin}, {finish}) of bucket {own}"
-    raise ParamLayoutError(f"{what}, which is {has}")
+    name, (begin, finish, named) = layout.placed[outside]
+    extent = "not a bucket of the buffer"
+    if 0 <= named < count:
+        low, high = layout.bucket_indices[named]
+        extent = f"[{low}, {high})"
+    what = f"parameter {name!r} lies at [{begin}, {finish}) of bucket {named}"
+    raise ParamLayoutError(f"{what}, which is {extent}")
 
 
-def _check_filled(layout: PerBufferParamLayout, at: Ints) -> None:
-    """What a bucket counts as unpadded is at least what its parameters have."""
-    start, end, number = at.T
+def _check_filled(layout: PerBufferParamLayout, places: Ints) -> None:
+    """Raise ParamLayoutError if the parameters of a bucket have more elements than it counts as unpadded."""
+    start, end, number = places.T
     unpadded = layout.per_bucket_numel_unpadded
     filled = np.zeros(len(unpadded), np.int64)
     np.add.at(filled, number, end - start)
-    short = np.flatnonzero(filled > np.array(unpadded))
-    if len(short):
-        bucket = int(short[0])
+    too_small = np.flatnonzero(filled > np.array(unpadded))
+    if len(too_small):
+        bucket = int(too_small[0])
         what = f"bucket {bucket} has parameters of {filled[bucket]} elements"
         raise ParamLayoutError(f"{what}, and {unpadded[bucket]} unpadded; count them all")
 
 
-def _check_disjoint(layout: PerBufferParamLayout, at: Ints) -> None:
-    """No element belongs to two parameters; those without elements lie anywhere."""
-    start, end, _ = at.T
+def _check_disjoint(layout: PerBufferParamLayout, places: Ints) -> None:
+    """Raise ParamLayoutError if an element belongs to two parameters; empty parameters lie anywhere."""
+    start, end, _ = places.T
     filled = np.flatnonzero(end > start)
     order = filled[np.argsort(start[filled], kind="stable")]
     clashes = np.flatnonzero(start[order[1:]] < end[order[:-1]])
@@ -334,11 +334,11 @@ def _check_disjoint(layout: PerBufferParamLayout, at: Ints) -> None:
 
 
 def _check_counts(layout: PerBufferParamLayout) -> None:
-    """Indices and shapes are one per parameter, or none."""
-    given: dict[str, Sequence[object]] = {}
-    given["param_indices"] = layout.param_indices
-    given["shapes"] = layout.shapes
-    for what, values in given.items():
+    """Raise ParamLayoutError unless indices and shapes are one per parameter, or not given."""
+    optional: dict[str, Sequence[object]] = {}
+    optional["param_indices"] = layout.param_indices
+    optional["shapes"] = layout.shapes
+    for what, values in optional.items():
         if values and len(values) != len(layout.placed):
             raise ParamLayoutError(
                 f"{len(values)} {what} of {len(layout.placed)} parameters; give one each, or none"
@@ -349,7 +349,7 @@ def _check_counts(layout: PerBufferParamLayout) -> None:
 
 
 def _check_shares(layout: PerBufferParamLayout) -> None:
-    """Ranks get equal shares, and no parameter has elements of two optimizer shards."""
+    """Raise ParamLayoutError unless ranks get equal shares, and no parameter has elements of two optimizer shards."""
     ranks = layout.data_parallel_world_size
     shards = layout.num_optimizer_shards
     if ranks and shards and ranks != shards:
@@ -361,7 +361,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 
 
 def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None:
-    """Raise ParamLayoutError, which says how to `fix` it, where the ranks do not divide a bucket evenly."""
+    """Raise ParamLayoutError, which says how to `fix` it, if the ranks do not divide a bucket evenly."""
     for number, (start, end) in enumerate(buckets):
         if (end - start) % ranks:
             what = f"bucket {number} has {end - start} elements"
@@ -369,7 +369,7 @@ def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None
 
 
 def _check_borders(layout: PerBufferParamLayout, shards: int) -> None:
-    """No parameter lies across a border between optimizer shards."""
+    """Raise ParamLayoutError if a parameter lies across a border between optimizer shards."""
     for name, (start, end, number) in layout.placed:
         if end == start:
             continue

@@ -1,8 +1,8 @@
-"""Shares: what each rank of a data-parallel group has of a buffer, and of each parameter in it.
+"""Shares: the share of each rank of a data-parallel group in a buffer, and in each parameter in it.
 
 1. Rank r of n has the r-th n-th of every bucket; its shares, bucket after bucket, are one flat array.
-2. A parameter that lies across borders between shards is cut there. Parameters that lie alike are cut alike, and share
-   one tuple of cuts.
+2. A parameter that lies across borders between shards is cut there. Parameters that are cut in the same way share one
+   tuple of cuts.
 
 >>> from shardmath.buffers.megatron_ddp import distributed_optimizer
 >>> from shardmath.buffers.param import Param
@@ -47,10 +47,10 @@ Axis: TypeAlias = str | tuple[str, ...] | None
 def shard_ranges(
     buffer_layout: PerBufferParamLayout, shards: int, shard: int
 ) -> tuple[tuple[int, int], ...]:
-    """What of the buffer a rank has, a range per bucket: its flat array is these, one after the other.
+    """The ranges of the buffer that a rank has, one per bucket: together, one after the other, its flat array.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
-    where a bucket is not divided evenly.
+    if a bucket is not divided evenly.
     """
     count = check_shards(buffer_layout, shards)
     number = as_integer(shard, "the shard", ParamLayoutError)
@@ -65,7 +65,7 @@ def shard_ranges(
 
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
-    """Elements of a rank's flat array. Raises ParamLayoutError where a bucket is not divided evenly."""
+    """Elements of a rank's flat array. Raises ParamLayoutError if a bucket is not divided evenly."""
     count = check_shards(buffer_layout, shards)
     return buffer_layout.numel // count
 
@@ -77,11 +77,11 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """The number of shards, which the buffer is laid out for."""
+    """The number of shards. Raises ParamLayoutError unless the buffer is laid out for it."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a layout of one buffer"
         raise ParamLayoutError(
-            f"{what}; of a FullParamLayout take each value, and join what comes of them"
+            f"{what}; give each value of a FullParamLayout, and join the results"
         )
     shards = read_positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
@@ -97,7 +97,7 @@ def check_shards(buffer: object, given: int) -> int:
 
 
 class ShardRange(NamedTuple):
-    """What one shard has of a parameter: its elements lo..hi-1."""
+    """The elements lo..hi-1 of a parameter, which one shard has."""
 
     shard: int
     lo: int
@@ -105,14 +105,14 @@ class ShardRange(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The cuts of a parameter, and where in the flat array of its shard the first begins, and any later one."""
+    """The cuts of a parameter, and where in its shard's flat array the first cut begins, and any later one."""
 
     cuts: tuple[ShardRange, ...]
     at: int
     later: int
 
     def place(self, cut: ShardRange) -> int:
-        """Where the cut lies in the flat array of its shard."""
+        """The start of the cut in the flat array of its shard."""
         return self.later if cut.lo else self.at
 
 
@@ -128,22 +128,22 @@ def axes_of(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
 
 
 Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
-"""Cuts by all that they depend on; most parameters of a model are cut alike."""
+"""Cuts by the numbers that they depend on; most parameters of a model are cut in the same way."""
 
 
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """The shares of each parameter; equal cuts are one object, `known` has them."""
+    """The shares of each parameter; equal cuts are one object, which is kept in `known`."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]
-        # A shard has this much of the bucket, after its shares of the buckets before.
+        # A shard has `size` elements of the bucket, after `before` elements of the buckets before.
         size = (stop - first) // shards
         before = first // shards
         shard, offset = divmod(start - first, size) if size else (0, 0)
         numel = end - start
-        # Where it lies in its first shard matters only if it goes beyond that.
+        # The offset in its first shard matters only if the parameter goes beyond that shard.
         room = size - offset if offset + numel > size else -1
         key = shard, numel, room, size
         if key not in known:
@@ -152,7 +152,7 @@ def list_shares(
 
 
 def _list_cuts(start: int, numel: int, size: int) -> Iterator[ShardRange]:
-    """Elements start..start+numel-1 of a bucket, cut into what each shard of `size` has of them."""
+    """Elements start..start+numel-1 of a bucket, cut at the borders between shards of `size`."""
     if not numel:
         return
     end = start + numel

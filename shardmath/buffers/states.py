@@ -1,11 +1,11 @@
-"""Optimizer state in sharded buffers, as layouts: what plans, checkpoints and proofs take.
+"""Optimizer state in sharded buffers as layouts, for plans, checkpoints and proofs.
 
 1. Rank r of n has the r-th n-th of every bucket; its shards, bucket after bucket, are one flat array, in which all
-   views of a Store lie. Padding belongs to nobody: it is not moved, and not missed.
-2. Seen flat, a parameter's state is Ragged over its elements: rank by rank consecutive pieces, most of them empty.
-3. Seen in its own shape it is windows (`windows`). Where a parameter is itself divided, by tensor parallelism, ranges
-   are of what each rank has of it.
-4. Parameters that are cut alike have the same layouts, so that a plan is made once for all of them.
+   views of a Store lie. Padding belongs to no parameter: plans neither move nor miss it.
+2. As a flat tensor, a parameter's state is Ragged over its elements: consecutive pieces by rank, most of them empty.
+3. In the parameter's shape it is windows (`windows`). If tensor parallelism divides the parameter, a buffer's ranges
+   count the elements of each rank's part.
+4. Parameters that are cut in the same way have the same layouts, so that one plan is made for all of them.
 
 >>> from shardmath.buffers.megatron_ddp import distributed_optimizer
 >>> buffer = distributed_optimizer([Param("w", (4, 5)), Param("b", (108,))], data_parallel_world_size=2)
@@ -88,20 +88,20 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """How ranks hold what an optimizer keeps of each parameter, in the order of the buffer's map.
+    """The layouts of each parameter's optimizer state, in the order of the buffer's map.
 
-    With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` says where it lies. With
-    `shape="nd"`, name -> windows of the parameter's own shape, and the Store of views into each rank's flat array;
-    local tensors are called `name`, or `name[i]` where there are several windows; with `ranks`, it has views of these
+    With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
+    `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
+    tensors are called `name`, or `name[i]` if there are several windows; with `ranks`, the Store has views of these
     ranks only, and `buffer` names the array. Without `axis` all axes of the mesh share the buffer; ranks along other
-    axes than these hold the same.
+    axes hold replicas.
 
-    What is saved in the parameters' shapes can be loaded under any rule and any parallelism; what is saved flat, only
+    State saved in the parameters' shapes can be loaded under any rule and any parallelism; state saved flat, only
     flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks, with arrays of
     different names.
 
-    Raises ParamLayoutError for another number of ranks than the buffer is laid out for (but one, which has all of it),
-    where ranks do not divide a bucket evenly, or where shapes are needed and unknown.
+    Raises ParamLayoutError for another number of ranks than the buffer is laid out for (except one rank, which has
+    all of it), if ranks do not divide a bucket evenly, or if shapes are needed and unknown.
     """
     if known(shape, ("flat", "nd")) is None:
         raise ParamLayoutError(
@@ -118,7 +118,7 @@ def state_layouts(
         return _make_flat(buffer_layout, mesh, axes, shards, dtype)
     check_shards(buffer_layout, shards)
     shapes = _read_shapes(buffer_layout)
-    # Parameters of one shape share the Runs, by which tensors of equal windows are found.
+    # Parameters of one shape share the same Runs objects: `make_windows` finds equal windows by id.
     entire = {sizes: tuple(map(identity, sizes)) for sizes in set(buffer_layout.shapes)}
     held = {}
     cuts: Cuts = {}
@@ -130,7 +130,7 @@ def state_layouts(
 
 
 def _read_shapes(buffer: PerBufferParamLayout) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter. Raises ParamLayoutError for a buffer that does not have them."""
+    """The shape of each parameter. Raises ParamLayoutError if the buffer does not have shapes."""
     if len(buffer.shapes) != len(buffer.placed):
         what = "the buffer's layout has no shapes"
         fix = "make it with PerBufferParamLayout(..., shapes=), or use shape='flat'"
@@ -141,21 +141,20 @@ def _read_shapes(buffer: PerBufferParamLayout) -> dict[str, tuple[int, ...]]:
 def _make_flat(
     buffer: PerBufferParamLayout, mesh: Mesh, axes: tuple[str, ...], shards: int, dtype: object
 ) -> dict[str, Layout]:
-    """The flat layout of each parameter; those that are cut alike have one."""
-    made: dict[int, Layout] = {}
+    """The flat layout of each parameter; parameters that are cut in the same way share it."""
+    layout_of: dict[int, Layout] = {}
     layouts: dict[str, Layout] = {}
-    interned: Cuts = {}
-    for name, shares in list_shares(buffer, shards, interned):
-        cuts = shares.cuts
-        key = id(cuts)
-        if key not in made:
+    known_cuts: Cuts = {}
+    for name, shares in list_shares(buffer, shards, known_cuts):
+        key = id(shares.cuts)
+        if key not in layout_of:
             sizes = [0] * shards
-            for cut in cuts:
+            for cut in shares.cuts:
                 sizes[cut.shard] = cut.hi - cut.lo
             ragged = Ragged(0, tuple(sizes))
             spec = {axes: ragged} if axes else {}
-            made[key] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
-        layouts[name] = made[key]
+            layout_of[key] = Layout((sum(sizes),), mesh, spec, dtype=dtype)
+        layouts[name] = layout_of[key]
     return layouts
 
 
@@ -167,26 +166,26 @@ def state_store(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> Store:
-    """Where the flat layouts' local tensors lie in the flat arrays of `ranks`, all of the mesh if not given.
+    """The Store of the flat layouts' local tensors in the flat arrays of `ranks`, all of the mesh if not given.
 
-    `buffer` names the array. There is a view of each parameter and rank, of local tensors without elements at 0: name
-    `ranks` where there are many. Raises ParamLayoutError as `state_layouts` does.
+    `buffer` names the array. There is a view per parameter and rank, at 0 for local tensors without elements: give
+    `ranks` if the mesh has many. Raises ParamLayoutError as `state_layouts` does.
     """
     axes = axes_of(mesh, axis)
     shards = math.prod(mesh.axis_size(name) for name in axes)
     check_shards(buffer_layout, shards)
-    given = _read_ranks(ranks)
+    asked = _read_ranks(ranks)
     wanted = set(mesh.ranks)
-    if given is not None:
-        wanted &= given
+    if asked is not None:
+        wanted &= asked
     pairs = itertools.product(buffer_layout.param_index_map, wanted)
     views = {pair: View(buffer) for pair in pairs}
-    interned: Cuts = {}
+    known_cuts: Cuts = {}
     for group in mesh.groups(axes):
-        # A group without any of the ranks is most of a large mesh.
+        # In a large mesh most groups have none of the ranks.
         if wanted.isdisjoint(group):
             continue
-        for name, shares in list_shares(buffer_layout, shards, interned):
+        for name, shares in list_shares(buffer_layout, shards, known_cuts):
             for cut in shares.cuts:
                 rank = group[cut.shard]
                 if rank in wanted:
@@ -206,15 +205,15 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """How ranks hold the optimizer state of parameters that are themselves divided: windows, and where they lie.
+    """The optimizer state of parameters that are themselves divided: their windows, and the Store of their views.
 
-    `params` in forward order have their global shapes; `layouts` say, by name, which ranks of `mesh` have what of each,
-    alike along `axis`, the data-parallel axis. Each group along `axis` has a buffer of its own, which `rule` lays out
-    for what the group has, with `options` and the group's size as `data_parallel_world_size`. With `ranks`, the Store
-    has views of these ranks only; `buffer` names the array.
+    `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
+    rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which
+    `rule` lays out for the group's parts, with `options` and the group's size as `data_parallel_world_size`. With
+    `ranks`, the Store has views of these ranks only; `buffer` names the array.
 
-    Raises ParamLayoutError where ranks along `axis` have different parts of a parameter, a layout is missing, or the
-    rule does not take the options.
+    Raises ParamLayoutError if ranks along `axis` have different parts of a parameter, if a layout is missing, or if
+    the rule does not take the options.
     """
     if "data_parallel_world_size" in options:
         what = "data_parallel_world_size is the size of each group along the axis"
@@ -222,31 +221,29 @@ def model_parallel_state(
     listed = read_params(params)
     _check_parameters(listed, layouts)
     held: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
-    laid: dict[_Sizes, list[tuple[str, Shares]]] = {}
-    interned: Cuts = {}
+    shares_by_sizes: dict[_Sizes, list[tuple[str, Shares]]] = {}
+    known_cuts: Cuts = {}
     axes = axes_of(mesh, axis)
     check_rule(rule, "rule")
     for group in mesh.groups(axes):
         parts = _find_parts(listed, layouts, group)
         sizes = {name: tuple(map(len, runs)) for name, runs in parts.items()}
         key = tuple(sizes.items())
-        if key not in laid:
+        if key not in shares_by_sizes:
             local = _make_local(listed, sizes)
             count = len(group)
-            given = {**options, "data_parallel_world_size": count}
-            made = apply_rule(rule, local, given)
-            found = list_shares(made, count, interned)
-            laid[key] = list(found)
-        for name, shares in laid[key]:
-            own = GroupShares(group, parts[name], shares)
-            held[name].append(own)
+            group_options = {**options, "data_parallel_world_size": count}
+            buffer_layout = apply_rule(rule, local, group_options)
+            shares_by_sizes[key] = list(list_shares(buffer_layout, count, known_cuts))
+        for name, shares in shares_by_sizes[key]:
+            held[name].append(GroupShares(group, parts[name], shares))
     shapes = {param.name: param.shape for param in listed}
     wanted = _read_ranks(ranks)
     return make_windows(shapes, held, dtype, wanted, buffer)
 
 
 _Sizes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""The name and the local shape of each parameter: buffers of equal ones are laid out once."""
+"""The name and the local shape of each parameter: equal ones are laid out once."""
 
 
 def _read_ranks(ranks: Iterable[int] | None) -> set[int] | None:
@@ -258,7 +255,7 @@ def _read_ranks(ranks: Iterable[int] | None) -> set[int] | None:
 
 
 def _make_local(params: Iterable[Param], sizes: Mapping[str, tuple[int, ...]]) -> list[Param]:
-    """The parameters of which a group has a part, in its sizes."""
+    """The parameters of which the group has a part, in the shapes of the parts."""
     local = []
     for param in params:
         shape = sizes.get(param.name)
@@ -288,20 +285,20 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
 def _find_parts(
     params: Sequence[Param], layouts: Mapping[str, Layout], group: Sequence[int]
 ) -> dict[str, tuple[Runs, ...]]:
-    """What all ranks of the group have of each parameter; those of which they have no part are left out."""
-    held: dict[Layout, set[tuple[Runs, ...] | None]] = {}
-    parts: dict[str, tuple[Runs, ...]] = {}
+    """The part of each parameter that all ranks of the group have; parameters without a part are left out."""
+    parts_of: dict[Layout, set[tuple[Runs, ...] | None]] = {}
+    part_by_name: dict[str, tuple[Runs, ...]] = {}
     for param in params:
         layout = layouts[param.name]
-        if layout not in held:
+        if layout not in parts_of:
             mesh = layout.mesh
-            held[layout] = {layout.runs(rank) if rank in mesh else None for rank in group}
-        if len(held[layout]) > 1:
+            parts_of[layout] = {layout.runs(rank) if rank in mesh else None for rank in group}
+        if len(parts_of[layout]) > 1:
             ranks = ", ".join(map(str, group))
             what = f"parameter {param.name!r} is {layout}; ranks {ranks} share a buffer"
             fix = "name the axis along which they hold the same"
             raise ParamLayoutError(f"{what}, and hold different parts; {fix}")
-        (part,) = held[layout]
+        (part,) = parts_of[layout]
         if part is not None:
-            parts[param.name] = part
-    return parts
+            part_by_name[param.name] = part
+    return part_by_name

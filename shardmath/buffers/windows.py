@@ -1,9 +1,9 @@
-"""Windows: what ranks have of each parameter in their flat arrays, in the parameter's own shape.
+"""Windows: the ranks' shares of each parameter, as layouts of the parameter's shape.
 
 1. A row-major range of a tensor of d dimensions is at most 2 d - 1 boxes, each a window: a layout of the tensor in
    which the ranks that hold the box hold nothing else.
-2. Ranks that have the same of a tensor in buffers that are cut elsewhere hold the pieces between all of these cuts.
-3. Tensors that are cut alike have the same windows; a tensor without elements has one, on its first rank.
+2. Groups that have the same part of a tensor may cut it at different borders; windows are cut at all of these borders.
+3. Tensors that are cut in the same way share windows; a tensor without elements has one, on its first rank.
 
 >>> from shardmath.layouts.algebra.runs import identity
 >>> shares = Shares((ShardRange(0, 0, 4), ShardRange(1, 4, 6)), 0, 0)
@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """How one data-parallel group holds a tensor: its ranks, what they have of each dimension, and their shares."""
+    """How one data-parallel group holds a tensor: its ranks, their common part of each dimension, and their shares."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -43,7 +43,7 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window, of which cut of which group, and how far into the cut the window begins."""
+    """A rank that holds a window: the group and cut that it is in, and how far into the cut the window begins."""
 
     window: int
     group: int
@@ -53,19 +53,19 @@ class WindowHolder(NamedTuple):
 
 
 _Divided: TypeAlias = tuple[Windows, list[WindowHolder]]
-"""The windows of a tensor, and who holds each."""
+"""The windows of a tensor, and the holders of all."""
 
 
 class _HeldCut(NamedTuple):
-    """A cut of the shares of the group of that number, and the rank that holds it."""
+    """A cut of a group's shares, by the number of the group, and the rank that holds it."""
 
     group: int
     cut: ShardRange
     rank: int
 
 
-class _Piece(NamedTuple):
-    """Elements start..stop-1 of what groups have of a tensor, and the cuts that have all of them."""
+class _SharedPiece(NamedTuple):
+    """Elements start..stop-1 of a part of a tensor, and the cuts that have all of these elements."""
 
     start: int
     stop: int
@@ -79,24 +79,24 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows of each tensor, and where they lie in the arrays of these ranks, or of all.
+    """The windows of each tensor, and their places in the arrays of these ranks, or of all ranks.
 
-    Raises ParamLayoutError for a tensor that nobody holds, and where a window has the name of a tensor.
+    Raises ParamLayoutError for a tensor that no rank holds, and if a window has the name of a tensor.
     """
-    made: dict[object, _Divided] = {}
+    known: dict[object, _Divided] = {}
     windows: dict[str, Windows] = {}
     views: dict[tuple[str, int], View] = {}
     for name, groups in held.items():
         # Runs and cuts are interned by the caller, and `held` keeps them: their ids are short keys.
-        alike = tuple((one.group, id(one.runs), id(one.shares.cuts)) for one in groups)
-        key = shapes[name], alike
-        if key not in made:
+        group_keys = tuple((group.group, id(group.runs), id(group.shares.cuts)) for group in groups)
+        key = shapes[name], group_keys
+        if key not in known:
             shape = shapes[name]
-            divided, holders = _divide(name, shape, groups, dtype)
+            divided, holders = _make_tensor_windows(name, shape, groups, dtype)
             if ranks is not None:
                 holders = [holder for holder in holders if holder.rank in ranks]
-            made[key] = divided, holders
-        divided, holders = made[key]
+            known[key] = divided, holders
+        divided, holders = known[key]
         windows[name] = divided
         for holder in holders:
             local = divided.local_name(name, holder.window)
@@ -107,13 +107,13 @@ def make_windows(
 
 
 def _find_start(groups: Sequence[GroupShares], holder: WindowHolder) -> int:
-    """Where the window begins in the flat array of a rank that holds it."""
+    """The start of the window in the flat array of a rank that holds it."""
     shares = groups[holder.group].shares
     return shares.place(holder.cut) + holder.within
 
 
 def _check_names(windows: Mapping[str, Windows]) -> None:
-    """A window's name is not that of a parameter."""
+    """Raise ParamLayoutError if a window has the name of a parameter."""
     for name in windows:
         owner, bracket, _ = name.rpartition("[")
         if bracket and name in windows.get(owner, Windows()).local_names(owner):
@@ -121,10 +121,10 @@ def _check_names(windows: Mapping[str, Windows]) -> None:
             raise ParamLayoutError(f"{what}; rename one")
 
 
-def _divide(
+def _make_tensor_windows(
     name: str, shape: tuple[int, ...], groups: Sequence[GroupShares], dtype: object
 ) -> _Divided:
-    """The windows of a tensor, and where each rank has each."""
+    """The windows of a tensor, and their holders. Raises ParamLayoutError if no rank has a part of it."""
     if not groups:
         what = f"parameter {name!r}: no rank of the mesh has a part of it"
         raise ParamLayoutError(f"{what}; give its ranks")
@@ -145,8 +145,8 @@ def _divide(
     return Windows(windows), holders
 
 
-def _list_boxes(runs: Sequence[Runs], piece: _Piece) -> Iterator[tuple[int, Box]]:
-    """The boxes of a piece, each with the number of its first element among all that the runs hold."""
+def _list_boxes(runs: Sequence[Runs], piece: _SharedPiece) -> Iterator[tuple[int, Box]]:
+    """The boxes of a piece, each with the number of its first element in row-major order of the runs."""
     sizes = tuple(map(len, runs))
     start = piece.start
     for box in flat_boxes(sizes, piece.start, piece.stop):
@@ -155,7 +155,7 @@ def _list_boxes(runs: Sequence[Runs], piece: _Piece) -> Iterator[tuple[int, Box]
 
 
 def _make_replicas(ranks: list[int]) -> Mesh:
-    """The mesh of ranks that all have the same."""
+    """The mesh of ranks that all hold the same elements."""
     if len(ranks) == 1:
         return Mesh(ranks=ranks)
     return Mesh(replica=len(ranks), ranks=ranks)
@@ -181,23 +181,23 @@ def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:
 
 
 def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_HeldCut]]:
-    """The cuts of all groups that have the same of the tensor, by what they have."""
+    """The cuts of all groups, by the part of the tensor that the group has."""
     by_runs: dict[tuple[Runs, ...], list[_HeldCut]] = {}
-    for number, one in enumerate(groups):
-        cuts = by_runs.setdefault(one.runs, [])
-        for cut in one.shares.cuts:
-            cuts.append(_HeldCut(number, cut, one.group[cut.shard]))
+    for number, group_shares in enumerate(groups):
+        cuts = by_runs.setdefault(group_shares.runs, [])
+        for cut in group_shares.shares.cuts:
+            cuts.append(_HeldCut(number, cut, group_shares.group[cut.shard]))
     return by_runs
 
 
-def _cut_pieces(cuts: Sequence[_HeldCut]) -> Iterator[_Piece]:
-    """The pieces between all borders of the cuts, without those that no cut has."""
+def _cut_pieces(cuts: Sequence[_HeldCut]) -> Iterator[_SharedPiece]:
+    """The pieces between all borders of the cuts, without pieces that no cut has."""
     borders = sorted({border for held in cuts for border in (held.cut.lo, held.cut.hi)})
     coming = sorted(cuts, key=lambda held: held.cut.lo, reverse=True)
-    here: list[_HeldCut] = []
+    current: list[_HeldCut] = []
     for start, stop in itertools.pairwise(borders):
-        here = [held for held in here if held.cut.hi > start]
+        current = [held for held in current if held.cut.hi > start]
         while coming and coming[-1].cut.lo <= start:
-            here.append(coming.pop())
-        if here:
-            yield _Piece(start, stop, sorted(here))
+            current.append(coming.pop())
+        if current:
+            yield _SharedPiece(start, stop, sorted(current))

@@ -1,18 +1,18 @@
-"""Layouts: who holds what of one tensor.
+"""Layouts: which ranks hold which elements of one tensor.
 
 In reading order:
 
 - `algebra`: one dimension, and the mesh that divides it;
-- `placement`: what people say about a dimension and a mesh axis;
-- `reader`: text as tokens that know where they stand;
-- `words`: one digit as written, and what words stand for;
+- `placement`: how one mesh axis divides one dimension;
+- `reader`: text as tokens with their positions;
+- `words`: one digit as written, and the stages that words stand for;
 - `notation`: text to dimensions;
 - `unparse`: dimensions to text;
-- `spelling`: the three ways to say how a tensor is divided;
-- `layout`: who holds what;
-- `holdings`: what ranks hold, in one form however callers spelled it;
-- `fitting`: what each coordinate holds, as the dimension that people would write;
-- `edits`: layouts made from another one;
-- `store`: which buffer, and which view of it;
-- `styles`: how tensor parallelism divides which layer.
+- `spelling`: the three ways to write how a tensor is divided;
+- `layout`: the value of a layout;
+- `holdings`: what ranks hold, in one form for all spellings;
+- `fitting`: layouts found from what each rank holds;
+- `edits`: layouts made from another layout;
+- `store`: the buffer that a local tensor lies in, and its view there;
+- `styles`: how tensor parallelism divides each kind of layer.
 """

@@ -1,4 +1,4 @@
-"""Edits: layouts made from another one, of the same local tensors or with other labels.
+"""Edits: layouts made from another layout, of the same local tensors or with other labels.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> layout = Layout((9, 4), Mesh(tp=2), "(tp n) h")
@@ -33,7 +33,7 @@ def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
 
 
 def cast(layout: Layout, dtype: object) -> Layout:
-    """The same holdings with elements of another type. Raises LayoutError for an unknown one."""
+    """The same holdings with elements of another type. Raises LayoutError for an unknown type."""
     _check_layout(layout)
     name = dtypes.canonical(dtype)
     return intern(layout.shape, name, layout.mesh, layout.dims, layout.partial)
@@ -42,7 +42,7 @@ def cast(layout: Layout, dtype: object) -> Layout:
 def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
     """The same layout with every rank renamed; ranks not named keep their number.
 
-    Raises MeshError if two ranks get one name.
+    Raises MeshError if two ranks get one number.
     """
     _check_layout(layout)
     mesh = layout.mesh.relabel(ranks)
@@ -75,21 +75,21 @@ def window(layout: Layout, box: Box) -> Layout:
     box = _read_box(layout, box)
     dims = []
     for dim, (lo, hi) in zip(layout.dims, box, strict=True):
-        kept = _keep(dim, lo, hi)
+        kept = _restrict_stored(dim, lo, hi)
         dims.append(Dimension(dim.size, dim.fields, kept))
     return intern(layout.shape, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """The layout of the slice `box` as a tensor of its own, in the same local tensors: holes outside it.
+    """The layout of the slice `box` as a separate tensor, in the same local tensors with holes outside it.
 
     Raises LayoutError for a box that is not inside the tensor.
     """
     box = _read_box(layout, box)
     dims = []
     for dim, (lo, hi) in zip(layout.dims, box, strict=True):
-        kept = _keep(dim, lo, hi)
-        # The slice counts its positions from its own beginning.
+        kept = _restrict_stored(dim, lo, hi)
+        # The slice counts positions from its beginning.
         segments = [(local, g - lo, n) for local, g, n in kept.segments]
         stored = Runs(segments, len(kept))
         length = hi - lo
@@ -98,8 +98,8 @@ def sliced(layout: Layout, box: Box) -> Layout:
     return intern(sizes, layout.dtype, layout.mesh, tuple(dims), layout.partial)
 
 
-def _keep(dim: Dimension, lo: int, hi: int) -> Runs:
-    """What the dimension stores of [lo, hi), with holes for all else."""
+def _restrict_stored(dim: Dimension, lo: int, hi: int) -> Runs:
+    """The stored positions of the dimension that are in [lo, hi), with holes for all others."""
     stored = identity(dim.size) if dim.stored is None else dim.stored
     return restrict(stored, lo, hi)
 
@@ -109,22 +109,22 @@ def _check_layout(layout: object) -> None:
 
 
 def _read_box(layout: Layout, box: Box) -> Box:
-    """The box, in integers. Raises LayoutError unless it is one of the layout's tensor."""
+    """The box in Python's integers. Raises LayoutError unless it is inside the layout's tensor."""
     _check_layout(layout)
     spans = []
     for span in listed(box, "spans", LayoutError):
         borders = listed(span, "the start and stop of a box", LayoutError)
         spans.append(borders)
     what = f"a border of box {spans}"
-    read = []
+    spans_read = []
     for borders in spans:
-        integers = tuple(as_integer(x, what, LayoutError) for x in borders)
-        read.append(integers)
-    if len(read) != layout.ndim or not all(map(_is_inside, read, layout.shape)):
+        integers = tuple(as_integer(border, what, LayoutError) for border in borders)
+        spans_read.append(integers)
+    if len(spans_read) != layout.ndim or not all(map(_is_inside, spans_read, layout.shape)):
         raise LayoutError(
-            f"box {box} is not inside shape {layout.shape}; give one (start, stop) a dimension"
+            f"box {box} is not inside shape {layout.shape}; give one (start, stop) per dimension"
         )
-    return typed(Box, tuple(read))
+    return typed(Box, tuple(spans_read))
 
 
 def _is_inside(span: tuple[int, ...], n: int) -> bool:

@@ -1,11 +1,11 @@
-"""Fitting: what each coordinate holds of one dimension, as the dimension that people would write.
+"""Fitting: the dimension that people would write, found from what each coordinate holds.
 
 1. Parts are tried, in this order: undivided, chunks over the axes in any order, balanced, consecutive parts of
-   given sizes, round robin. What none of them says is a Table.
-2. What a rank holds is **trimmed** first: positions at equal distances, with none of the tensor's before, between
-   or behind them, are a view with an offset and a step, and no holes.
+   given sizes, round robin. If none of them fits, the dimension is a Table.
+2. What a rank holds is **trimmed** first: positions at equal distances become a view with an offset and a step,
+   without the holes before, between and after them.
 3. `from_holdings` finds the mesh too: parts that are held in every combination, equally often, are one layout;
-   else windows, each of which is.
+   any others are windows, each of them such a layout.
 
 >>> from shardmath.layouts.algebra.runs import from_ranges
 >>> trim(from_ranges([3, (4, 5), 1, (5, 6), 1, (6, 7), 1]))
@@ -46,11 +46,11 @@ from shardmath.layouts.placement import (
 __all__ = ["Trim", "fit", "from_holdings", "trim"]
 
 MOST_AXES = 4
-"""Whose orders are all tried."""
+"""The most axes of which all orders are tried."""
 
 
 class Trim(NamedTuple):
-    """Where a view lies in one dimension of a stored tensor."""
+    """The place of a view in one dimension of a stored tensor."""
 
     offset: int
     step: int
@@ -63,30 +63,30 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """The view that holds all that the runs hold, and what lies where in it."""
+    """The smallest view that holds all positions of the runs, and the Runs within this view."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
     offset, _, _ = segments[0]
-    # Rows of two components in turn are one strided view of each, not a run a row.
+    # Alternating rows of two components are one strided view per component, not a run per row.
     step = _find_step(runs)
     if step > 1:
-        return Trim(offset, step, len(segments)), _close_up(segments)
-    last, _, behind = segments[-1]
-    length = last + behind - offset
+        return Trim(offset, step, len(segments)), _remove_holes(segments)
+    last, _, last_length = segments[-1]
+    length = last + last_length - offset
     moved = [(lo - offset, g, n) for lo, g, n in segments]
     return Trim(offset, 1, length), Runs(moved, length)
 
 
-def _close_up(segments: Iterable[Segment]) -> Runs:
-    """Single positions one after the other."""
+def _remove_holes(segments: Iterable[Segment]) -> Runs:
+    """The Runs of single positions without the holes between them."""
     positions = [g for _, g, _ in segments]
     dense = [(i, g, 1) for i, g in enumerate(positions)]
     return Runs(dense)
 
 
 def _find_step(runs: Runs) -> int:
-    """The distance of single positions that are equally far from each other; 1 for anything else."""
+    """The distance between single positions if it is always the same; 1 for any other segments."""
     segments = runs.segments
     if len(segments) < 2 or any(n != 1 for _, _, n in segments):
         return 1
@@ -96,22 +96,22 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """The dimension of n positions of which each coordinate of the axes, last fastest, holds these Runs."""
+    """The dimension of n positions in which the coordinates of the axes, last fastest, hold these Runs."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts
         return Dimension(n, (Field(len(runs)),), runs)
     for dimension in _list_candidates(n, used, parts):
         in_order = list(dimension.axes) == list(used)
-        found = list(cells(dimension)) if in_order else _reorder(dimension, used)
-        if found == parts:
+        candidate_parts = list(cells(dimension)) if in_order else _list_parts(dimension, used)
+        if candidate_parts == parts:
             return dimension
     table = Table(0, tuple(parts))
-    return _make(n, table, used)
+    return _divide_flattened(n, table, used)
 
 
 def _drop_axes(axes: dict[str, int], held: list[Runs]) -> tuple[dict[str, int], list[Runs]]:
-    """The axes along which anything differs, and what their coordinates hold."""
+    """The axes along which parts differ, and the parts of their coordinates."""
     for name in list(axes):
         first = _select_first(axes, name, held)
         # An axis along which all hold the same divides nothing: it replicates.
@@ -130,7 +130,7 @@ def _select_first(axes: Mapping[str, int], name: str, held: list[Runs]) -> list[
 
 
 def _repeat(axes: Mapping[str, int], name: str, first: list[Runs]) -> list[Runs]:
-    """The same at every coordinate of the axis."""
+    """The parts of coordinate 0 repeated at every coordinate of the axis."""
     inner = _count_inside(axes, name)
     repeated: list[Runs] = []
     for start in range(0, len(first), inner):
@@ -139,7 +139,7 @@ def _repeat(axes: Mapping[str, int], name: str, first: list[Runs]) -> list[Runs]
 
 
 def _count_inside(axes: Mapping[str, int], name: str) -> int:
-    """Coordinates of all axes that are faster than this one."""
+    """The number of coordinates of all axes that are faster than this one."""
     names = list(axes)
     faster = names[names.index(name) + 1 :]
     return math.prod(axes[axis] for axis in faster)
@@ -147,20 +147,20 @@ def _count_inside(axes: Mapping[str, int], name: str) -> int:
 
 def _list_candidates(n: int, axes: dict[str, int], parts: list[Runs]) -> Iterator[Dimension]:
     """Dimensions that people would write, each on all these axes."""
-    # Where axes do not divide evenly, the order in which they cut shows: (tp dp n) is not (dp tp n).
+    # If axes do not divide evenly, the order in which they cut matters: (tp dp n) is not (dp tp n).
     if len(axes) <= MOST_AXES:
         shards = [stage_of(Shard(0), (axis,), (size,)) for axis, size in axes.items()]
         for stages in itertools.permutations(shards):
             field = divided(n, stages)
             yield Dimension(n, (field,))
-    yield _make(n, Balanced(0), axes)
+    yield _divide_flattened(n, Balanced(0), axes)
     sizes = tuple(runs.size for runs in parts)
     if sum(sizes) == n:
-        yield _make(n, Ragged(0, sizes), axes)
-    yield _make(n, BlockCyclic(0), axes)
+        yield _divide_flattened(n, Ragged(0, sizes), axes)
+    yield _divide_flattened(n, BlockCyclic(0), axes)
 
 
-def _make(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
+def _divide_flattened(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
     """The dimension that the placement divides over the axes, flattened."""
     sizes = tuple(axes.values())
     stage = stage_of(placement, tuple(axes), sizes)
@@ -168,31 +168,31 @@ def _make(n: int, placement: Placement, axes: Mapping[str, int]) -> Dimension:
     return Dimension(n, (field,))
 
 
-def _reorder(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
-    """What each coordinate of these axes holds, last fastest."""
-    found = []
-    for at in itertools.product(*map(range, axes.values())):
-        coords = dict(zip(axes, at, strict=True))
+def _list_parts(dimension: Dimension, axes: Mapping[str, int]) -> list[Runs]:
+    """What each coordinate of these axes holds, last fastest; nothing if the dimension rejects one."""
+    parts = []
+    for point in itertools.product(*map(range, axes.values())):
+        coords = dict(zip(axes, point, strict=True))
         try:
-            found.append(dimension.runs(coords))
+            parts.append(dimension.runs(coords))
         except PlacementError:
             return []
-    return found
+    return parts
 
 
 # The inverse of `Layout.runs`
 
 Parts: TypeAlias = tuple[Runs, ...]
-"""What a rank holds: one Runs per dimension."""
+"""The Runs that a rank holds, one per dimension."""
 
 
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """The layout under which every rank holds these Runs, one per dimension; windows where no layout is.
+    """The layout under which every rank holds these Runs, one per dimension; windows if there is no such layout.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
-    without Partial. Raises LayoutError for no ranks, another number of dimensions, and what is not inside the shape.
+    without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.
     """
     written = listed(shape, "sizes", LayoutError)
     sizes = tuple(as_integer(n, "a size", LayoutError) for n in written)
@@ -205,21 +205,21 @@ def from_holdings(
 
 
 def _check_parts(sizes: tuple[int, ...], rank: int, runs: Sequence[Runs]) -> Parts:
-    """What the rank holds. Raises LayoutError unless it is inside the shape."""
+    """The Runs that the rank holds. Raises LayoutError unless they are inside the shape."""
     parts = tuple(runs)
     if len(parts) != len(sizes):
         raise LayoutError(
             f"rank {rank} holds {len(parts)} dimensions, shape {sizes} has {len(sizes)}; "
             f"give one Runs per dimension"
         )
-    for own, n in zip(parts, sizes, strict=True):
-        if own.extent > n:
-            raise LayoutError(f"rank {rank} holds {own} of a dimension of {n}; stay inside")
+    for dim_runs, n in zip(parts, sizes, strict=True):
+        if dim_runs.extent > n:
+            raise LayoutError(f"rank {rank} holds {dim_runs} of a dimension of {n}; stay inside")
     return parts
 
 
 class _Finder:
-    """Finds the windows of what ranks hold, once for ranks that are grouped by the same parts again."""
+    """Finds the windows of what ranks hold, once per group of ranks."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: str) -> None:
         self.sizes = sizes
@@ -227,43 +227,43 @@ class _Finder:
         self.known: dict[frozenset[int], list[Layout]] = {}
 
     def find(self, held: dict[int, Parts]) -> list[Layout]:
-        """Layouts that together say what is held: one, or those of the dimension that needs fewest."""
-        # First by one dimension and then by another makes the groups of the other order.
+        """The layouts that together hold the parts: one, or the windows of the dimension that needs fewest."""
+        # Grouping by one dimension and then by another makes the same groups as the other order.
         ranks = frozenset(held)
-        found = self.known.get(ranks)
-        if found is None:
+        windows = self.known.get(ranks)
+        if windows is None:
             whole = self._find_layout(held)
-            found = self._find_windows(held) if whole is None else [whole]
-            self.known[ranks] = found
-        return found
+            windows = self._find_windows(held) if whole is None else [whole]
+            self.known[ranks] = windows
+        return windows
 
     def _find_windows(self, held: dict[int, Parts]) -> list[Layout]:
-        """Of the dimensions by whose parts the ranks can be grouped, the windows of the one that needs fewest."""
+        """The fewest windows that grouping the ranks by their part of one dimension gives."""
         best: list[Layout] = []
         for d in range(len(self.sizes)):
             groups = _group_by_part(held, d)
             if len(groups) == 1:
                 continue
-            found: list[Layout] = []
+            windows: list[Layout] = []
             for group in groups:
-                found += self.find(group)
-            if not best or len(found) < len(best):
-                best = found
+                windows += self.find(group)
+            if not best or len(windows) < len(best):
+                best = windows
         return best
 
     def _find_layout(self, held: dict[int, Parts]) -> Layout | None:
-        """The one layout of what is held; None where parts are not held in every combination alike."""
+        """The one layout of what is held; None unless parts are held in every combination, equally often."""
         by_dimension = zip(*held.values(), strict=True)
         parts_by_dim = [_repeat_parts(Counter(parts)) for parts in by_dimension]
         count = math.prod(map(len, parts_by_dim))
-        # Before the combinations are made: of many dimensions there may be far more than ranks.
+        # Checked before combinations are made: with many dimensions they may be far more than ranks.
         if len(held) % count:
             return None
         copies = len(held) // count
         combinations = list(itertools.product(*parts_by_dim))
         if Counter(combinations * copies) != Counter(held.values()):
             return None
-        ranks = _order(combinations, held, copies)
+        ranks = _order_ranks(combinations, held, copies)
         return self._make_layout(parts_by_dim, copies, ranks)
 
     def _make_layout(
@@ -284,7 +284,7 @@ class _Finder:
 
 
 def _group_by_part(held: Mapping[int, Parts], d: int) -> Collection[dict[int, Parts]]:
-    """The ranks that hold the same part of dimension d."""
+    """Groups of ranks that hold the same part of dimension d."""
     groups: dict[Runs, dict[int, Parts]] = {}
     for rank, parts in held.items():
         group = groups.setdefault(parts[d], {})
@@ -293,26 +293,26 @@ def _group_by_part(held: Mapping[int, Parts], d: int) -> Collection[dict[int, Pa
 
 
 def _repeat_parts(counts: Counter[Runs]) -> list[Runs]:
-    """The parts of a dimension by their first position; one that is held twice as often stands twice."""
-    often = math.gcd(*counts.values())
+    """The parts of a dimension by first position; a part that is held twice as often is listed twice."""
+    unit = math.gcd(*counts.values())
     order = sorted(counts, key=_first_position)
-    return [part for part in order for _ in range(counts[part] // often)]
+    return [part for part in order for _ in range(counts[part] // unit)]
 
 
 def _first_position(runs: Runs) -> tuple[float, tuple[object, ...]]:
-    """Where the part begins; parts of nothing are last, as the last of ceil-chunks are."""
+    """A sort key: the first position of the part. Empty parts are last, as the last ceil-chunks are."""
     positions = [g for _, g, _ in runs.segments]
     first = min(positions, default=math.inf)
     return first, runs.segments
 
 
-def _order(combinations: list[Parts], held: Mapping[int, Parts], copies: int) -> list[int]:
-    """The ranks in the order of the mesh: combination by combination, and copies of each."""
-    waiting: dict[Parts, list[int]] = {}
+def _order_ranks(combinations: list[Parts], held: Mapping[int, Parts], copies: int) -> list[int]:
+    """The ranks in the order of the mesh: by combination, with the copies of each combination together."""
+    ranks_of: dict[Parts, list[int]] = {}
     for rank, parts in held.items():
-        waiting.setdefault(parts, []).append(rank)
+        ranks_of.setdefault(parts, []).append(rank)
     ranks = []
     for parts in combinations:
-        ranks += waiting[parts][:copies]
-        del waiting[parts][:copies]
+        ranks += ranks_of[parts][:copies]
+        del ranks_of[parts][:copies]
     return ranks

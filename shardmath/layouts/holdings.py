@@ -1,17 +1,15 @@
-"""Holdings: what ranks hold, in one form however callers spelled it.
+"""Holdings: what ranks hold, in one form for all spellings.
 
-1. Layouts are **equivalent** if every rank holds the same elements in the same order, and, where Partial
-   axes wait, the same addend. An axis of size 1, and a Partial over one rank, say nothing.
-2. What ranks hold is a product over dimensions: the distinct parts of each, and which part is whose.
+1. Layouts are **equivalent** if every rank holds the same elements in the same order, and, with Partial axes,
+   the same addend. An axis of size 1, and a Partial over one rank, make no difference.
+2. What ranks hold is a product over dimensions: the distinct parts of each, and the part of each rank.
    Parts are numbered by the lowest rank that holds them, so that mesh order does not matter.
-3. A digest is kept in its parts (of a dimension, of positions, of ranks), since the tensors of a model
+3. The parts of a digest (of a dimension, of positions, of ranks) are cached, since the tensors of a model
    share them.
-4. Callers give a Layout, or a tuple of Layouts of one shape where a tensor is held in several pieces. Where
-   that comes in, `windows_of` or `read_windows` makes it `Windows`, and nothing beyond asks which of the two
-   it was.
-5. A tensor held under one layout has one local tensor, which has the tensor's name. Of several windows,
-   that of window i is `name[i]`. Where all ranks of a window leave, the other windows go on to be called
-   as they were.
+4. Callers give a Layout, or a tuple of Layouts of one shape if a tensor is held in several pieces.
+   `windows_of` and `read_windows` make `Windows` of either, and no later code asks which of the two it was.
+5. A tensor held under one layout has one local tensor, with the tensor's name. Of several windows, the local
+   tensor of window i is `name[i]`. If all ranks of a window leave, the other windows keep their names.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> one = Layout((8, 4), Mesh(dp=2, tp=2), "(dp tp n) h")
@@ -56,14 +54,14 @@ __all__ = [
 ]
 
 _Order: TypeAlias = tuple[int, ...] | None
-"""An order of positions; None for as they are."""
+"""An order of positions; None if they stay as they are."""
 
 
 def equivalent(a: Layout, b: Layout) -> bool:
-    """Whether every rank holds the same of the same tensor, in the same order, under both layouts."""
-    for x in (a, b):
-        instance(x, Layout, "equivalent compares two layouts", LayoutError)
-    return a is b or _spell(a) == _spell(b)
+    """Whether every rank holds the same elements of the same tensor, in the same order, under both layouts."""
+    for layout in (a, b):
+        instance(layout, Layout, "equivalent compares two layouts", LayoutError)
+    return a is b or _canonicalize(a) == _canonicalize(b)
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
@@ -75,8 +73,8 @@ def holdings_digest(layout: Layout) -> tuple[str, str]:
     return layout._digest  # type: ignore[return-value]
 
 
-def _spell(layout: Layout) -> tuple[object, ...]:
-    """What each rank holds, in ascending order of ranks, and the ranks."""
+def _canonicalize(layout: Layout) -> tuple[object, ...]:
+    """A value that equivalent layouts share: what each rank holds, by ascending rank, and the ranks."""
     form = layout.form
     order, ranks = _sort_ranks(layout.mesh)
     mesh = form.mesh
@@ -86,7 +84,7 @@ def _spell(layout: Layout) -> tuple[object, ...]:
 
 
 def _sort_ranks(mesh: Mesh) -> tuple[_Order, tuple[int, ...]]:
-    """The order of positions by ascending rank, None if they are so, and the ranks."""
+    """The order of positions by ascending rank, None if they are ascending, and the sorted ranks."""
     ascending = tuple(sorted(mesh.ranks))
     if ascending == mesh.ranks:
         return None, ascending
@@ -94,7 +92,7 @@ def _sort_ranks(mesh: Mesh) -> tuple[_Order, tuple[int, ...]]:
 
 
 def _list_addends(form: Layout, order: _Order) -> tuple[object, ...]:
-    """What the Partial axes wait for, and the addend of each position; nothing for one addend."""
+    """The reduction of the Partial axes and the addend of each position; () if there is one addend."""
     if not form.partial:
         return ()
     names = [name for name, _ in form.partial]
@@ -107,26 +105,26 @@ def _list_addends(form: Layout, order: _Order) -> tuple[object, ...]:
 
 
 _Numbered: TypeAlias = tuple[tuple[Runs, ...], tuple[int, ...]]
-"""Parts, and the number of each position's part."""
+"""Parts, and the number of the part at each position."""
 
 
 @memo()
 def _number_parts(dim: Dimension, mesh: Mesh, order: _Order) -> _Numbered:
     """The parts in the order of the first position that holds them, and each position's number.
 
-    No numbers for one part, so that a dimension that nothing divides is alike on all meshes.
+    A single part has no numbers, so that an undivided dimension is equal on all meshes.
     """
-    parts = partition(dim)
-    if len(parts.parts) == 1:
-        return parts.parts, ()
-    part_of = parts.by_rank(mesh)
+    divided = partition(dim)
+    if len(divided.parts) == 1:
+        return divided.parts, ()
+    part_of = divided.by_rank(mesh)
     if order is not None:
         part_of = part_of[list(order)]
-    held = part_of.tolist()
+    part_at = part_of.tolist()
     # A dict keeps the order in which its keys first came.
-    number = {part: i for i, part in enumerate(dict.fromkeys(held))}
-    numbered = tuple(parts.parts[part] for part in number)
-    return numbered, tuple(map(number.__getitem__, held))
+    number_of = {part: i for i, part in enumerate(dict.fromkeys(part_at))}
+    numbered = tuple(divided.parts[part] for part in number_of)
+    return numbered, tuple(map(number_of.__getitem__, part_at))
 
 
 @memo()
@@ -145,7 +143,7 @@ def _digest_positions(form: Layout, order: _Order) -> str:
 
 @memo()
 def _digest_ranks(mesh: Mesh) -> tuple[_Order, str]:
-    """The order of positions by ascending rank, None if they are so, and a digest of the ranks."""
+    """The order of positions by ascending rank, None if they are ascending, and a digest of the ranks."""
     order, ascending = _sort_ranks(mesh)
     return order, digest(ascending)
 
@@ -154,31 +152,31 @@ def _digest_ranks(mesh: Mesh) -> tuple[_Order, str]:
 
 
 LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
-"""How callers say that a side holds one tensor: a layout, or several windows of one shape."""
+"""How callers give what a side holds of a tensor: a layout, or several windows of one shape."""
 
 
 class Windows(tuple[Layout, ...]):
     """The layouts of a tensor's windows; one for a tensor held under one layout.
 
-    `numbers` are those by which the windows are called where others have left; None: their places.
+    `numbers` are the numbers in their names after other windows have left; None: their positions.
     """
 
     numbers: tuple[int, ...] | None = None
 
     @property
     def is_single(self) -> bool:
-        """Whether the tensor is held under one layout, and the local tensor has its name."""
+        """Whether the tensor is held under one layout, so that the local tensor has its name."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """The local tensor of a window of the tensor `name`."""
+        """The name of the local tensor of a window of the tensor `name`."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """The local tensor of every window of the tensor `name`, in order."""
+        """The names of the local tensors of all windows of the tensor `name`, in order."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
@@ -188,13 +186,13 @@ class Windows(tuple[Layout, ...]):
                 yield local, layout
 
     def named_alike(self, layouts: Iterable[Layout]) -> Windows:
-        """Windows of other layouts, one for each of these, which are called as these are."""
+        """Windows of other layouts, one for each of these, with the same names."""
         others = Windows(layouts)
         others.numbers = self.numbers
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """What stays of them, by place, under the names that they have.
+        """The windows that stay, given by position, under the names that they have.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -206,12 +204,12 @@ class Windows(tuple[Layout, ...]):
             kept.numbers = self.numbers
         else:
             numbers = self.numbers or range(len(self))
-            kept.numbers = tuple(numbers[place] for place in layouts)
+            kept.numbers = tuple(numbers[position] for position in layouts)
         return kept
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
-    """Bytes of each rank's local tensors on this side of a plan, with all their cells.
+    """Bytes of each rank's local tensors on this side of a plan, holes included.
 
     >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
     {0: 24, 1: 16}
@@ -227,7 +225,7 @@ def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
 
 
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
-    """What a caller gave as the layout of the tensor `name`. Raises `error` for anything else."""
+    """The windows that a caller gave for the tensor `name`. Raises `error` for anything else."""
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
         raise error(f"tensor {name!r} is {shown(held)}; give a Layout or a tuple of Layouts")
@@ -239,17 +237,16 @@ def read_windows(
 ) -> dict[str, Windows]:
     """The windows of these tensors in their order, or of all; tensors given the same object share them.
 
-    Raises `error` for what is neither a Layout nor a tuple of them.
+    Raises `error` for anything but a Layout or a tuple of Layouts.
     """
     order = list(side if names is None else names)
     held = list(map(side.__getitem__, order))
-    known: dict[int, Windows] = {}
+    windows_by_id: dict[int, Windows] = {}
     # Tens of thousands of tensors go through here, so each object is read once, and the rest is map.
-    # Reversed, so that an object is kept with the first of its names.
+    # Reversed, so that the first of an object's names overwrites the others.
     ids = list(map(id, held))
-    backwards = zip(reversed(ids), reversed(order), strict=True)
-    first = dict(backwards)
-    for at, name in first.items():
-        known[at] = windows_of(side[name], name, error)
-    windows = map(known.__getitem__, ids)
+    first_name = dict(zip(reversed(ids), reversed(order), strict=True))
+    for key, name in first_name.items():
+        windows_by_id[key] = windows_of(side[name], name, error)
+    windows = map(windows_by_id.__getitem__, ids)
     return dict(zip(order, windows, strict=True))

@@ -1,11 +1,11 @@
-"""Layout: who holds what of one tensor.
+"""Layout: which ranks hold which elements of one tensor.
 
 1. A layout is shape + dtype + mesh + the stages of digits of each dimension + the Partial axes.
 2. Three spellings (`spelling`) make the same value: a tuple with one placement per mesh axis; a mapping
    from axis, or tuple of axes, to placement; text.
 3. One tuple with StridedShard has two readings: `"placement"` applies the splits as written, `"order"`
-   decodes the order of splits that the strides stand for (what FSDP2 stores). They differ where sizes
-   do not divide.
+   decodes the order of splits that the strides stand for (what FSDP2 stores). They differ if sizes do
+   not divide evenly.
 4. Layouts are interned: equal layouts are one object. Equality is structural; `equivalent` compares
    what ranks hold.
 5. What a rank holds is a product over dimensions, each depending only on the axes that divide it.
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "intern"]
 
 MOST_BYTES = 1 << 56
-"""Of one tensor; sums over tensors and ranks stay exact in 64 bits."""
+"""The largest tensor; sums over tensors and ranks stay exact in 64 bits."""
 
 _Key: TypeAlias = tuple[tuple[int, ...], str, Mesh, tuple[Dimension, ...], Partials]
 _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictionary()
@@ -60,7 +60,7 @@ _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictiona
 @public
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False, init=False)
 class Layout:
-    """Who holds what of a tensor of global shape `shape`.
+    """Which ranks hold which elements of a tensor of global shape `shape`.
 
     `spec` is one of the three spellings; `dtype` a numpy- or torch-style name; `reading` says what
     StridedShard means; `stored` gives, per dimension, a padded length or the Runs from stored to logical
@@ -134,7 +134,7 @@ class Layout:
     def form(self) -> Layout:
         """The same layout with ranks named by their position in the mesh.
 
-        Layouts that differ in ranks alone have one form.
+        Layouts that differ only in ranks share one form.
         """
         if self._form is None:
             mesh = _number_ranks(self.mesh.axes)
@@ -149,19 +149,19 @@ class Layout:
 
     @property
     def op(self) -> str | None:
-        """The reduction that the Partial axes wait for, None without any."""
+        """The reduction that the Partial axes wait for; None without Partial axes."""
         return self.partial[0][1] if self.partial else None
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks hold the same: neither dividing nor Partial, in mesh order."""
+        """The mesh axes that replicate, neither dividing nor Partial, in mesh order."""
         used = {name for name, _ in self.partial}
         for dim in self.dims:
             used.update(dim.axes)
         return tuple(name for name in self.mesh.shape if name not in used)
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """One Runs per dimension: which global positions lie at which local ones.
+        """One Runs per dimension: the global position of each local one.
 
         Raises MeshError for a rank outside the mesh.
         """
@@ -173,15 +173,15 @@ class Layout:
         return tuple(map(len, runs))
 
     def indices(self, rank: int) -> tuple[NDArray[np.int64], ...]:
-        """One int64 array per dimension: the global index of each local position, -1 for none."""
+        """One int64 array per dimension: the global index of each local position, -1 in holes."""
         runs = self.runs(rank)
-        return tuple(own.indices() for own in runs)
+        return tuple(dim_runs.indices() for dim_runs in runs)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """All that the rank holds, as (local box, global box) of one shape, in local order.
+        """All elements that the rank holds, as pairs (local box, global box) of one shape, in local order.
 
-        Local boxes are disjoint, and so are global ones; holes are in none. A scalar is one pair of boxes
-        without dimensions. Raises MeshError for a rank outside the mesh.
+        Local boxes are disjoint, and so are global ones; no box contains a hole. A scalar is one pair of
+        boxes without dimensions. Raises MeshError for a rank outside the mesh.
 
         >>> Layout((6, 4), Mesh(tp=2), "(2 tp n) h").boxes(1)
         ((((0, 1), (0, 4)), ((2, 3), (0, 4))), (((1, 2), (0, 4)), ((5, 6), (0, 4))))
@@ -189,20 +189,20 @@ class Layout:
         by_dim = [runs.segments for runs in self.runs(rank)]
         pairs = []
         for segments in itertools.product(*by_dim):
-            here = tuple((local, local + n) for local, _, n in segments)
-            there = tuple((g, g + n) for _, g, n in segments)
-            pairs.append((here, there))
+            local_box = tuple((local, local + n) for local, _, n in segments)
+            global_box = tuple((g, g + n) for _, g, n in segments)
+            pairs.append((local_box, global_box))
         return tuple(pairs)
 
     def holes(self, rank: int) -> bool:
-        """Whether some local cells are not this tensor's."""
+        """Whether the local tensor has holes: cells that are not elements of this tensor."""
         runs = self.runs(rank)
-        return any(own.size < len(own) for own in runs)
+        return any(dim_runs.size < len(dim_runs) for dim_runs in runs)
 
 
 @memo(512)
 def _number_ranks(axes: tuple[tuple[str, int], ...]) -> Mesh:
-    """The mesh of these axes whose ranks are positions."""
+    """The mesh of these axes over ranks 0, 1, ..., as positions are numbered."""
     return Mesh(dict(axes))
 
 
@@ -217,33 +217,33 @@ def intern(
 ) -> Layout:
     """The one Layout of these canonical fields. Raises LayoutError if they contradict each other."""
     key = (shape, dtype, mesh, dims, partial)
-    found = _interned.get(key)
-    if found is None:
+    layout = _interned.get(key)
+    if layout is None:
         _check_axes(mesh, dims, partial)
         _check_size(shape, dtype, dims)
-        found = object.__new__(Layout)
+        layout = object.__new__(Layout)
         for name, value in zip(("shape", "dtype", "mesh", "dims", "partial"), key, strict=True):
-            object.__setattr__(found, name, value)
-        object.__setattr__(found, "_form", None)
-        object.__setattr__(found, "_digest", None)
-        found = _interned.setdefault(key, found)
-    return found
+            object.__setattr__(layout, name, value)
+        object.__setattr__(layout, "_form", None)
+        object.__setattr__(layout, "_digest", None)
+        layout = _interned.setdefault(key, layout)
+    return layout
 
 
 def _read_shape(shape: object) -> tuple[int, ...]:
-    """The sizes as Python's integers; a number alone is one size."""
+    """The sizes as Python's integers; a single number is one size."""
     if isinstance(shape, SupportsIndex) and not isinstance(shape, Iterable):
-        given: tuple[object, ...] = (shape,)
+        items: tuple[object, ...] = (shape,)
     else:
-        given = listed(shape, "sizes", LayoutError)
-    sizes = tuple(as_integer(n, f"a size of shape {given}", LayoutError) for n in given)
+        items = listed(shape, "sizes", LayoutError)
+    sizes = tuple(as_integer(n, f"a size of shape {items}", LayoutError) for n in items)
     if min(sizes, default=0) < 0:
         raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
     return sizes
 
 
 def _check_arguments(mesh: object, spec: object, reading: object) -> None:
-    """Raise LayoutError for what is not a mesh, a spelling, or a reading."""
+    """Raise LayoutError for a mesh, spec or reading of another type."""
     if not isinstance(mesh, Mesh):
         raise LayoutError(
             f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)"
@@ -254,12 +254,12 @@ def _check_arguments(mesh: object, spec: object, reading: object) -> None:
     if not placements or isinstance(spec, bytes | bytearray | memoryview | range):
         raise LayoutError(
             f"spec is {shown(spec)}; "
-            f"give text, one placement a mesh axis, or a mapping from axis to placement"
+            f"give text, one placement per mesh axis, or a mapping from axis to placement"
         )
 
 
 def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...]) -> None:
-    """Bytes are counted in 64 bits."""
+    """Raise LayoutError for more than MOST_BYTES: bytes are counted in 64 bits."""
     for sizes in (shape, tuple(dim.stored_size for dim in dims)):
         nbytes = math.prod(sizes) * dtypes.ITEMSIZE[dtype]
         if nbytes > MOST_BYTES:
@@ -269,16 +269,16 @@ def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...])
 
 
 def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> None:
-    """Each axis has one use, and all reductions are one."""
+    """Raise LayoutError unless each axis has one use, and all Partial axes wait for one reduction."""
     uses = [(name, f"dimension {d}") for d, dim in enumerate(dims) for name in dim.axes]
     uses += [(name, f"Partial({op!r})") for name, op in partial]
-    used: dict[str, str] = {}
+    use_of: dict[str, str] = {}
     for name, use in uses:
-        if name in used:
+        if name in use_of:
             raise LayoutError(
-                f"mesh axis {name!r} is used in {used[name]} and in {use}; an axis has one use"
+                f"mesh axis {name!r} is used in {use_of[name]} and in {use}; an axis has one use"
             )
-        used[name] = use
+        use_of[name] = use
     if len({op for _, op in partial}) > 1:
         waiting = ", ".join(f"{op} on {name}" for name, op in partial)
         raise LayoutError(

@@ -1,14 +1,14 @@
-"""Notation: einops-style text for who holds what, read as dimensions.
+"""Notation: einops-style text for which ranks hold what, read as dimensions.
 
 1. One word or group per dimension, most significant digit first. A mesh axis chooses the rank, an
-   integer is a local digit, the one free name is what remains: `(tp dp n) h` is FSDP over tensor parallel.
+   integer is a local digit, the one free name stands for the rest: `(tp dp n) h` is FSDP over tensor parallel.
 2. Left of the free name every digit ceil-chunks; right of it are fixed blocks with a short tail.
    A group without a free name must divide exactly.
-3. A free name alone is not divided, mesh axes that are not named replicate, `...` stands for the
+3. A single free name is not divided, mesh axes that are not named replicate, `...` stands for the
    remaining dimensions, undivided.
 4. `dp*tp` is one digit over flattened axes; `tp~` is balanced; `tp[7 3]` gives sizes to the axis's
-   coordinates (no blank between), `[8 2 2]` to components; `tp@name` is the placement that `rules` calls
-   so; `|` ends a stage.
+   coordinates (no blank between), `[8 2 2]` to components; `tp@name` is the placement of this name in
+   `rules`; `|` ends a stage.
 5. `(8: tp n + 2: kv n)` puts fields one after the other; `=152064` pads; `=<0:4 -4>` lists which logical
    ranges and holes are stored.
 6. `{sum: pp}` at the end: the ranks along pp hold addends.
@@ -35,7 +35,7 @@ from shardmath.base.text import plural
 from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.runs import Runs, from_ranges, identity
 from shardmath.layouts.placement import OPS
-from shardmath.layouts.reader import Axes, LayoutReader, Rules, Token, listed
+from shardmath.layouts.reader import Axes, LayoutReader, Rules, Token, join_names
 from shardmath.layouts.words import WrittenDigit, make_field
 
 __all__ = ["Partials", "Rules", "pad", "parse"]
@@ -47,55 +47,55 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """The dimensions and Partial axes that `text` says of a tensor of this logical shape.
+    """The dimensions and Partial axes that `text` gives a tensor of this logical shape.
 
-    `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the place.
+    `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the error.
     """
-    read = LayoutReader(text, shape, axes, rules)
-    dims = _read_dims(read)
+    reader = LayoutReader(text, shape, axes, rules)
+    dims = _read_dims(reader)
     ops: dict[str, str] = {}
-    while read.here.text == "{":
-        ops.update(_read_partial(read))
-    if read.here.kind != "end":
-        read.fail(
-            f"unexpected {read.here.text!r}",
-            read.here.at,
+    while reader.here.text == "{":
+        ops.update(_read_partial(reader))
+    if reader.here.kind != "end":
+        reader.fail(
+            f"unexpected {reader.here.text!r}",
+            reader.here.at,
             "a layout is words and groups, then {op: axes}",
         )
     return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
 
 
-def _read_dims(read: LayoutReader) -> list[Dimension]:
+def _read_dims(reader: LayoutReader) -> list[Dimension]:
     """One dimension for each size of the shape."""
     dims: list[Dimension] = []
     ellipsis: int | None = None
-    while read.here.kind == "word" or read.here.text in ("(", "..."):
-        start = read.here.at
-        if read.accept("..."):
+    while reader.here.kind == "word" or reader.here.text in ("(", "..."):
+        start = reader.here.at
+        if reader.accept("..."):
             if ellipsis is not None:
-                read.fail("second '...'", start, "write ... once")
+                reader.fail("second '...'", start, "write ... once")
             ellipsis = len(dims)
-            rest = max(0, len(read.shape) - _count_named(read.tokens))
-            dims += [_undivided(n) for n in read.shape[ellipsis : ellipsis + rest]]
-        elif len(dims) == len(read.shape):
-            read.fail(
-                f"text has more dimensions than the shape {read.shape}",
+            count = max(0, len(reader.shape) - _count_named(reader.tokens))
+            dims += [_undivided(n) for n in reader.shape[ellipsis : ellipsis + count]]
+        elif len(dims) == len(reader.shape):
+            reader.fail(
+                f"text has more dimensions than the shape {reader.shape}",
                 start,
-                f"write {len(read.shape)} of them",
+                f"write {len(reader.shape)} of them",
             )
         else:
-            dims.append(_read_dim(read, len(dims)))
-    if len(dims) < len(read.shape):
-        read.fail(
-            f"text has {plural(dims, 'dimension')}, the shape {read.shape} has {len(read.shape)}",
-            read.here.at,
+            dims.append(_read_dim(reader, len(dims)))
+    if len(dims) < len(reader.shape):
+        reader.fail(
+            f"text has {plural(dims, 'dimension')}, the shape {reader.shape} has {len(reader.shape)}",
+            reader.here.at,
             "add a name for each, or '...' for the rest",
         )
     return dims
 
 
 def _count_named(tokens: list[Token]) -> int:
-    """How many dimensions the text names: words and groups outside of groups."""
+    """The number of dimensions that the text names: words and groups outside of groups."""
     depth = count = 0
     for token in tokens:
         if token.text == "{" and not depth:
@@ -114,47 +114,47 @@ def _undivided(n: int) -> Dimension:
     return Dimension(n, (Field(n),))
 
 
-def _claim_name(read: LayoutReader, name: str, d: int, at: int) -> None:
-    """Note that dimension d is called `name`, as no other is."""
-    owner = read.names.setdefault(name, d)
+def _claim_name(reader: LayoutReader, name: str, d: int, at: int) -> None:
+    """Note that dimension d has this name. Raises NotationError if another dimension has it."""
+    owner = reader.names.setdefault(name, d)
     if owner != d:
-        read.fail(
+        reader.fail(
             f"free name {name!r} is used in two dimensions", at, "give each dimension its own name"
         )
 
 
-def _read_dim(read: LayoutReader, d: int) -> Dimension:
-    """Dimension d: a group, or a free name alone."""
-    if read.here.text == "(":
-        return _read_group(read, d)
-    _, name, at = read.take()
-    if name in read.axes:
-        read.fail(
+def _read_dim(reader: LayoutReader, d: int) -> Dimension:
+    """Dimension d: a group, or a single free name."""
+    if reader.here.text == "(":
+        return _read_group(reader, d)
+    _, name, at = reader.take()
+    if name in reader.axes:
+        reader.fail(
             f"mesh axis {name!r} stands alone",
             at,
             f"write ({name} n) to divide, or leave it out to replicate",
         )
-    _claim_name(read, name, d, at)
-    return _undivided(read.shape[d])
+    _claim_name(reader, name, d, at)
+    return _undivided(reader.shape[d])
 
 
-def _read_group(read: LayoutReader, d: int) -> Dimension:
-    """Dimension d in parentheses: its fields, and what is stored of it."""
-    start = read.take().at
-    if read.here.text == ")":
-        read.fail("empty group", start, "write a free name for an undivided dimension")
-    written = [_read_field(read, d)]
-    while read.accept("+"):
-        written.append(_read_field(read, d))
-    read.expect(")", "close the group")
-    stored = _read_stored(read, read.shape[d])
+def _read_group(reader: LayoutReader, d: int) -> Dimension:
+    """Dimension d in parentheses: its fields, and the positions that are stored of it."""
+    start = reader.take().at
+    if reader.here.text == ")":
+        reader.fail("empty group", start, "write a free name for an undivided dimension")
+    fields = [_read_field(reader, d)]
+    while reader.accept("+"):
+        fields.append(_read_field(reader, d))
+    reader.expect(")", "close the group")
+    stored = _read_stored(reader, reader.shape[d])
     try:
-        dimension = _make_dimension(read, read.shape[d], written, stored)
+        dimension = _make_dimension(reader, reader.shape[d], fields, stored)
     except NotationError:
         raise
     except ShardError as error:
-        read.fail(str(error), start, f"dimension {d} of {read.shape}")
-    _claim_axes(read, dimension, start)
+        reader.fail(str(error), start, f"dimension {d} of {reader.shape}")
+    _claim_axes(reader, dimension, start)
     return dimension
 
 
@@ -163,56 +163,56 @@ _Written: TypeAlias = tuple[int | None, list[list[WrittenDigit]]]
 
 
 def _make_dimension(
-    read: LayoutReader, n: int, written: list[_Written], stored: Runs | None
+    reader: LayoutReader, n: int, written: list[_Written], stored: Runs | None
 ) -> Dimension:
-    """The dimension of these fields; a field alone has the size of all that is stored."""
+    """The dimension of these fields; a single field has the size of all that is stored."""
     total = n if stored is None else len(stored)
     fields = []
     for size, stages in written:
         if size is None and len(written) > 1:
             first = stages[0][0]
-            fix = "write (8: tp n + 2: n): every field its size"
-            read.fail("a field without a size", first.at, fix)
-        fields.append(make_field(read, total if size is None else size, stages))
+            fix = "give every field its size, as in (8: tp n + 2: n)"
+            reader.fail("a field without a size", first.at, fix)
+        fields.append(make_field(reader, total if size is None else size, stages))
     return Dimension(n, tuple(fields), stored)
 
 
-def _claim_axes(read: LayoutReader, dimension: Dimension, at: int) -> None:
-    """Note that the axes of the dimension divide it, and nothing else."""
+def _claim_axes(reader: LayoutReader, dimension: Dimension, at: int) -> None:
+    """Note that the axes divide this dimension. Raises NotationError if one divides another dimension."""
     for name in dimension.axes:
-        if name in read.used:
-            read.fail(
+        if name in reader.used:
+            reader.fail(
                 f"mesh axis {name!r} is used in two dimensions",
                 at,
                 "an axis divides one dimension; leave it out of the other",
             )
-        read.used[name] = at
+        reader.used[name] = at
 
 
-def _read_field(read: LayoutReader, d: int) -> _Written:
-    """A field of dimension d, up to the + or ) behind it."""
+def _read_field(reader: LayoutReader, d: int) -> _Written:
+    """A field of dimension d, up to the + or ) after it."""
     size = None
-    if read.here.kind == "int" and read.tokens[read.next + 1].text == ":":
-        size = read.integer()
-        read.take()
-    start = read.here.at
-    stages = [_read_words(read, d)]
-    while read.accept("|"):
-        stages.append(_read_words(read, d))
+    if reader.here.kind == "int" and reader.tokens[reader.next + 1].text == ":":
+        size = reader.integer()
+        reader.take()
+    start = reader.here.at
+    stages = [_read_words(reader, d)]
+    while reader.accept("|"):
+        stages.append(_read_words(reader, d))
     if not all(stages):
-        read.fail("empty field or stage", start, "write a free name for what is not divided")
-    _check_once(read, stages)
+        reader.fail("empty field or stage", start, "write a free name if it is not divided")
+    _check_once(reader, stages)
     return size, stages
 
 
-def _check_once(read: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
-    """No axis stands twice in a field."""
+def _check_once(reader: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
+    """Raise NotationError if an axis stands twice in a field."""
     seen: set[str] = set()
     for words in stages:
         for word in words:
             for name in word.axes:
                 if name in seen:
-                    read.fail(
+                    reader.fail(
                         f"mesh axis {name!r} is used twice in one field",
                         word.at,
                         "an axis divides once",
@@ -220,74 +220,77 @@ def _check_once(read: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
                 seen.add(name)
 
 
-def _read_words(read: LayoutReader, d: int) -> list[WrittenDigit]:
+def _read_words(reader: LayoutReader, d: int) -> list[WrittenDigit]:
     """The words of one stage."""
     words: list[WrittenDigit] = []
-    while read.here.kind in ("word", "int") or read.here.text == "[":
-        word = _read_word(read)
+    while reader.here.kind in ("word", "int") or reader.here.text == "[":
+        word = _read_word(reader)
         if word.free:
-            _claim_name(read, word.free, d, word.at)
+            _claim_name(reader, word.free, d, word.at)
         words.append(word)
     return words
 
 
-def _read_word(read: LayoutReader) -> WrittenDigit:
+def _read_word(reader: LayoutReader) -> WrittenDigit:
     """An integer, sizes, the free name, or mesh axes with their mark."""
-    at = read.here.at
-    if read.here.kind == "int":
-        number = read.integer()
+    at = reader.here.at
+    if reader.here.kind == "int":
+        number = reader.integer()
         if number < 1:
-            read.fail("a local digit of 0", at, "write 1 or more")
+            reader.fail("a local digit of 0", at, "write 1 or more")
         return WrittenDigit(at, number=number)
-    if read.here.text == "[":
-        return WrittenDigit(at, sizes=_read_sizes(read))
-    if read.here.text not in read.axes:
-        return WrittenDigit(at, free=read.take().text)
-    axes = [read.axis().text]
-    while read.accept("*"):
-        axes.append(read.axis().text)
-    return _read_mark(read, WrittenDigit(at, axes=tuple(axes)))
+    if reader.here.text == "[":
+        return WrittenDigit(at, sizes=_read_sizes(reader))
+    if reader.here.text not in reader.axes:
+        return WrittenDigit(at, free=reader.take().text)
+    axes = [reader.axis().text]
+    while reader.accept("*"):
+        axes.append(reader.axis().text)
+    return _read_mark(reader, WrittenDigit(at, axes=tuple(axes)))
 
 
-def _read_mark(read: LayoutReader, word: WrittenDigit) -> WrittenDigit:
-    """The word with what stands behind its axes: ~, sizes, or the name of a rule."""
-    if read.accept("~"):
+def _read_mark(reader: LayoutReader, word: WrittenDigit) -> WrittenDigit:
+    """The word with the mark after its axes: ~, sizes, or the name of a rule."""
+    if reader.accept("~"):
         return WrittenDigit(word.at, word.axes, mark="~")
-    # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a digit of their own.
-    before = read.tokens[read.next - 1]
-    behind = before.at + len(before.text)
-    here = read.here
-    if here.text == "[" and here.at == behind:
-        sizes = _read_sizes(read)
+    # `tp[7 3]` gives sizes to the coordinates of tp; in `tp [7 3]` the sizes are a separate digit.
+    last_axis = reader.tokens[reader.next - 1]
+    axis_end = last_axis.at + len(last_axis.text)
+    if reader.here.text == "[" and reader.here.at == axis_end:
+        sizes = _read_sizes(reader)
         return WrittenDigit(word.at, word.axes, sizes=sizes)
-    if read.accept("@"):
-        _, name, at = read.word("the name of a rule")
-        if name not in read.rules:
-            read.fail(f"unknown rule {name!r}", at, f"rules= has {listed(read.rules)}")
+    if reader.accept("@"):
+        _, name, at = reader.word("the name of a rule")
+        if name not in reader.rules:
+            reader.fail(
+                f"unknown rule {name!r}",
+                at,
+                f"give it in rules=, which has {join_names(reader.rules)}",
+            )
         return WrittenDigit(word.at, word.axes, mark=name)
     return word
 
 
-def _read_sizes(read: LayoutReader) -> tuple[int, ...]:
+def _read_sizes(reader: LayoutReader) -> tuple[int, ...]:
     """Integers between [ and ]."""
-    start = read.take().at
+    start = reader.take().at
     sizes = []
-    while read.here.kind == "int":
-        sizes.append(read.integer())
-    read.expect("]", "sizes are integers between [ and ]")
+    while reader.here.kind == "int":
+        sizes.append(reader.integer())
+    reader.expect("]", "sizes are integers between [ and ]")
     if not sizes:
-        read.fail("empty list of sizes", start, "write one size or more")
+        reader.fail("empty list of sizes", start, "write one size or more")
     return tuple(sizes)
 
 
-def _read_stored(read: LayoutReader, n: int) -> Runs | None:
-    """What is stored of n logical positions: a padded size, ranges, or None where nothing is said."""
-    start = read.here.at
+def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
+    """The stored positions of n logical ones: a padded size, or ranges; None if the text gives neither."""
+    start = reader.here.at
     try:
-        if read.accept("="):
-            return pad(n, read.integer())
-        if read.accept("=<"):
-            stored = from_ranges(_read_ranges(read))
+        if reader.accept("="):
+            return pad(n, reader.integer())
+        if reader.accept("=<"):
+            stored = from_ranges(_read_ranges(reader))
             if stored.extent > n:
                 raise ShardError(
                     f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension"
@@ -296,7 +299,7 @@ def _read_stored(read: LayoutReader, n: int) -> Runs | None:
     except NotationError:
         raise
     except ShardError as error:
-        read.fail(str(error), start, f"the dimension has {n} logical positions")
+        reader.fail(str(error), start, f"the dimension has {n} logical positions")
     return None
 
 
@@ -313,37 +316,37 @@ _Range: TypeAlias = tuple[int, int] | int
 """Start and stop of a range, or the length of a hole."""
 
 
-def _read_ranges(read: LayoutReader) -> list[_Range]:
+def _read_ranges(reader: LayoutReader) -> list[_Range]:
     """Ranges and holes up to the closing >."""
     ranges: list[_Range] = []
-    while not read.accept(">"):
-        if read.accept("-"):
-            ranges.append(read.integer())
+    while not reader.accept(">"):
+        if reader.accept("-"):
+            ranges.append(reader.integer())
         else:
-            start = read.integer()
-            read.expect(":", "a stored range is start:stop, a hole -n")
-            stop = read.integer()
+            start = reader.integer()
+            reader.expect(":", "a stored range is start:stop, a hole -n")
+            stop = reader.integer()
             ranges.append((start, stop))
     return ranges
 
 
-def _read_partial(read: LayoutReader) -> dict[str, str]:
+def _read_partial(reader: LayoutReader) -> dict[str, str]:
     """The reduction that each axis between { and } waits for."""
-    read.take()
-    _, op, at = read.word("a reduction")
+    reader.take()
+    _, op, at = reader.word("a reduction")
     if op not in OPS:
         choices = ", ".join(OPS)
-        read.fail(f"unknown reduction {op!r}", at, f"use one of {choices}")
-    read.expect(":", "write {sum: axes}")
+        reader.fail(f"unknown reduction {op!r}", at, f"use one of {choices}")
+    reader.expect(":", "write {sum: axes}")
     ops: dict[str, str] = {}
-    while not read.accept("}"):
-        _, axis, at = read.axis()
-        if axis in read.used:
-            read.fail(
+    while not reader.accept("}"):
+        _, axis, at = reader.axis()
+        if axis in reader.used:
+            reader.fail(
                 f"mesh axis {axis!r} is used already",
                 at,
                 "an axis divides a dimension or is Partial, not both",
             )
-        read.used[axis] = at
+        reader.used[axis] = at
         ops[axis] = op
     return ops

@@ -1,12 +1,12 @@
-"""Placements: what people say about one dimension and one mesh axis.
+"""Placements: how one mesh axis divides one dimension.
 
 1. A placement has `dim` and `split(n, parts) -> tuple of Runs`: which positions of a length n each part
    keeps. That is the whole protocol. Whoever writes one gets planning, proof, execution and the laws,
-   because Layout does the composing; make it a frozen dataclass, so that equal placements are equal.
+   because Layout composes placements; make it a frozen dataclass, so that equal placements are equal.
 2. A dividing placement's parts are in bounds, disjoint and covering; one part changes nothing; parts may be empty.
-   A placement that has `overlaps = True`, as `Table` has, may hold a position in several parts: whoever needs it takes
-   it from any of them. Of any other that is an error where a Layout is made of it.
-3. The built-in ones are also one or two digits each (`digits`), which is how they compose fast.
+   A placement with `overlaps = True`, as `Table` has, may hold a position in several parts: a rank that needs it
+   receives it from any of them. For any other placement, overlapping parts are an error when a Layout is made.
+3. Built-in placements are also one or two digits each (`digits`), so that they compose fast.
 4. `Replicate` is not a digit. `Partial` is one more dimension, whose coordinate is the addend.
 
 >>> for part in StridedShard(0, split_factor=2).split(9, 2):
@@ -60,7 +60,7 @@ class Placement(Splits, Protocol):
 
     @property
     def dim(self) -> int:
-        """The tensor dimension that it divides; negative ones count from the end."""
+        """The tensor dimension that it divides, counted from the end if negative."""
         ...
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
@@ -95,14 +95,14 @@ class Partial:
 
 
 Spec: TypeAlias = Placement | Replicate | Partial
-"""What may stand for one mesh axis."""
+"""What a layout may give for one mesh axis."""
 
 
 _Ranges: TypeAlias = list[tuple[int, int]]
 
 
 def _chunk(lo: int, hi: int, parts: int) -> _Ranges:
-    """torch.chunk of the range, padded with empty ranges."""
+    """The ranges of torch.chunk of lo..hi-1, padded with empty ranges to `parts` of them."""
     length = hi - lo
     step = -(-length // parts)  # rounded up
     even = [lo + i * step for i in range(parts + 1)]
@@ -110,13 +110,13 @@ def _chunk(lo: int, hi: int, parts: int) -> _Ranges:
     return list(itertools.pairwise(ends))
 
 
-def _lay(sizes: Iterable[int]) -> _Ranges:
+def _list_consecutive(sizes: Iterable[int]) -> _Ranges:
     """Ranges of these sizes, one after the other."""
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
-def _deal(pieces: list[_Ranges]) -> tuple[Runs, ...]:
-    """Part r is the r-th range of every piece, one after the other."""
+def _make_parts(pieces: list[_Ranges]) -> tuple[Runs, ...]:
+    """The Runs of every part: part r has the r-th range of every piece, one after the other."""
     return tuple(from_ranges(part) for part in zip(*pieces, strict=True))
 
 
@@ -125,7 +125,7 @@ def _deal(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 class Shard:
     """Dimension `dim` in chunks of ceil(n / parts) elements, as torch.chunk and DTensor's Shard.
 
-    Where `parts` does not divide the length, the last parts are shorter, or empty.
+    If `parts` does not divide the length, the last parts are shorter, or empty.
     """
 
     dim: int
@@ -135,7 +135,7 @@ class Shard:
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
-        return _deal([_chunk(0, n, parts)])
+        return _make_parts([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -156,7 +156,7 @@ class Balanced:
         """The Runs of each of `parts` parts of a length n."""
         step, extra = divmod(n, parts)
         sizes = [step + 1] * extra + [step] * (parts - extra)
-        return _deal([_lay(sizes)])
+        return _make_parts([_list_consecutive(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
         """The cuts; the last one's parts go to the mesh axis."""
@@ -168,7 +168,7 @@ class Balanced:
 class StridedShard:
     """DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each piece is sharded.
 
-    Both cuts are those of Shard. Each rank holds its part of every piece.
+    Both cuts are made as Shard makes them. Each rank holds its part of every piece.
     """
 
     dim: int
@@ -188,7 +188,7 @@ class StridedShard:
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
         """The Runs of each of `parts` parts of a length n."""
         pieces = _chunk(0, n, self.split_factor)
-        return _deal([_chunk(lo, hi, parts) for lo, hi in pieces])
+        return _make_parts([_chunk(lo, hi, parts) for lo, hi in pieces])
 
     def digits(self, parts: int) -> tuple[Chunks, Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -200,7 +200,7 @@ class StridedShard:
 class Packed:
     """Dimension `dim` holds components of `sizes` elements, one after the other; each is sharded as by Shard.
 
-    So are fused weights stored: gate and up projections, QKV, Mamba's in_proj.
+    Fused weights are stored this way: gate and up projections, QKV, Mamba's in_proj.
     """
 
     dim: int
@@ -216,8 +216,8 @@ class Packed:
         Raises PlacementError unless the sizes add up to n.
         """
         cut = Sizes(self.sizes)
-        cut.count(n)  # raises where the sizes do not add up
-        return _deal([_chunk(lo, hi, parts) for lo, hi in _lay(self.sizes)])
+        cut.count(n)  # raises if the sizes do not add up
+        return _make_parts([_chunk(lo, hi, parts) for lo, hi in _list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
         """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
@@ -229,7 +229,7 @@ class Packed:
 class Ragged:
     """Dimension `dim` in consecutive parts of `sizes` elements, one per rank along the mesh axis.
 
-    So do veScale's RaggedShard and shards of flat optimizer buffers.
+    veScale's RaggedShard and shards of flat optimizer buffers are divided this way.
     """
 
     dim: int
@@ -245,15 +245,15 @@ class Ragged:
         Raises PlacementError unless there are `parts` sizes and they add up to n.
         """
         (cut,) = self.digits(parts)
-        cut.count(n)  # raises where the sizes do not add up
-        return _deal([_lay(self.sizes)])
+        cut.count(n)  # raises if the sizes do not add up
+        return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
         """The cuts; the last one's parts go to the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
                 f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; "
-                f"give one size a coordinate"
+                f"give one size per coordinate"
             )
         return (Sizes(self.sizes),)
 
@@ -284,7 +284,7 @@ class BlockCyclic:
         """The Runs of each of `parts` parts of a length n."""
         size = self.block
         blocks = [(lo, min(n, lo + size)) for lo in range(0, n, size)]
-        # FixedBlock i is part i % parts's.
+        # Block i belongs to part i % parts.
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
@@ -320,17 +320,17 @@ class Table:
         return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The given parts. Raises PlacementError unless they are `parts` many."""
+        """The given parts. Raises PlacementError unless there are `parts` of them."""
         if len(self.parts) != parts:
             raise PlacementError(
                 f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; "
-                f"give one part a coordinate"
+                f"give one part per coordinate"
             )
         return self.parts
 
 
 def _check_dim(placement: Placement) -> None:
-    """The dimension is an integer, and Python's."""
+    """Make the dimension Python's int. Raises PlacementError if it is not an integer."""
     dim = as_integer(
         placement.dim, f"the dimension of a {type(placement).__name__}", PlacementError
     )
@@ -338,7 +338,7 @@ def _check_dim(placement: Placement) -> None:
 
 
 def _read_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes as Python's integers. Raises PlacementError for none, and for a negative one."""
+    """The sizes as Python's integers. Raises PlacementError if there are no sizes, or a negative one."""
     given = listed(sizes, f"{name} sizes", PlacementError)
     read = tuple(as_integer(n, f"a size of {name}", PlacementError) for n in given)
     if not read or min(read) < 0:
@@ -349,17 +349,17 @@ def _read_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCyclic
-"""The placements that are digits."""
+"""The placements that are made of digits."""
 
 
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
-    """The stage that the placement is on these flattened mesh axes.
+    """The stage of digits that the placement makes on these flattened mesh axes.
 
-    Any placement but the built-in ones is one UserCut. Raises PlacementError if it has no `split` or cannot
+    A custom placement is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.
     """
     parts = math.prod(sizes)
-    # A subclass may have a `split` of its own, so it is a UserCut like any other.
+    # A subclass of a built-in placement may override `split`, so it is a UserCut too.
     if type(placement) not in BuiltIn.__args__:
         check_protocol(placement)
         return (Digit(UserCut(placement, parts), axes, sizes),)
@@ -368,7 +368,7 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
 
 
 def check_protocol(placement: Placement) -> None:
-    """Raise PlacementError unless it has `dim` and `split`, and can be hashed."""
+    """Raise PlacementError unless the placement has `dim` and `split`, and can be hashed."""
     splits = callable(getattr(placement, "split", None)) and hasattr(placement, "dim")
     if isinstance(placement, type) or not splits:
         raise PlacementError(

@@ -1,4 +1,4 @@
-"""Reader: the text of a layout as tokens that know their place, and what names stand for.
+"""Reader: the text of a layout as tokens with their positions, and the axes and rules that names stand for.
 
 Only what the grammar of `notation` needs: look at the next token, take it, or raise an error with a
 caret under it.
@@ -17,22 +17,22 @@ from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.layouts.placement import Placement
 
-__all__ = ["MARKS", "Axes", "Cursor", "LayoutReader", "Rules", "Token", "list_tokens", "listed"]
+__all__ = ["MARKS", "Axes", "Cursor", "LayoutReader", "Rules", "Token", "list_tokens", "join_names"]
 
 Rules: TypeAlias = Mapping[str, Placement]
-"""Placements by the name that text calls them by."""
+"""Placements by their names in the text."""
 Axes: TypeAlias = Mapping[str, int]
 """Mesh axes and their sizes."""
 
 DIGITS = 18
-"""At most in an integer; more would not fit 64 bits."""
+"""The most digits of an integer; more would not fit 64 bits."""
 
 MARKS = "( ) [ ] { } < > + : | = =< ~ * @ - ..."
-"""Those of a layout."""
+"""The marks of a layout's text."""
 
 
 class Token(NamedTuple):
-    """A `word`, `int`, `mark` or the `end`, and where it begins."""
+    """A `word`, `int`, `mark` or the `end`, its text, and the position where it begins."""
 
     kind: str
     text: str
@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 @memo(16)
 def _make_pattern(marks: str) -> re.Pattern[str]:
-    """What a token with these marks looks like; the longest mark that fits is meant."""
+    """The pattern of a token with these marks; it takes the longest mark that fits."""
     longest_first = sorted(marks.split(), key=len, reverse=True)
     mark = "|".join(map(re.escape, longest_first))
     return re.compile(rf"\s*(?:(?P<word>[^\W\d]\w*)|(?P<int>[0-9]+)|(?P<mark>{mark}))")
@@ -50,17 +50,14 @@ def _make_pattern(marks: str) -> re.Pattern[str]:
 def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
     """The tokens of the text, and one of kind "end".
 
-    Raises NotationError at a character that no token has.
+    Raises NotationError at a character that begins no token.
     """
     pattern = _make_pattern(marks)
     at, end = 0, len(text.rstrip())
     while at < end:
         match = pattern.match(text, at)
         if match is None:
-            while text[
-                at
-            ].isspace():  # the pattern skips blanks; the caret stands under what is wrong
-                at += 1
+            at = len(text) - len(text[at:].lstrip())  # the caret stands behind blanks
             fix = f"use names, integers and {marks}"
             raise NotationError(f"unexpected character {text[at]!r}", text, at, fix)
         kind = match.lastgroup or ""
@@ -70,7 +67,7 @@ def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
 
 
 class Cursor:
-    """The tokens of one text, and which is next."""
+    """The tokens of one text, and the number of the next one."""
 
     def __init__(self, text: str, marks: str = MARKS) -> None:
         self.text = text
@@ -78,7 +75,7 @@ class Cursor:
         self.next = 0
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
-        """Raise NotationError for `what` is wrong at a place."""
+        """Raise NotationError: `what` is wrong `at` this position, and how to fix it."""
         raise NotationError(what, self.text, at, fix)
 
     @property
@@ -86,46 +83,45 @@ class Cursor:
         """The next token."""
         return self.tokens[self.next]
 
-    def _refuse(self, expected: str, fix: str) -> NoReturn:
-        """Raise NotationError: the next token is not what is expected."""
+    def _fail_expecting(self, expected: str, fix: str) -> NoReturn:
+        """Raise NotationError: the next token is not the expected one."""
         _, text, at = self.here
         self.fail(f"expected {expected}, found {text or 'the end'!r}", at, fix)
 
     def take(self) -> Token:
-        """The next token, which is then behind us."""
+        """Return the next token and go behind it."""
         self.next += 1
         return self.tokens[self.next - 1]
 
     def accept(self, text: str) -> bool:
         """Take the mark if it is next."""
-        here = self.here
-        found = here.kind == "mark" and here.text == text
-        self.next += found
-        return found
+        matches = self.here.kind == "mark" and self.here.text == text
+        self.next += matches
+        return matches
 
     def expect(self, text: str, fix: str) -> None:
-        """Take the mark, or fail."""
+        """Take the mark, or raise NotationError."""
         if not self.accept(text):
-            self._refuse(repr(text), fix)
+            self._fail_expecting(repr(text), fix)
 
     def integer(self) -> int:
-        """Take an integer, or fail."""
+        """Take an integer, or raise NotationError."""
         if self.here.kind != "int":
-            self._refuse("an integer", "write a number")
+            self._fail_expecting("an integer", "write a number")
         _, digits, at = self.take()
         if len(digits) > DIGITS:
             self.fail(f"an integer of {len(digits)} digits", at, f"write at most {DIGITS}")
         return int(digits)
 
     def word(self, what: str) -> Token:
-        """Take a word, or fail."""
+        """Take a word, or raise NotationError that asks for `what`."""
         if self.here.kind != "word":
-            self._refuse(what, f"write {what}")
+            self._fail_expecting(what, f"write {what}")
         return self.take()
 
 
 class LayoutReader(Cursor):
-    """The tokens of a layout's text and what its names mean."""
+    """The tokens of a layout's text, the shape and mesh axes it is about, and the names used so far."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
         super().__init__(text)
@@ -136,14 +132,14 @@ class LayoutReader(Cursor):
         self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def axis(self) -> Token:
-        """Take the name of a mesh axis, or fail."""
+        """Take the name of a mesh axis, or raise NotationError."""
         token = self.word("a mesh axis")
         _, name, at = token
         if name not in self.axes:
-            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {listed(self.axes)}")
+            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {join_names(self.axes)}")
         return token
 
 
-def listed(names: Mapping[str, object]) -> str:
-    """The names as people read them."""
+def join_names(names: Mapping[str, object]) -> str:
+    """The names in a row, for messages."""
     return ", ".join(names) or "none"

@@ -1,6 +1,6 @@
-"""Spelling: the three ways to say how a tensor is divided, read as dimensions and Partial axes.
+"""Spelling: the three ways to write how a tensor is divided, read as dimensions and Partial axes.
 
-1. Text is `notation`; the others give placements, each on a mesh axis or on several flattened ones.
+1. Text is `notation`; the other two give placements, each on one mesh axis or several flattened ones.
 2. A tuple has one placement per mesh axis, applied left to right, as DTensor's.
 3. A mapping goes from axis, or tuple of axes, to placement, and is applied in its order.
 4. The reading `"placement"` applies the splits as written. The reading `"order"` decodes the order of
@@ -56,7 +56,7 @@ AxisSpec: TypeAlias = (
 """The three spellings: text, one placement per mesh axis, or axis -> placement."""
 
 Stored: TypeAlias = Mapping[int, int | Runs]
-"""What is stored of a dimension: a padded length, or the Runs from stored to logical positions."""
+"""By dimension: a padded length, or the Runs from stored to logical positions."""
 
 _Read: TypeAlias = tuple[tuple[Dimension, ...], Partials]
 """The dimensions and the Partial axes."""
@@ -73,13 +73,13 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """What the text says; `rules` are the placements that it names, `stored` has to be empty.
+    """The dimensions and Partial axes of the text; `rules` has the placements that it names.
 
-    Raises LayoutError, PlacementError or NotationError.
+    Raises LayoutError, PlacementError or NotationError; LayoutError also if `stored` is not empty.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(
-            f"stored={shown(stored)} beside the text {spec!r}; "
+            f"stored={shown(stored)} is given with the text {spec!r}; "
             f"write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
     _check_notation(spec, mesh)
@@ -92,11 +92,11 @@ def from_text(
 
 
 PLACEMENTS = re.compile(r"\b_?(?:Shard|StridedShard|Replicate|Partial)\s*\(\s*(?:[-\d)'\"]|dim\b)")
-"""How placements print, and as people write them into a text."""
+"""Placements as they print, and as people write them into a text by mistake."""
 
 
 def _check_notation(spec: str, mesh: Mesh) -> None:
-    """Raise NotationError for placements as text: in text, dimensions stand one after the other."""
+    """Raise NotationError if the text is placements: text gives dimensions, one after the other."""
     match = PLACEMENTS.search(spec)
     if match is None:
         return
@@ -107,61 +107,63 @@ def _check_notation(spec: str, mesh: Mesh) -> None:
 
 @memo()
 def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
-    """`parse` of text that names no placements, which is kept."""
+    """`parse` of text that names no placements, with its results cached."""
     return parse(spec, shape, dict(axes), {})
 
 
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """What the placements say. Raises LayoutError or PlacementError."""
+    """The dimensions and Partial axes of the placements. Raises LayoutError or PlacementError."""
     pairs = _pair(spec, mesh)
     _check_once(pairs)
-    by_dim, ops = _sort(pairs, shape)
-    kept = _read_stored(stored, shape)
+    by_dim, ops = _group_by_dimension(pairs, shape)
+    stored_runs = _read_stored(stored, shape)
     decode = _decode_order if reading == "order" else _apply
     dims = []
-    for d, own in enumerate(by_dim):
-        stages = decode(own, mesh)
+    for d, dim_pairs in enumerate(by_dim):
+        stages = decode(dim_pairs, mesh)
         try:
-            dim = _divide(d, shape, stages, kept[d])
+            dim = _make_dimension(d, shape, stages, stored_runs[d])
         except OverlapError as error:
-            what = error.word(_word_parts(error, own, mesh))
+            what = error.word(_word_parts(error, dim_pairs, mesh))
             raise PlacementError(f"dimension {d} of shape {shape}: {what}") from None
         dims.append(dim)
     partial = tuple((name, ops[name]) for name in mesh.shape if name in ops)
     return tuple(dims), partial
 
 
-def _sort(pairs: _Pairs, shape: tuple[int, ...]) -> tuple[list[_Pairs], dict[str, str]]:
-    """What divides each dimension, and by axis the operation that Partial waits for."""
+def _group_by_dimension(
+    pairs: _Pairs, shape: tuple[int, ...]
+) -> tuple[list[_Pairs], dict[str, str]]:
+    """The pairs that divide each dimension, and by axis the operation that Partial waits for."""
     by_dim: list[_Pairs] = [[] for _ in shape]
     ops: dict[str, str] = {}
     for axes, placement in pairs:
         if isinstance(placement, Partial):
-            waiting = dict.fromkeys(axes, placement.op)
-            ops.update(waiting)
+            ops.update(dict.fromkeys(axes, placement.op))
         elif not isinstance(placement, Replicate):
             d = _dimension_of(placement, shape)
-            pair = axes, placement
-            by_dim[d].append(pair)
+            by_dim[d].append((axes, placement))
     return by_dim, ops
 
 
-def _divide(d: int, shape: tuple[int, ...], stages: list[Stage], stored: Runs | None) -> Dimension:
+def _make_dimension(
+    d: int, shape: tuple[int, ...], stages: list[Stage], stored: Runs | None
+) -> Dimension:
     """Dimension d divided by these stages. Raises PlacementError, naming the dimension."""
     size = shape[d] if stored is None else len(stored)
     try:
         return Dimension(shape[d], (divided(size, stages),), stored)
     except OverlapError:
-        raise  # its ranks are to be named
+        raise  # the caller names the ranks
     except PlacementError as error:
         raise PlacementError(f"dimension {d} of shape {shape}: {error}") from None
 
 
-def _word_parts(error: OverlapError, own: _Pairs, mesh: Mesh) -> str:
-    """The parts that overlap, each with the ranks that hold it."""
-    axes = next(axes for axes, placement in own if placement == error.by)
+def _word_parts(error: OverlapError, pairs: _Pairs, mesh: Mesh) -> str:
+    """The parts that overlap, in words, each with the ranks that hold it."""
+    axes = next(axes for axes, placement in pairs if placement == error.by)
     groups = mesh.groups(axes)
     texts = []
     for part in error.parts:
@@ -199,7 +201,7 @@ def _pair_in_order(spec: Sequence[Spec], mesh: Mesh) -> _Pairs:
         axes = plural(names, "mesh axis", "mesh axes")
         listed = ", ".join(names) or "none"
         raise LayoutError(
-            f"{count} {tuple(spec)} for {axes} ({listed}); give one an axis, or a mapping"
+            f"{count} {tuple(spec)} for {axes} ({listed}); give one per axis, or a mapping"
         )
     return [((name,), placement) for name, placement in zip(names, spec, strict=True)]
 
@@ -216,7 +218,7 @@ def _key_axes(key: object) -> tuple[str, ...]:
 
 
 def _is_axes(entry: object) -> bool:
-    """Whether it is a name, or a tuple of names."""
+    """Whether the entry is the name of an axis, or a tuple of names."""
     if isinstance(entry, str):
         return True
     if not isinstance(entry, tuple) or not entry:
@@ -225,7 +227,7 @@ def _is_axes(entry: object) -> bool:
 
 
 def _explain_axes(spec: Sequence[object]) -> str:
-    """What to write instead of the mesh axes of each dimension, as JAX's PartitionSpec lists them."""
+    """The error for mesh axes listed by dimension, as in JAX's PartitionSpec, with the text to write instead."""
     words = []
     for d, entry in enumerate(spec):
         axes = (entry,) if isinstance(entry, str) else entry
@@ -235,21 +237,21 @@ def _explain_axes(spec: Sequence[object]) -> str:
             words.append(free_name(d))
     return (
         f"spec {shown(tuple(spec))} names mesh axes by dimension, as JAX's PartitionSpec; "
-        f"a tuple has a placement for each mesh axis: write the text {' '.join(words)!r}"
+        f"a tuple has one placement per mesh axis: write the text {' '.join(words)!r}"
     )
 
 
 def _check_once(pairs: _Pairs) -> None:
-    """Raise LayoutError if two placements, or one twice, name an axis."""
-    seen: dict[str, Spec] = {}
+    """Raise LayoutError if an axis is named twice."""
+    placement_on: dict[str, Spec] = {}
     for axes, placement in pairs:
         for name in axes:
-            if name in seen:
+            if name in placement_on:
                 raise LayoutError(
-                    f"mesh axis {name!r} is used twice, by {seen[name]} and {placement}; "
+                    f"mesh axis {name!r} is used twice, by {placement_on[name]} and {placement}; "
                     f"an axis has one placement"
                 )
-            seen[name] = placement
+            placement_on[name] = placement
 
 
 def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
@@ -274,25 +276,25 @@ def _check_stored(stored: object) -> Mapping[object, object]:
 
 
 def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
-    """The Runs from stored to logical positions of each dimension, None where all are stored."""
+    """For each dimension the Runs from stored to logical positions; None if all positions are stored."""
     ndim = len(shape)
-    kept: list[Runs | None] = [None] * ndim
+    stored_runs: list[Runs | None] = [None] * ndim
     for key, value in _check_stored(stored).items():
         d = as_integer(key, "a dimension of stored=", LayoutError)
         if not -ndim <= d < ndim:
             raise LayoutError(
                 f"stored= names dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
             )
-        if kept[d] is not None:
+        if stored_runs[d] is not None:
             raise LayoutError(
                 f"stored= names dimension {d % ndim} of shape {shape} twice; name it once"
             )
         if isinstance(value, Runs):
-            kept[d] = value
+            stored_runs[d] = value
         else:
             size = as_integer(value, f"the stored size of dimension {d}", LayoutError)
-            kept[d] = pad(shape[d], size)
-    return kept
+            stored_runs[d] = pad(shape[d], size)
+    return stored_runs
 
 
 def _sizes(axes: _Axes, mesh: Mesh) -> tuple[int, ...]:
@@ -300,7 +302,7 @@ def _sizes(axes: _Axes, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _apply(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
-    """The reading as written: a stage per placement."""
+    """The reading "placement": a stage per placement."""
     stages = []
     for axes, placement in pairs:
         stages.append(stage_of(cast(Placement, placement), axes, _sizes(axes, mesh)))
@@ -308,10 +310,10 @@ def _apply(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
 
 
 def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
-    """The order reading: all Shard and StridedShard of a dimension as one stage, in their order.
+    """The reading "order": all Shard and StridedShard of a dimension as one stage, in the order of splits.
 
     Right to left, each goes where the product of the sizes before it is its split factor (torch 2.13
-    `_StridedShard` decoding). Raises PlacementError where there is no such place.
+    `_StridedShard` decoding). Raises PlacementError if there is no such position.
     """
     if not any(isinstance(placement, StridedShard) for _, placement in pairs):
         return _apply(pairs, mesh)
@@ -323,10 +325,10 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
             factor = 1
         else:
             raise PlacementError(
-                f"reading='order': {placement} beside StridedShard on one dimension; "
+                f"reading='order': {placement} and StridedShard divide one dimension; "
                 f"use reading='placement'"
             )
-        order.insert(_find_place(order, factor, placement, mesh), axes)
+        order.insert(_find_position(order, factor, placement, mesh), axes)
     digits = []
     for axes in order:
         sizes = _sizes(axes, mesh)
@@ -334,18 +336,18 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     return [tuple(digits)]
 
 
-def _find_place(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh) -> int:
-    """How many axes of the order stand before a split into `factor` pieces."""
+def _find_position(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh) -> int:
+    """The number of axes of the order that stand before a split into `factor` pieces."""
     parts = [math.prod(_sizes(axes, mesh)) for axes in order]
     product = 1
-    for at, n in enumerate([*parts, 1]):
+    for position, n in enumerate([*parts, 1]):
         if product == factor:
-            return at
+            return position
         product *= n
     sizes = [f"{'*'.join(axes)}={n}" for axes, n in zip(order, parts, strict=True)]
-    found = " ".join(sizes) or "none"
+    named = " ".join(sizes) or "none"
     raise PlacementError(
         f"reading='order': {placement} stands for no order: "
-        f"the axes right of it on its dimension are {found}; "
+        f"the axes right of it on its dimension are {named}; "
         f"use reading='placement', which applies the splits as written"
     )

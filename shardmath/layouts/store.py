@@ -1,10 +1,10 @@
-"""Store: which buffer, and which view of it, a local tensor lies in.
+"""Store: the buffer that a local tensor lies in, and its view there.
 
-1. A layout says what a rank's local tensor holds; a store says, as a separate value, where that tensor
-   lies: a view (buffer, offset, strides, all in elements) for each (local tensor, rank). Plans and
+1. A layout gives the elements of a rank's local tensor; a store, a separate value, gives the place of that
+   tensor: a view (buffer, offset, strides, all in elements) for each (local tensor, rank). Plans and
    transfers stay logical.
 2. Holes make several tensors fit one buffer: the q, k and v of an interleaved QKV are three layouts of the
-   same view whose holes interlock; `check` proves that no cell is two tensors'.
+   same view whose holes interlock; `check` proves that no two tensors share a cell.
 3. A flat shard, any row-major range of a tensor, is at most 2 d - 1 windows, each a contiguous view of the
    flat buffer.
 
@@ -50,9 +50,9 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """The key of a local tensor: the name, or name[i] where a side holds it as several windows.
+    """The key of a local tensor: `name`, or `name[i]` if a side holds the tensor as several windows.
 
-    Raises StoreError for what is not a name, or not an integer.
+    Raises StoreError unless the name is a str and the numbers are integers.
     """
     tensor = text(name, "the name of a tensor", StoreError)
     number = as_integer(window, "the number of a window", StoreError)
@@ -63,7 +63,7 @@ def local_name(name: str, window: int, count: int) -> str:
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
     """(local tensor, layout) of every window of a tensor.
 
-    Raises StoreError for what is not a name, and for what is not Layouts.
+    Raises StoreError unless the name is a str and the windows are Layouts.
     """
     tensor = text(name, "the name of a tensor", StoreError)
     given = listed(windows, f"the windows of tensor {tensor!r}", StoreError)
@@ -73,29 +73,29 @@ def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, L
 Held: TypeAlias = (
     Mapping[str, Layout] | Mapping[str, tuple[Layout, ...]] | Mapping[str, LayoutOrWindows]
 )
-"""How tensors are held, by name: each under a layout, or as windows."""
+"""By name, how each tensor is held: under a layout, or as windows."""
 
 
 def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
-    """(local tensor, layout) of all that the rank has a part of.
+    """(local tensor, layout) of all tensors of which the rank has a part.
 
-    Raises StoreError for what is not a Layout, or windows.
+    Raises StoreError for anything but a Layout or windows.
     """
     number = as_integer(rank, "the rank", StoreError)
     held = mapping(layouts, "layouts are ", "name to Layout", StoreError)
-    for name, one in held.items():
+    for name, given in held.items():
         tensor = text(name, "the name of a tensor", StoreError)
-        if one == ():
-            continue  # what `flat_windows` gives for a tensor of which no rank holds anything
-        windows = windows_of(one, tensor, StoreError)
+        if given == ():
+            continue  # `flat_windows` gives () for a tensor that no rank holds
+        windows = windows_of(given, tensor, StoreError)
         yield from windows.locals(tensor, number)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where in a buffer a local tensor begins, and how it strides; row-major without `strides`.
+    """Where in a buffer a local tensor begins, and its strides; row-major without `strides`.
 
-    Both count elements. Raises StoreError for what is not a name, or not an integer.
+    Both count elements. Raises StoreError unless `buffer` is a str and the numbers are integers.
     """
 
     buffer: str
@@ -104,7 +104,7 @@ class View:
 
     def __post_init__(self) -> None:
         if type(self.buffer) is str and type(self.offset) is int and self.strides is None:
-            return  # nearly all: a flat buffer has a view of each of a model's parameters
+            return  # the common case: a flat buffer has a view per parameter of a model
         buffer = text(self.buffer, "the buffer of a View", StoreError)
         offset = as_integer(self.offset, "the offset of a View", StoreError)
         object.__setattr__(self, "buffer", buffer)
@@ -116,7 +116,7 @@ class View:
 
 
 class Place(NamedTuple):
-    """A view with its shape: what `as_strided` of numpy or torch takes, counted in elements."""
+    """A view with its shape: the arguments of numpy's or torch's `as_strided`, counted in elements."""
 
     buffer: str
     offset: int
@@ -138,7 +138,7 @@ class Place(NamedTuple):
 class Store:
     """A view for each (local tensor, rank), from a mapping; equal mappings are equal stores.
 
-    Raises StoreError for what is not such an entry, and for a local tensor that has two views.
+    Raises StoreError for a malformed entry, and for a local tensor with two views.
     """
 
     entries: tuple[tuple[tuple[str, int], View], ...]
@@ -159,9 +159,9 @@ class Store:
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
-        """Where the rank's local tensor of this layout lies.
+        """The place of the rank's local tensor of this layout.
 
-        Raises StoreError for a view that is missing or does not fit.
+        Raises StoreError if its view is missing or does not fit.
         """
         view = self._find_view(local, rank)
         instance(layout, Layout, "give the layout of the local tensor", StoreError)
@@ -178,13 +178,13 @@ class Store:
         """The view of the rank's local tensor. Raises StoreError if there is none."""
         name = text(local, "the name of a local tensor", StoreError)
         key = (name, as_integer(rank, "the rank", StoreError))
-        at = bisect.bisect_left(self.entries, key, key=_KEY)
-        if at < len(self.entries) and self.entries[at][0] == key:
-            return self.entries[at][1]
+        index = bisect.bisect_left(self.entries, key, key=_KEY)
+        if index < len(self.entries) and self.entries[index][0] == key:
+            return self.entries[index][1]
         known = [f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]]
         raise StoreError(
             f"no view for local tensor {local!r} of rank {rank}; "
-            f"views are there for {', '.join(known) or 'none'}"
+            f"the store has views for {', '.join(known) or 'none'}"
         )
 
 
@@ -193,11 +193,11 @@ _KEY = itemgetter(0)
 
 
 def _read_entry(entry: Any) -> _Entry:
-    """The entry, of a plain name and rank. Raises StoreError for what is not one."""
+    """The entry, its name and rank as plain str and int. Raises StoreError for a malformed entry."""
     pair = listed(entry, "an entry and its view", StoreError)
     key, view = pair if len(pair) == 2 else (None, None)
     if not isinstance(key, tuple) or len(key) != 2 or not isinstance(view, View):
-        raise StoreError(f"entry {shown(entry)} is not one; give (local tensor, rank): View")
+        raise StoreError(f"entry {shown(entry)} is malformed; give (local tensor, rank): View")
     local, rank = key
     if type(local) is str and type(rank) is int:
         return key, view
@@ -212,8 +212,8 @@ Buffers = Mapping[str, NDArray[Any]]
 def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
     """The rank's local tensors as views of its flat buffers, by local name; writing one writes the buffer.
 
-    A tensor held as several windows has a local tensor of each, `name[0]`, `name[1]`, ... Layouts whose mesh
-    does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
+    A tensor held as several windows has one local tensor per window, `name[0]`, `name[1]`, ... Layouts whose
+    mesh does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
     """
     instance(store, Store, "views takes a Store", StoreError)
     mapping(buffers, "buffers are ", "name to a flat numpy array", StoreError)
@@ -221,12 +221,12 @@ def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str,
     for local, layout in list(locals_of(layouts, rank)):
         place = store.place(local, layout, rank)
         buffer = _find_buffer(place, local, buffers)
-        views[local] = _stride(place, buffer)
+        views[local] = _view_buffer(place, buffer)
     return views
 
 
 def _find_buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
-    """The flat buffer of the place. Raises StoreError if there is none, or the place does not fit it."""
+    """The flat buffer of the place. Raises StoreError if it is missing, or the place does not fit it."""
     if place.buffer not in buffers:
         known = ", ".join(map(repr, buffers)) or "none"
         raise StoreError(f"no buffer {place.buffer!r} for {local!r}; buffers are {known}")
@@ -239,7 +239,7 @@ def _find_buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
     return buffer
 
 
-def _stride(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
+def _view_buffer(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
     """The place as an array, a view of the buffer."""
     itemsize = buffer.itemsize  # numpy's strides are in bytes
     steps = tuple(step * itemsize for step in place.strides)
@@ -248,36 +248,36 @@ def _stride(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
 
 
 def check(store: Store, layouts: Held, rank: int) -> None:
-    """Raise StoreError if two cells of the rank's local tensors lie at one place of a buffer.
+    """Raise StoreError if two cells of the rank's local tensors lie at one element of a buffer.
 
-    Holes are left out. Takes 4 bytes for each element that the buffers reach and, one local tensor at a
-    time, some 24 for each of its elements.
+    Holes are left out. Takes 4 bytes per element that the buffers reach and, for one local tensor at a
+    time, about 24 bytes per element.
     """
     instance(store, Store, "check takes a Store", StoreError)
-    own = dict(locals_of(layouts, rank))
-    places = {local: store.place(local, layout, rank) for local, layout in own.items()}
+    layout_of = dict(locals_of(layouts, rank))
+    places = {local: store.place(local, layout, rank) for local, layout in layout_of.items()}
     ends: dict[str, int] = {}
     for place in places.values():
         ends[place.buffer] = max(ends.get(place.buffer, 0), place.end)
-    # Each element of a buffer has the number of the local tensor that lies there, 0 for none.
-    taken = {buffer: np.zeros(end, np.int32) for buffer, end in ends.items()}
-    owners = list(places)
+    # Each element of a buffer has the number of the local tensor that lies there, 0 for no tensor.
+    owner_of = {buffer: np.zeros(end, np.int32) for buffer, end in ends.items()}
+    names = list(places)
     for number, (local, place) in enumerate(places.items(), 1):
-        owner = taken[place.buffer]
-        elements = _list_elements(place, own[local], rank)
+        owner = owner_of[place.buffer]
+        elements = _list_elements(place, layout_of[local], rank)
         clash = _find_clash(owner, elements)
         if clash is not None:
             earlier = int(owner[clash])
-            other = owners[earlier - 1] if earlier else local
+            other = names[earlier - 1] if earlier else local
             raise StoreError(
                 f"rank {rank}: {local!r} and {other!r} both lie at element {clash} "
-                f"of {place.buffer!r}; their holes have to interlock"
+                f"of {place.buffer!r}; their holes must interlock"
             )
         owner[elements] = number
 
 
 def _find_clash(owner: NDArray[np.int32], elements: NDArray[np.int64]) -> int | None:
-    """An element that has an owner already, or the first of all where one is listed twice; None if all are free."""
+    """An element that has an owner, or the first element if any is listed twice; None if all are free."""
     if len(np.unique(elements)) < len(elements):
         return int(elements[0])
     owned = owner[elements] > 0
@@ -285,14 +285,13 @@ def _find_clash(owner: NDArray[np.int32], elements: NDArray[np.int64]) -> int | 
 
 
 def _list_elements(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]:
-    """The buffer elements of the tensor's own cells, row-major."""
+    """The buffer elements of the local tensor's cells without holes, row-major."""
     elements = np.array([place.offset])
     indices = layout.indices(rank)
     for index, step in zip(indices, place.strides, strict=True):
         held = np.flatnonzero(index >= 0)
         offsets = held * step
-        table = np.add.outer(elements, offsets)
-        elements = table.ravel()
+        elements = np.add.outer(elements, offsets).ravel()
     return elements
 
 
@@ -304,11 +303,11 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """A tensor of which each rank holds a row-major flat range [lo, hi), in a flat buffer of its own.
+    """The windows and the Store of a tensor of which each rank holds a row-major flat range [lo, hi).
 
-    The windows, rank by rank and in order, and where they lie: in `buffer` (the name, if not given), whose
-    element 0 is the rank's element lo. Raises PlanError for a range outside the tensor, StoreError for what
-    is not a range.
+    Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
+    not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,
+    StoreError for a malformed range.
     """
     layouts: list[Layout] = []
     places: list[tuple[int, int]] = []  # the rank of each window, and its offset
@@ -334,7 +333,7 @@ def flat_windows(
 
 
 def _read_range(rank: object, span: object) -> tuple[int, ...]:
-    """The two ends of what a rank holds. Raises StoreError for what is not a range."""
+    """The start and stop of a rank's range. Raises StoreError for a malformed range."""
     as_integer(rank, "a rank of ranges", StoreError)
     ends = listed(span, f"the start and stop of rank {rank}", StoreError)
     if len(ends) != 2:
@@ -343,7 +342,7 @@ def _read_range(rank: object, span: object) -> tuple[int, ...]:
 
 
 def _hold_box(shape: tuple[int, ...], rank: int, box: Box, dtype: object) -> Layout:
-    """One rank holds exactly the box."""
+    """The layout under which one rank holds exactly the box."""
     runs = [from_ranges([span]) for span in box]
     stored = dict(enumerate(runs))
     mesh = Mesh(ranks=[rank])

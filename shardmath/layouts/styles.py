@@ -1,14 +1,14 @@
-"""Styles: how tensor parallelism divides a layer, and which layer of a model is of which style.
+"""Styles: how tensor parallelism divides a layer, and the style of each layer of a model.
 
-1. A linear layer's weight is (out, in). A **column** layer divides what it puts out, dimension 0; a **row**
-   layer divides what it takes in, dimension 1; a **vocab** table divides its words, dimension 0.
+1. A linear layer's weight is (out, in). A **column** layer divides its outputs, dimension 0; a **row** layer
+   divides its inputs, dimension 1; a **vocab** table divides its words, dimension 0.
 2. A bias follows the outputs: it is divided with a column or vocab layer, and whole on every rank of a row
    layer, whose ranks each hold one addend of the output.
-3. Everything else (norms, positions, routers, block scales, buffers) is **replicate**, and so is what the
-   table does not know: never wrong, only not divided.
-4. Not in the table, because dividing them needs more than a name: fused projections (`c_attn`, `qkv_proj`,
+3. Everything else (norms, positions, routers, block scales, buffers) is **replicate**, and so are tensors that
+   the table does not know: never wrong, only not divided.
+4. Not in the table, because dividing them takes more than a name: fused projections (`c_attn`, `qkv_proj`,
    `gate_up_proj`, `query_key_value`), the transposed weights (in, out) of GPT-2's Conv1D (`c_attn`, `c_fc`,
-   `c_proj`) and stacked experts. Name them in rules of your own: `*.c_fc.weight h (tp n)`.
+   `c_proj`) and stacked experts. Name them in your rules: `*.c_fc.weight h (tp n)`.
 
 >>> kind("model.layers.0.self_attn.q_proj.weight"), kind("encoder.layer.3.output.dense.bias")
 ('column', 'replicate')
@@ -39,10 +39,10 @@ __all__ = [
 
 
 class Style(NamedTuple):
-    """What tensor parallelism does to a layer.
+    """How tensor parallelism divides a layer.
 
-    `divided` is the dimension of its weight, a negative one counted from the end, None for none; `bias`
-    the style of its bias.
+    `divided` is the dimension of its weight, counted from the end if negative, or None if it is not divided;
+    `bias` is the style of its bias.
     """
 
     divided: int | None
@@ -57,7 +57,7 @@ STYLES: dict[str, Style] = {
 }
 
 KINDS = tuple(STYLES)
-"""What a tensor can be to tensor parallelism."""
+"""The kinds of tensors in tensor parallelism."""
 
 MODULES: tuple[tuple[str, str], ...] = (
     # module's name ends in            its weight is    found in
@@ -98,10 +98,10 @@ MODULES: tuple[tuple[str, str], ...] = (
     ("lm_head.decoder", "vocab"),  #                    RoBERTa
     ("predictions.decoder", "vocab"),  #                BERT
 )
-"""The end of a module's dotted name (a glob; the first that matches counts) and the kind of its weight."""
+"""The end of a module's dotted name, a glob of which the first match counts, and the kind of its weight."""
 
 TAIL = re.compile(r".*\.\d+\.")
-"""All of a name up to its last number: no module in the table has one."""
+"""A name up to its last number, which is cut off: no module in the table has a number."""
 
 
 def kind(name: str) -> str:
@@ -111,7 +111,7 @@ def kind(name: str) -> str:
 
 @memo()
 def _kind_of_tail(tail: str) -> str:
-    """The kind of a tensor without the numbers in its name, so that all layers are one entry."""
+    """The kind of a tensor by its name without numbers, so that all layers share one entry of the cache."""
     module, _, leaf = tail.rpartition(".")
     if leaf not in ("weight", "bias"):
         return "replicate"
@@ -122,7 +122,7 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the tensor `name` is of the kind that the pattern is, or fits this glob."""
+    """Whether the pattern is the kind of the tensor `name`, or a glob that matches the name."""
     if pattern in KINDS:
         return kind(name) == pattern
     return fnmatchcase(name, pattern)
@@ -134,7 +134,7 @@ def is_expert(name: str) -> bool:
 
 
 def dimension(name: str, ndim: int) -> int | None:
-    """The dimension along which tensor parallelism divides the tensor; None for none, and for a scalar."""
+    """The dimension along which tensor parallelism divides the tensor; None for one not divided, and for a scalar."""
     divided = STYLES[kind(name)].divided
     if divided is None or not ndim:
         return None
@@ -149,31 +149,31 @@ def tp_text(
 ) -> str:
     """The layout of the tensor on a mesh whose `axis`, of size `tp`, is for tensor parallelism.
 
-    A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError for a dimension
-    that `tp` does not divide, as every engine does.
+    A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError if `tp` does not
+    divide the dimension, as every engine does.
 
     >>> tp_text("mlp.experts.up_proj.weight", (8, 6, 4), tp=2)
     'd0 (tp d1) d2'
     >>> tp_text("wte.weight", (5, 4), tp=2, vocab_multiple=4)
     '(tp d0)=8 d1'
     """
-    at = dimension(name, len(shape))
-    if at is None:
+    divided_dim = dimension(name, len(shape))
+    if divided_dim is None:
         return "..."
-    n = stored = shape[at]
+    size = stored = shape[divided_dim]
     advice = f"choose {axis} to divide it"
     if kind(name) == "vocab":
-        stored = _pad(n, vocab_multiple)
+        stored = _pad(size, vocab_multiple)
         advice += f", or vocab_multiple={tp}"
     if stored % tp:
         raise LayoutError(
-            f"dimension {at} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}; "
+            f"dimension {divided_dim} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}; "
             f"{advice}"
         )
     words = [f"d{d}" for d in range(len(shape))]
-    words[at] = f"({axis} d{at})"
-    if stored > n:
-        words[at] += f"={stored}"
+    words[divided_dim] = f"({axis} d{divided_dim})"
+    if stored > size:
+        words[divided_dim] += f"={stored}"
     return " ".join(words)
 
 

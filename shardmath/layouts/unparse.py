@@ -1,6 +1,6 @@
 """Unparse: dimensions as canonical text, which `notation.parse` reads back to the same value.
 
-Names are not part of a layout: the free names are n h w d n4 n5 ..., and a user's placements are
+Names are not part of a layout: the free names are n h w d n4 n5 ..., and custom placements are
 named after their classes.
 
 >>> from shardmath.layouts.notation import parse
@@ -34,7 +34,7 @@ NAMES = ("n", "h", "w", "d")
 
 
 def free_name(d: int) -> str:
-    """What text calls dimension d."""
+    """The name of dimension d in canonical text."""
     return NAMES[d] if d < len(NAMES) else f"n{d}"
 
 
@@ -55,25 +55,25 @@ def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
 
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """A name for every user's placement: its class in lower case, numbered from the second."""
-    named: dict[Splits, str] = {}
+    """A name for every custom placement: its class in lower case, numbered from the second on."""
+    name_of: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):
         cut = digit.cut
-        if not isinstance(cut, UserCut) or cut.by in named:
+        if not isinstance(cut, UserCut) or cut.by in name_of:
             continue
-        owner = type(cut.by)
-        base = name = owner.__name__.lower()
+        kind = type(cut.by)
+        base = name = kind.__name__.lower()
         numbers = itertools.count(2)
         while name in taken:
             name = f"{base}{next(numbers)}"
-        named[cut.by] = name
+        name_of[cut.by] = name
         taken.add(name)
-    return named
+    return name_of
 
 
 def _digits(dims: tuple[Dimension, ...]) -> Iterator[Digit]:
-    """All digits of the dimensions, as the text has them."""
+    """All digits of the dimensions, in the order of the text."""
     for dim in dims:
         for field in dim.fields:
             for stage in field.stages:
@@ -81,7 +81,7 @@ def _digits(dims: tuple[Dimension, ...]) -> Iterator[Digit]:
 
 
 def _dim_text(dim: Dimension, name: str, named: Mapping[Splits, str]) -> str:
-    """A word, or a group with what is stored behind it."""
+    """A word, or a group and the stored positions after it."""
     if dim.stored is None and dim.fields == (Field(dim.size),):
         return name
     fields = []
@@ -92,7 +92,7 @@ def _dim_text(dim: Dimension, name: str, named: Mapping[Splits, str]) -> str:
 
 
 def _stored_text(dim: Dimension) -> str:
-    """`=8` where the dimension is padded at its end, else all ranges and holes."""
+    """`=8` if the dimension is padded only at its end, else all ranges and holes."""
     if dim.stored is None:
         return ""
     stored = dim.stored
@@ -117,7 +117,7 @@ def _stage_words(stage: Stage, name: str, named: Mapping[Splits, str]) -> Iterat
             block = cut.size
             yield name
         else:
-            # A word right of the free name stands for how many of these make one of those before.
+            # A word right of the free name stands for the number of these blocks in one block of the digit before.
             yield "*".join(digit.axes) or str(block // cut.size)
             block = cut.size
     if not block:

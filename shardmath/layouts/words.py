@@ -1,6 +1,6 @@
-"""Words: one digit of a layout's text as written, and the stages that the words of a field stand for.
+"""Words: digits as a layout's text writes them, and the stages that the words of a field stand for.
 
-1. Left of the free name a word cuts every piece in as many parts: by ceil-chunks, or as its mark says.
+1. Left of the free name a word cuts every piece into parts: by ceil-chunks, or as its mark says.
 2. Right of it a word is made of fixed blocks: it counts blocks as large as all that is right of it.
    The free name counts the largest ones, as many as there are.
 3. Without a free name the words multiply to the length that they divide.
@@ -21,13 +21,13 @@ from shardmath.base.text import plural
 from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, Cut, FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.dimension import Field, divided, lengths_at
 from shardmath.layouts.algebra.stages import Digit, Stage
-from shardmath.layouts.reader import LayoutReader, listed
+from shardmath.layouts.reader import LayoutReader, join_names
 
 __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """One digit as written: what it divides by, before the free name is known."""
+    """One digit as written, `at` this position of the text, before the free name's size is known."""
 
     at: int
     axes: tuple[str, ...] = ()
@@ -37,100 +37,99 @@ class WrittenDigit(NamedTuple):
     free: str = ""
 
 
-def make_field(read: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """The field of n positions that these words divide. Raises NotationError where they cannot."""
+def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
+    """Make the field of n positions that these words divide. Raises NotationError if they cannot divide it."""
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
-        read.fail(
+        reader.fail(
             f"sizes {list(first.sizes)} add up to {sum(first.sizes)}",
             first.at,
             f"the dimension, or field, has {n}",
         )
-    read_stages = tuple(_read_stage(read, words) for words in stages)
-    for s, words in enumerate(stages):
+    read_stages = tuple(_read_stage(reader, words) for words in stages)
+    for number, words in enumerate(stages):
         if not any(word.free for word in words):
-            _check_exact(read, divided(n, read_stages[:s]), words)
+            _check_exact(reader, divided(n, read_stages[:number]), words)
     return divided(n, read_stages)
 
 
-def _check_exact(read: LayoutReader, before: Field, words: list[WrittenDigit]) -> None:
-    """A stage without a free name: its digits multiply to the length that they divide."""
-    product = math.prod(_count_parts(read, word) for word in words)
-    wrong = lengths_at(before, len(before.stages)) - {product}
+def _check_exact(reader: LayoutReader, earlier: Field, words: list[WrittenDigit]) -> None:
+    """Raise NotationError unless the digits multiply to the length that they divide: the stage has no free name."""
+    product = math.prod(_count_parts(reader, word) for word in words)
+    wrong = lengths_at(earlier, len(earlier.stages)) - {product}
     if wrong:
-        read.fail(
+        reader.fail(
             f"a group without a free name divides {product} exactly, not {min(wrong)}",
             words[0].at,
             f"add a free name, or make the length {product}",
         )
 
 
-def _count_parts(read: LayoutReader, word: WrittenDigit) -> int:
-    """What the word multiplies by in a group without a free name."""
+def _count_parts(reader: LayoutReader, word: WrittenDigit) -> int:
+    """The number of parts that a word stands for in a group without a free name."""
     if word.mark or word.sizes is not None:
-        read.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
-    return word.number or math.prod(_axis_sizes(read, word))
+        reader.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
+    return word.number or math.prod(_axis_sizes(reader, word))
 
 
-def _axis_sizes(read: LayoutReader, word: WrittenDigit) -> tuple[int, ...]:
-    sizes = read.axes
-    return tuple(sizes[name] for name in word.axes)
+def _axis_sizes(reader: LayoutReader, word: WrittenDigit) -> tuple[int, ...]:
+    return tuple(reader.axes[name] for name in word.axes)
 
 
-def _read_stage(read: LayoutReader, words: list[WrittenDigit]) -> Stage:
+def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
     """The digits of one stage: cuts left of the free name, blocks right of it."""
-    free = [i for i, word in enumerate(words) if word.free]
+    free = [word for word in words if word.free]
     if len(free) > 1:
-        first, second = words[free[0]], words[free[1]]
-        read.fail(
+        first, second, *_ = free
+        reader.fail(
             f"{first.free!r} and {second.free!r} are both free names",
             second.at,
-            f"one must be a mesh axis ({listed(read.axes)}) or an integer",
+            f"one must be a mesh axis ({join_names(reader.axes)}) or an integer",
         )
     if not free:
-        return tuple(_make_cut(read, word) for word in words)
-    at = free[0]
-    left = [_make_cut(read, word) for word in words[:at]]
-    right = _make_blocks(read, words[at + 1 :])
+        return tuple(_make_cut(reader, word) for word in words)
+    middle = words.index(free[0])
+    left = [_make_cut(reader, word) for word in words[:middle]]
+    right = _make_blocks(reader, words[middle + 1 :])
     return (*left, *right)
 
 
-def _make_cut(read: LayoutReader, word: WrittenDigit) -> Digit:
+def _make_cut(reader: LayoutReader, word: WrittenDigit) -> Digit:
     """The digit of a word left of the free name."""
-    sizes = _axis_sizes(read, word)
+    sizes = _axis_sizes(reader, word)
     parts = word.number or math.prod(sizes)
-    return Digit(_choose_cut(read, word, parts), word.axes, sizes)
+    return Digit(_choose_cut(reader, word, parts), word.axes, sizes)
 
 
-def _choose_cut(read: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
-    """How the word cuts a piece into so many parts."""
+def _choose_cut(reader: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
+    """The cut into this number of parts that the word stands for."""
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
-            read.fail(
+            reader.fail(
                 f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
                 word.at,
-                "give one size a coordinate",
+                "give one size per coordinate",
             )
         return Sizes(word.sizes)
     if word.mark == "~":
         return BalancedChunks(parts)
     if word.mark:
-        return UserCut(read.rules[word.mark], parts)
+        return UserCut(reader.rules[word.mark], parts)
     return Chunks(parts)
 
 
-def _make_blocks(read: LayoutReader, words: list[WrittenDigit]) -> list[Digit]:
-    """The free name's own blocks and the digits right of it, each a block of what is right of it."""
+def _make_blocks(reader: LayoutReader, words: list[WrittenDigit]) -> list[Digit]:
+    """The blocks of the free name, and the digits of the words right of it: each a block of all right of it."""
     digits: list[Digit] = []
     block = 1
     for word in reversed(words):
         if word.mark or word.sizes is not None:
-            read.fail(
+            reader.fail(
                 "~, sizes and rules stand left of the free name",
                 word.at,
                 "right of it are fixed blocks",
             )
-        sizes = _axis_sizes(read, word)
+        sizes = _axis_sizes(reader, word)
         digits.append(Digit(FixedBlock(block), word.axes, sizes))
         block *= word.number or math.prod(sizes)
     digits.append(Digit(FixedBlock(block)))

@@ -1,6 +1,6 @@
 """Testing: strategies for every value, a brute-force oracle, and the laws by name.
 
-Whoever writes a placement checks it with `check_placement`:
+Check a custom placement with `check_placement`:
 
     from hypothesis import given
     from shardmath import testing
@@ -11,24 +11,24 @@ Whoever writes a placement checks it with `check_placement`:
 
 `lengths` draws small sizes, and ones up to 4096 at and around multiples of blocks;
 `lengths(100_000)` and `parts(64)` go further. One case of a million rows takes seconds; so check a
-placement of long blocks on one of its own sizes too.
+placement of long blocks also on a real size.
 
-A rule of buffers is checked with `check_rule`, on what `params` draws, and a transform with
-`check_transform`, on what `transform_cases` does; every value of ours obeys `LAWS`:
+Check a rule of buffers with `check_rule`, on parameters that `params` draws, and a transform with
+`check_transform`, on cases that `transform_cases` draws. Values of shardmath obey `LAWS`:
 `given(law.cases)(lambda case: law.check(*case))`. Needs hypothesis (the extra `testing`).
 
 In reading order:
 
 - `oracle`: what local arrays stand for, by brute force;
 - `strategies`: values drawn with all the awkward cases;
-- `placements`: what every placement keeps;
-- `layout_laws`: what all Runs and layouts keep;
-- `plan_laws`: what all plans keep;
-- `transform_laws`: what all transforms keep;
-- `content_laws`: what digests of content keep, and what is sent of it where little has changed;
+- `placements`: the laws of placements;
+- `layout_laws`: the laws of Runs and layouts;
+- `plan_laws`: the laws of plans;
+- `transform_laws`: the laws of transforms;
+- `content_laws`: the laws of digests of content, and of sending only changed elements;
 - `laws`: all of these laws by name, and their cases;
-- `buffers`: what every rule of buffers keeps;
-- `rounds`: whether ranks that walk their rounds get to the end.
+- `buffers`: the laws of rules of buffers;
+- `rounds`: a check that ranks which walk their rounds get to the end.
 """
 
 try:

@@ -1,6 +1,6 @@
 """Rules of buffers: parameters and rules drawn at random, and the laws that every rule keeps.
 
-Whoever writes a rule checks it with `check_rule`, on parameters of their own or on drawn ones:
+Check a custom rule with `check_rule`, on given parameters or on drawn ones:
 
 >>> from shardmath import buffers
 >>> def in_order(params, *, data_parallel_world_size):
@@ -97,9 +97,9 @@ _formats: st.SearchStrategy[bool | str] = st.sampled_from([False, False, True, "
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A rule and what it is asked.
+    """A rule with its parameters and options.
 
-    `shards` divide buckets, None if nothing does; parameters begin at multiples of `start`.
+    `shards` is the number of shards of a bucket, None for no shards; parameters begin at multiples of `start`.
     """
 
     rule: Rule
@@ -109,7 +109,7 @@ class RuleCase:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def layout(self) -> PerBufferParamLayout:
-        """What the rule lays out. Raises AssertionError for anything but a PerBufferParamLayout."""
+        """The layout that the rule gives. Raises AssertionError unless it is a PerBufferParamLayout."""
         out = self.rule(list(self.params), **self.options)
         what = f"{out!r} is not a PerBufferParamLayout"
         _require(isinstance(out, PerBufferParamLayout), self, what)
@@ -129,9 +129,9 @@ class RuleCase:
 def rule_cases(
     draw: Draw, *, shards: st.SearchStrategy[int] | None = None, most: int = 7, longest: int = 100
 ) -> RuleCase:
-    """A rule of shardmath.buffers and what it takes, sharded by the number drawn from `shards`.
+    """A rule of shardmath.buffers with parameters and options, for a number of shards drawn from `shards`.
 
-    Without `shards` there are 1 to 8, and rules that shard nothing are among those drawn.
+    Without `shards` there are 1 to 8, and the rule may also be one that does not shard.
     """
     rules = list(START)
     if shards is None:
@@ -165,7 +165,7 @@ START: Mapping[Rule, int] = {
     zero: 1,
     megatron_fsdp: 1,
 }
-"""What the rules that are here start parameters at; FSDP1 those of bfloat16."""
+"""The number at whose multiples each rule starts parameters; for FSDP1, parameters of bfloat16."""
 
 OPTIONS: Mapping[Rule, Mapping[str, st.SearchStrategy[object]]] = {
     data_parallel: {"bucket_size": _bucket_sizes},
@@ -212,14 +212,14 @@ def every_parameter_once(case: RuleCase) -> None:
 
 
 def apart(case: RuleCase) -> None:
-    """No element of the buffer is two parameters'."""
+    """No element of the buffer belongs to two parameters."""
     layout = case.layout()
-    own = []
+    spans = []
     for name, (start, end, _) in layout.placed:
         if start < end:
-            own.append((start, end, name))
-    own.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(own):
+            spans.append((start, end, name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         what = f"{name!r} ends at {end}, {other!r} starts at {start}"
         _require(end <= start, case, what)
 
@@ -245,7 +245,7 @@ def buckets_follow_one_another(case: RuleCase) -> None:
 
 
 def evenly_divided(case: RuleCase) -> None:
-    """Every bucket gives all shards as many elements."""
+    """Every bucket gives all shards the same number of elements."""
     buckets = case.layout().bucket_indices
     count = case.shards or 1
     for number, (start, end) in enumerate(buckets):
@@ -268,8 +268,8 @@ def uncut_where_said(case: RuleCase) -> None:
         size = (stop - first) // count
         first_shard = (start - first) // size
         last_shard = (end - 1 - first) // size
-        at = f"{name!r} at [{start}, {end})"
-        what = f"{at} crosses a border, shards of its bucket have {size}"
+        placed = f"{name!r} at [{start}, {end})"
+        what = f"{placed} crosses a border, shards of its bucket have {size}"
         _require(first_shard == last_shard, case, what)
 
 
@@ -281,7 +281,7 @@ def starts_aligned(case: RuleCase) -> None:
 
 
 def padding_accounted(case: RuleCase) -> None:
-    """The buffer is its parameters and padding; unpadded sizes lie between those of buckets."""
+    """The buffer is its parameters and padding; unpadded sizes lie between filled sizes and sizes of buckets."""
     layout = case.layout()
     padding = layout.padding
     held = sum(param.numel for param in case.params)
@@ -292,16 +292,16 @@ def padding_accounted(case: RuleCase) -> None:
     unpadded = layout.per_bucket_numel_unpadded
     what = f"{len(unpadded)} unpadded sizes of {count} buckets"
     _require(len(unpadded) == count, case, what)
-    for number, filled in enumerate(_fill_buckets(layout)):
+    for number, filled in enumerate(_count_filled(layout)):
         start, end = layout.bucket_indices[number]
         size = end - start
-        said = unpadded[number]
-        what = f"bucket {number} has {filled} of {size} elements filled, {said} unpadded"
-        _require(filled <= said <= size, case, what)
+        counted = unpadded[number]
+        what = f"bucket {number} has {filled} of {size} elements filled, {counted} unpadded"
+        _require(filled <= counted <= size, case, what)
 
 
-def _fill_buckets(layout: PerBufferParamLayout) -> list[int]:
-    """How many elements of each bucket are parameters'."""
+def _count_filled(layout: PerBufferParamLayout) -> list[int]:
+    """The number of elements in each bucket that belong to parameters."""
     filled = [0] * len(layout.bucket_indices)
     for start, end, number in layout.param_index_map.values():
         filled[number] += end - start
@@ -309,14 +309,14 @@ def _fill_buckets(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """There is one of `param_indices` for each parameter, or none at all."""
+    """There is one of `param_indices` per parameter, or none at all."""
     count = len(case.layout().param_indices)
     params = len(case.params)
     _require(count in (0, params), case, f"{count} param_indices of {params} parameters")
 
 
 def deterministic(case: RuleCase) -> None:
-    """Asked again the rule gives an equal layout; so do copies of its parameters, pickle and repr."""
+    """Calling the rule again gives an equal layout; so do copies of its parameters, pickle and repr."""
     layout = case.layout()
     again = case.layout()
     copied_params = pickle.loads(pickle.dumps(case.params))
@@ -344,14 +344,14 @@ def names_mean_nothing(case: RuleCase) -> None:
         renamed.append(replace(param, name=name))
     layout = case.layout()
     other = replace(case, params=tuple(renamed)).layout()
-    expected = tuple((names[name], at) for name, at in layout.placed)
+    expected = tuple((names[name], place) for name, place in layout.placed)
     _require(other.placed == expected, case, "parameters of other names lie elsewhere")
     same = _without_names(other) == _without_names(layout)
     _require(same, case, "other names change buckets or counts")
 
 
 def _without_names(layout: PerBufferParamLayout) -> tuple[object, ...]:
-    """All of the layout that has no names of parameters in it."""
+    """The fields of the layout without names of parameters."""
     return (
         layout.bucket_indices,
         layout.per_bucket_numel_unpadded,
@@ -374,7 +374,7 @@ RULE_LAWS = (
     deterministic,
     names_mean_nothing,
 )
-"""What every rule keeps; a law takes the RuleCase alone, and stands on those before it."""
+"""The laws that every rule keeps; a law takes only the RuleCase, and relies on the laws before it."""
 
 
 def check_rule(
@@ -385,11 +385,10 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check a rule of your own against its laws, for these parameters in forward order and options.
+    """Check a custom rule against RULE_LAWS, for these parameters in forward order and options.
 
-    `shards` divide every bucket, `data_parallel_world_size` of them if not given and that is;
-    parameters begin at multiples of `start`. The laws are those of RULE_LAWS. Raises
-    AssertionError, which names the case.
+    `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
+    parameters begin at multiples of `start`. Raises AssertionError, which names the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
     count = None if given is None else read_positive(given, "shards")

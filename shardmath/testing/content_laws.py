@@ -1,7 +1,7 @@
-"""Content laws: what digests of tensors' content keep, and what is sent of it where little has changed.
+"""Content laws: the laws of digests of tensors' content, and of sending only changed elements.
 
-The definition of a digest stands here once more, element by element in Python's integers: it shares no
-code with `shardmath.values.digests`.
+The definition of a digest is repeated here, element by element in Python's integers: it shares no code
+with `shardmath.values.digests`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
 
 
 def _list_words(bits: bytes) -> list[int]:
-    """The signed integers that an element is: of 16 bits, or of the 8 that it has."""
+    """The bytes of an element as signed integers of 16 bits, or of 8 bits if it is one byte."""
     size = min(2, len(bits))
     starts = range(0, len(bits), size)
     parts = [bits[start : start + size] for start in starts]
@@ -64,7 +64,7 @@ def _list_words(bits: bytes) -> list[int]:
 
 
 def _weigh(seed: int, dimension: int, position: int) -> int:
-    """The product of the factors of the bits that are set."""
+    """The weight of a position: the product of the factors of its set bits."""
     text = f"shardmath digest {seed} {dimension}"
     drawn = shake_256(text.encode()).digest(1024)
     weight = 1
@@ -83,7 +83,7 @@ def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def digest_is_its_definition(layout: Layout) -> None:
-    """A digest is the weighted sum of all words, whatever lies in holes."""
+    """A digest is the weighted sum of all words, whatever holes contain."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):
@@ -100,19 +100,19 @@ def digest_survives_moves(src: Layout, dst: Layout) -> None:
 
 
 def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
-    """A tensor held as windows has the digest of the tensor, also where windows overlap."""
+    """A tensor held as windows has the digest of the tensor, even if windows overlap."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values])
     tiles = Windows((*data.draw(tilings(layout)), *data.draw(tilings(layout))))
     given: dict[int, dict[str, Array]] = {rank: {} for rank in held}
-    for key, one in tiles.locals("w"):
-        for rank, array in distribute(one, [values], hole=np.inf).items():
+    for key, window_layout in tiles.locals("w"):
+        for rank, array in distribute(window_layout, [values], hole=np.inf).items():
             given[rank][key] = array
     assert digest_of({"w": tiles}, given) == {"w": digest_of(layout, held)}
 
 
 def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
-    """One flipped bit of one element changes the digest, and is found where it is."""
+    """A flipped bit of one element changes the digest, and `find_difference` finds the element."""
     if 0 in layout.shape:
         return
     values = _draw_bits(layout.shape)
@@ -124,46 +124,46 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
     before = distribute(layout, [values])
     after = distribute(layout, [changed])
     assert digest_of(layout, before) != digest_of(layout, after)
-    box = tuple((at, at + 1) for at in index)
-    found = find_difference(layout, before, layout, after)
-    assert found == Difference("", box)
+    box = tuple((position, position + 1) for position in index)
+    difference = find_difference(layout, before, layout, after)
+    assert difference == Difference("", box)
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
-    """A changed element of one rank is an error where others hold it, and a change where none does."""
+    """A changed element of one rank is an error if other ranks hold it, else it changes the digest."""
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))
-    own = _list_own(layout, rank)
-    if not own:
+    rank_held = _list_held(layout, rank)
+    if not rank_held:
         return
-    here, element = data.draw(st.sampled_from(own))
+    local_index, element = data.draw(st.sampled_from(rank_held))
     words = held[rank].view(np.uint64)
-    words[here] ^= np.uint64(1)
+    words[local_index] ^= np.uint64(1)
     holders = [other for other in layout.mesh.ranks if _holds(layout, other, element)]
     if len(holders) == 1:
         assert digest_of(layout, held) != before
         return
-    box = ", ".join(f"{at}:{at + 1}" for at in element)
-    assert f" other bits in [{box}] than rank" in _refusal(layout, held)
+    box = ", ".join(f"{position}:{position + 1}" for position in element)
+    assert f" other bits in [{box}] than rank" in _explain_refusal(layout, held)
 
 
 _Index: TypeAlias = tuple[int, ...]
 
 
-def _list_own(layout: Layout, rank: int) -> list[tuple[_Index, _Index]]:
-    """(local index, global index) of all that the rank holds."""
+def _list_held(layout: Layout, rank: int) -> list[tuple[_Index, _Index]]:
+    """(local index, global index) of all elements that the rank holds."""
     indices = layout.indices(rank)
     cells = [np.flatnonzero(index >= 0).tolist() for index in indices]
-    own = []
-    for here in itertools.product(*cells):
-        there = tuple(int(index[at]) for index, at in zip(indices, here, strict=True))
-        own.append((here, there))
-    return own
+    held = []
+    for local in itertools.product(*cells):
+        element = tuple(int(index[i]) for index, i in zip(indices, local, strict=True))
+        held.append((local, element))
+    return held
 
 
-def _refusal(layout: Layout, held: dict[int, Array]) -> str:
-    """Why these arrays have no digest; "" where they have one."""
+def _explain_refusal(layout: Layout, held: dict[int, Array]) -> str:
+    """The error that these arrays have no digest; "" if they have one."""
     try:
         digest_of(layout, held)
     except DigestError as error:
@@ -173,15 +173,17 @@ def _refusal(layout: Layout, held: dict[int, Array]) -> str:
 
 def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
     """Whether the rank holds the element."""
-    return all(at in index for index, at in zip(layout.indices(rank), element, strict=True))
+    return all(
+        position in index for index, position in zip(layout.indices(rank), element, strict=True)
+    )
 
 
 # What has changed
 
 
 def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """The changed elements, put into what a move brought before, are what a move brings now."""
-    p = plan(src, dst)
+    """Changed elements, put into the result of the move before, give the result of the move now."""
+    planned = plan(src, dst)
     (old,) = addends(src)
     last = max(old.size - 1, 0)
     which = data.draw(st.lists(st.integers(0, last), max_size=8))
@@ -189,11 +191,11 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     new.flat[which[: old.size]] += 1
     before = distribute(src, [old])
     after = distribute(src, [new])
-    held = run(p, before)
-    for one in _list_changes(p, before, after):
-        rank = one.message.dst_rank
-        _put(held[rank], one)
-    for rank, expected in run(p, after).items():
+    held = run(planned, before)
+    for sent in _list_changes(planned, before, after):
+        rank = sent.message.dst_rank
+        _put(held[rank], sent)
+    for rank, expected in run(planned, after).items():
         assert np.array_equal(held[rank], expected)
 
 
@@ -206,7 +208,7 @@ class _Sent(NamedTuple):
 
 
 def _put(destination: Array, sent: _Sent) -> None:
-    """Put what was sent where it belongs."""
+    """Put the elements that were sent into the destination."""
     strides = np.empty(destination.shape, np.int8).strides
     lying = Lying(0, 0, strides)
     receivers = Receivers({"": lying}, [sent.message])
@@ -218,33 +220,33 @@ def _put(destination: Array, sent: _Sent) -> None:
 
 
 def _list_changes(plan: Plan, before: dict[int, Array], after: dict[int, Array]) -> Iterator[_Sent]:
-    """What each message takes of what has changed."""
+    """The changed elements in each message."""
     for part in make_parts(plan):
         if part.rank not in before:
             continue
         messages: list[Message] = []
-        for one in part.rounds:
-            messages += one.sends
-            messages += one.keeps
+        for round_ in part.rounds:
+            messages += round_.sends
+            messages += round_.keeps
         held = after[part.rank]
-        was = before[part.rank]
-        cells = np.flatnonzero(held != was)
+        held_before = before[part.rank]
+        cells = np.flatnonzero(held != held_before)
         values = held.reshape(-1)[cells]
         senders = Senders({"": held.shape}, messages)
         cell, piece, element = _route(senders, cells)
         pairs = set(zip(piece.tolist(), element.tolist(), strict=True))
         assert len(pairs) == len(cell), "each element is sent once in a message"
         for message, pieces in zip(messages, senders.pieces, strict=True):
-            here = np.isin(piece, pieces)
-            elements = element[here]
-            taken = values[cell[here]]
+            is_own = np.isin(piece, pieces)
+            elements = element[is_own]
+            taken = values[cell[is_own]]
             order = elements.argsort()
             assert (elements < count_elements(message)).all()
             yield _Sent(message, elements[order], taken[order])
 
 
 def _route(senders: Senders, cells: Ints) -> Ints:
-    """Which cell, which piece and which element, of all batches."""
+    """The numbers of cells, pieces and elements, of all batches together."""
     nothing = np.zeros((3, 0), np.int64)
     batches = [nothing]
     for routed in senders.route([AskedCells("", cells)]):

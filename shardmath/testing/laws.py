@@ -1,6 +1,6 @@
-"""Laws: all that every value keeps, each with the strategy of its arguments.
+"""Laws: the laws of all values, each with the strategy of its arguments.
 
-`LAWS` lists them; those of one placement are `PLACEMENT_LAWS` (see `placements`).
+`LAWS` lists them; the laws of one placement are `PLACEMENT_LAWS` (see `placements`).
 """
 
 from __future__ import annotations

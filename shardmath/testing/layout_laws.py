@@ -1,4 +1,4 @@
-"""Layout laws: what holds of all Runs and all layouts.
+"""Layout laws: the laws of Runs and layouts.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure.
 """
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def compose_is_after(f: Runs, g: Runs) -> None:
-    """compose(f, g) at i is g at f(i), a hole where either has one."""
+    """compose(f, g) at i is g at f(i), a hole if either has one."""
     before = f.indices()
     after = g.indices().tolist()
     expected = []
@@ -49,29 +49,29 @@ def compose_is_after(f: Runs, g: Runs) -> None:
     assert found.tolist() == expected
 
 
-def invert_undoes(r: Runs) -> None:
-    """Inverting twice is the identity, and a Runs after its inverse leaves what it holds."""
-    back = invert(r, r.extent + 1)
-    assert invert(back, len(r)) == r
-    held = r.indices() >= 0
-    positions = np.arange(len(r))
+def invert_undoes(runs: Runs) -> None:
+    """Inverting twice is the identity, and a Runs and then its inverse keeps the positions that it holds."""
+    back = invert(runs, runs.extent + 1)
+    assert invert(back, len(runs)) == runs
+    held = runs.indices() >= 0
+    positions = np.arange(len(runs))
     expected = np.where(held, positions, -1)
-    composed = compose(r, back)
+    composed = compose(runs, back)
     found = composed.indices()
     assert np.array_equal(found, expected)
 
 
-def runs_are_canonical(r: Runs) -> None:
+def runs_are_canonical(runs: Runs) -> None:
     """Cutting segments apart, or giving them in another order, makes the same value."""
-    index = r.indices().tolist()
+    index = runs.indices().tolist()
     cells = []
     for i, g in enumerate(index):
         if g >= 0:
             cells.append((i, g, 1))
-    cut = Runs(cells, len(r))
-    backwards = Runs(reversed(cells), len(r))
-    assert cut == backwards == r
-    assert hash(cut) == hash(r)
+    cut = Runs(cells, len(runs))
+    backwards = Runs(reversed(cells), len(runs))
+    assert cut == backwards == runs
+    assert hash(cut) == hash(runs)
 
 
 # Layouts
@@ -103,12 +103,12 @@ def parse_print(layout: Layout) -> None:
 
 
 def shape_counts_runs(layout: Layout) -> None:
-    """local_shape, runs and indices say the same."""
+    """local_shape, runs and indices agree."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
-        for r, index in zip(held, indices, strict=True):
-            found = r.indices()
+        for runs, index in zip(held, indices, strict=True):
+            found = runs.indices()
             assert np.array_equal(found, index)
         sizes = tuple(map(len, indices))
         assert sizes == tuple(map(len, held))
@@ -116,7 +116,7 @@ def shape_counts_runs(layout: Layout) -> None:
 
 
 def relabelling_moves_holdings(layout: Layout) -> None:
-    """Renaming ranks gives the new name what the old one held."""
+    """Renaming ranks gives the new name the holdings of the old one."""
     names = {}
     for rank in layout.mesh.ranks:
         names[rank] = 1000 - 3 * rank
@@ -128,10 +128,10 @@ def relabelling_moves_holdings(layout: Layout) -> None:
 
 def mesh_transposition_changes_nothing(layout: Layout) -> None:
     """Transposing the mesh changes no holding."""
-    again = transpose_mesh(layout)
+    turned = transpose_mesh(layout)
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
-        assert again.runs(rank) == held
+        assert turned.runs(rank) == held
 
 
 def transpose_mesh(layout: Layout) -> Layout:
@@ -145,20 +145,20 @@ def transpose_mesh(layout: Layout) -> Layout:
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
     """Splitting a mesh axis, or merging two that are used as one digit, changes no holding."""
     shape = (n,)
-    one = Mesh(t=outer * inner)
-    two = one.split("t", x=outer, y=inner)
-    merged = two.merge(("x", "y"), "t")
+    whole = Mesh(t=outer * inner)
+    in_two = whole.split("t", x=outer, y=inner)
+    merged = in_two.merge(("x", "y"), "t")
     for text in ("(t n)", "(2 t n)", "(n t 2)", "(t~ n)"):
         text_of_two = text.replace("t", "x*y")
-        before = Layout(shape, one, text)
-        split = Layout(shape, two, text_of_two)
+        before = Layout(shape, whole, text)
+        split = Layout(shape, in_two, text_of_two)
         after = Layout(shape, merged, text)
         assert equivalent(before, split)
         assert equivalent(split, after)
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """`a | b` is `a b` where a leaves one piece per rank."""
+    """`a | b` is `a b` if a leaves one piece per rank."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -1,4 +1,4 @@
-"""Oracle: what local arrays stand for, by global arrays and index lists; knows nothing of plans."""
+"""Oracle: the value of local arrays, by global arrays and index lists, without plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def addends(layout: Layout, seed: int = 0) -> list[Array]:
 
 
 def _count_addends(layout: Layout) -> int:
-    """How many addends a global value has."""
+    """The number of addends of a global value."""
     sizes = [layout.mesh.axis_size(name) for name, _ in layout.partial]
     return math.prod(sizes)
 
@@ -45,14 +45,14 @@ def _list_addends(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
-    """Local and global index of the rank's own elements."""
-    here = []
-    there = []
+    """The local and the global index of the elements that the rank holds."""
+    local_index = []
+    global_index = []
     for index in layout.indices(rank):
-        own = index >= 0
-        here.append(np.flatnonzero(own))
-        there.append(index[own])
-    return np.ix_(*here), np.ix_(*there)
+        is_held = index >= 0
+        local_index.append(np.flatnonzero(is_held))
+        global_index.append(index[is_held])
+    return np.ix_(*local_index), np.ix_(*global_index)
 
 
 def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
@@ -60,8 +60,8 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
     out = {}
     for rank, addend in _list_addends(layout):
         local = np.full(layout.local_shape(rank), hole)
-        here, there = _index_both(layout, rank)
-        local[here] = values[addend][there]
+        local_index, global_index = _index_both(layout, rank)
+        local[local_index] = values[addend][global_index]
         out[rank] = local
     return out
 
@@ -69,21 +69,19 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
     """The global array that local ones stand for: addends folded in mesh order, averages divided."""
     count = _count_addends(layout)
-    found = [np.zeros(layout.shape) for _ in range(count)]
+    values = [np.zeros(layout.shape) for _ in range(count)]
     for rank, addend in _list_addends(layout):
-        here, there = _index_both(layout, rank)
+        local_index, global_index = _index_both(layout, rank)
         local = shards[rank]
-        found[addend][there] = local[here]
-    op = layout.op or "copy"
-    averaged = op == "avg"
-    operation = "sum" if averaged else op
-    fold = FOLD[operation]
-    out = found[0]
-    for other in found[1:]:
+        values[addend][global_index] = local[local_index]
+    averaged = layout.op == "avg"
+    fold = FOLD["sum" if averaged else layout.op or "copy"]
+    out = values[0]
+    for other in values[1:]:
         out = fold(out, other)
     return out / count if averaged else out
 
 
 def run(plan: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
-    """simulate for two Layouts."""
+    """`simulate` of a plan between two Layouts: the destination's local arrays by rank."""
     return cast(dict[int, Array], simulate(plan, shards))

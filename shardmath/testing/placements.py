@@ -1,7 +1,7 @@
-"""Placements: the laws that every placement keeps, by name.
+"""Placements: the laws of every placement, by name.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure. It takes
-a placement, the length `n` that it divides, and into how many parts, `count`.
+a placement, the length `n` that it divides, and the number of parts, `count`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
         raise AssertionError(f"{placement}.split({n}, {count}): {what}")
 
 
-def _require_none(found: Ints, placement: Placement, n: int, count: int, where: str) -> None:
-    """Raise an AssertionError that names the first of the positions found, and where it is."""
-    if len(found):
-        _require(False, placement, n, count, f"position {found[0]} is in {where}")
+def _require_none(positions: Ints, placement: Placement, n: int, count: int, holders: str) -> None:
+    """Raise an AssertionError that names the first of these positions, if any, and what holds it."""
+    if len(positions):
+        _require(False, placement, n, count, f"position {positions[0]} is in {holders}")
 
 
 def _list_positions(placement: Placement, n: int, count: int) -> Ints:
@@ -69,26 +69,26 @@ def covering(placement: Placement, n: int, count: int) -> None:
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
-    """Equal placements are equal and hash alike after pickling, and split alike every time."""
+    """A pickled copy of a placement equals it, with its hash, and splits are the same every time."""
     check_protocol(placement)
-    again = _copy(placement, n, count)
-    same = again == placement and hash(again) == hash(placement)
+    copied = _copy(placement, n, count)
+    same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     parts = placement.split(n, count)
-    alike = again.split(n, count) == parts
-    what = "it splits differently every time; split by n and parts alone"
-    _require(alike, placement, n, count, what)
+    splits_alike = copied.split(n, count) == parts
+    what = "it splits differently every time; split only by n and parts"
+    _require(splits_alike, placement, n, count, what)
 
 
 def _copy(placement: Placement, n: int, count: int) -> Placement:
     """The placement, pickled and unpickled."""
     try:
         pickled = pickle.dumps(placement)
-        again: Placement = pickle.loads(pickled)
+        copied: Placement = pickle.loads(pickled)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         what = f"{placement}.split({n}, {count}): it cannot be pickled: {error}"
         raise AssertionError(f"{what}; define its class in a module") from error
-    return again
+    return copied
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
@@ -104,13 +104,13 @@ def _divide(placement: Placement, n: int, count: int) -> Layout:
     """A tensor of one dimension divided by the placement."""
     mesh = Mesh(a=count)
     shape = (n,)
-    at_zero = placement if placement.dim in (0, -1) else _Moved(placement)
+    at_zero = placement if placement.dim in (0, -1) else _OnDimensionZero(placement)
     spec = {"a": at_zero}
     return Layout(shape, mesh, spec)
 
 
 @dataclass(frozen=True)
-class _Moved:
+class _OnDimensionZero:
     """A placement seen on dimension 0."""
 
     of: Placement
@@ -121,7 +121,7 @@ class _Moved:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Gathering what it divides, and dividing it again, are proved plans that lose nothing."""
+    """Gathering a divided tensor, and dividing it again, are proved plans that lose nothing."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)
@@ -129,11 +129,11 @@ def moves(placement: Placement, n: int, count: int) -> None:
 
 
 def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: Layout) -> None:
-    """A plan is proved, and gives every rank the positions that it is to hold."""
-    p = plan(src, dst)
-    verify(p)
+    """Raise AssertionError unless a plan is proved, and gives every rank the positions of its layout."""
+    planned = plan(src, dst)
+    verify(planned)
     positions = [np.arange(n, dtype=float)]
-    out = run(p, distribute(src, positions))
+    out = run(planned, distribute(src, positions))
     expected = distribute(dst, positions)
     what = f"moving {src.text} to {dst.text} changes values"
     for rank, array in expected.items():
@@ -142,13 +142,13 @@ def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: La
 
 
 PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)
-"""What every placement keeps."""
+"""The laws that every placement keeps."""
 
 
 def check_placement(placement: Placement, n: int, parts: int) -> None:
-    """Check a placement of your own against its laws.
+    """Check a custom placement against the laws of placements.
 
-    Raises PlacementError where no Layout can be made of it, AssertionError for the other laws.
+    Raises PlacementError if no Layout can be made of it, AssertionError if it breaks another law.
     """
     for law in PLACEMENT_LAWS:
         law(placement, n, parts)

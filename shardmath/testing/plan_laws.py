@@ -1,4 +1,4 @@
-"""Plan laws: what all plans between two layouts keep.
+"""Plan laws: the laws of plans between two layouts.
 
 A law is a function with a one-line docstring that asserts; one law, one cause of failure.
 """
@@ -57,17 +57,17 @@ Held: TypeAlias = dict[int, dict[str, Array]]
 
 
 def plan_is_proved(src: Layout, dst: Layout) -> None:
-    """Every plan passes its proof, and its loads are those of its transfers."""
-    p = plan(src, dst)
-    verify(p)
-    sent = dict.fromkeys(p.ranks, 0)
-    received = dict.fromkeys(p.ranks, 0)
-    for t in p.transfers():
-        if t.src_rank != t.dst_rank:
-            sent[t.src_rank] += t.nbytes
-            received[t.dst_rank] += t.nbytes
-    assert sent == p.sent_bytes()
-    assert received == p.received_bytes()
+    """Every plan passes its proof, and its byte counts are the totals of its transfers."""
+    planned = plan(src, dst)
+    verify(planned)
+    sent = dict.fromkeys(planned.ranks, 0)
+    received = dict.fromkeys(planned.ranks, 0)
+    for transfer in planned.transfers():
+        if transfer.src_rank != transfer.dst_rank:
+            sent[transfer.src_rank] += transfer.nbytes
+            received[transfer.dst_rank] += transfer.nbytes
+    assert sent == planned.sent_bytes()
+    assert received == planned.received_bytes()
 
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
@@ -77,43 +77,43 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
     out = run(plan(src, dst), shards)
     moved = value(src, shards)
     assert np.allclose(value(dst, out), moved)
-    asked = find_reduction(src, dst)
-    if asked.chosen or asked.matched:
-        return  # which addend a rank then has is the plan's choice
+    reduction = find_reduction(src, dst)
+    if reduction.chosen or reduction.matched:
+        return  # the plan then chooses the addend of each rank
     count = len(addends(dst))
     expected = distribute(dst, [moved] * count)
     _assert_close(out, expected)
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
-    """Both ends of a pair list the same transfers in the same order, and a stranger none."""
-    p = plan(src, dst)
-    for sender, receiver in itertools.product(p.src_ranks, p.dst_ranks):
-        between = list(p.transfers(src=sender, dst=receiver))
-        sends = p.transfers(src=sender)
-        sent = [t for t in sends if t.dst_rank == receiver]
+    """Both ends of a pair list the same transfers in the same order, and a rank outside the plan lists none."""
+    planned = plan(src, dst)
+    for sender, receiver in itertools.product(planned.src_ranks, planned.dst_ranks):
+        between = list(planned.transfers(src=sender, dst=receiver))
+        sends = planned.transfers(src=sender)
+        sent = [transfer for transfer in sends if transfer.dst_rank == receiver]
         assert between == sent
-        receives = p.transfers(dst=receiver)
-        received = [t for t in receives if t.src_rank == sender]
+        receives = planned.transfers(dst=receiver)
+        received = [transfer for transfer in receives if transfer.src_rank == sender]
         assert between == received
-    stranger = 10**6
-    sends = p.transfers(src=stranger)
+    outsider = 10**6
+    sends = planned.transfers(src=outsider)
     assert not list(sends)
-    receives = p.transfers(dst=stranger)
+    receives = planned.transfers(dst=outsider)
     assert not list(receives)
 
 
 def identity_moves_nothing(layout: Layout) -> None:
     """A plan from a layout to itself sends nothing."""
-    p = plan(layout, layout)
-    sent = p.sent_bytes()
+    planned = plan(layout, layout)
+    sent = planned.sent_bytes()
     assert not any(sent.values())
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
-    """Without Partial, every rank receives exactly what it needs and does not hold."""
-    p = plan(src, dst)
-    received = p.received_bytes()
+    """Without Partial, every rank receives exactly the elements that it needs and does not hold."""
+    planned = plan(src, dst)
+    received = planned.received_bytes()
     for rank in dst.mesh.ranks:
         missing = _list_elements(dst, rank)
         if rank in src.mesh:
@@ -122,11 +122,11 @@ def bytes_are_needed(src: Layout, dst: Layout) -> None:
 
 
 def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
-    """The global indices of what a rank holds."""
+    """The global indices of the elements that a rank holds."""
     held = []
     for index in layout.indices(rank):
-        own = index[index >= 0]
-        held.append(own.tolist())
+        positions = index[index >= 0]
+        held.append(positions.tolist())
     return set(itertools.product(*held))
 
 
@@ -134,19 +134,19 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Those who stay send and receive what they did, in the same order, and the rest is a plan."""
-    p = plan(src, dst)
-    rest = without(p, leaving)
+    """Ranks that stay send and receive the same transfers in the same order, and the remaining plan is proved."""
+    planned = plan(src, dst)
+    rest = without(planned, leaving)
     verify(rest)
-    for rank in p.ranks:
-        sent = p.transfers(src=rank)
-        staying = [t for t in sent if t.dst_rank not in leaving]
+    for rank in planned.ranks:
+        sent = planned.transfers(src=rank)
+        staying = [transfer for transfer in sent if transfer.dst_rank not in leaving]
         assert list(rest.transfers(src=rank)) == staying
-        received = p.transfers(dst=rank)
+        received = planned.transfers(dst=rank)
         same = [] if rank in leaving else list(received)
         assert list(rest.transfers(dst=rank)) == same
     shards = distribute(src, addends(src))
-    before = run(p, shards)
+    before = run(planned, shards)
     after = run(rest, shards)
     assert after.keys() == before.keys() - set(leaving)
     for rank, array in after.items():
@@ -154,18 +154,18 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Who leaves first, and who had left before, makes no difference."""
-    p = plan(src, dst)
-    rest = without(p, leaving)
+    """The order in which ranks leave makes no difference."""
+    planned = plan(src, dst)
+    rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
-    twice = p
+    twice = planned
     for first in range(0, len(leaving), size):
         copy = leaving[first : first + size]
         assert without(twice, copy) != twice
         twice = without(twice, copy)
     assert twice == rest
     assert list(twice.transfers()) == list(rest.transfers())
-    assert rest.whole is p
+    assert rest.whole is planned
     assert without(rest, leaving) is rest
 
 
@@ -174,23 +174,23 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
 
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
     """Equivalent layouts give the same digest and the same transfers."""
-    p = plan(src, dst)
+    planned = plan(src, dst)
     spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
-    transfers = list(p.transfers())
-    assert p == spelled
+    transfers = list(planned.transfers())
+    assert planned == spelled
     assert transfers == list(spelled.transfers())
 
 
 def _spell_otherwise(layout: Layout) -> Layout:
-    """An equivalent layout; the order of the axes means something where two are partial."""
+    """An equivalent layout, with the axes in another order unless two are partial: then their order matters."""
     return transpose_mesh(layout) if len(layout.partial) < 2 else layout
 
 
 def round_trip(src: Layout, dst: Layout) -> None:
     """There and back gives every rank its own elements again."""
     shards = distribute(src, addends(src))
-    there = run(plan(src, dst), shards)
-    back = run(plan(dst, src), there)
+    moved = run(plan(src, dst), shards)
+    back = run(plan(dst, src), moved)
     _assert_close(back, shards)
 
 
@@ -208,27 +208,27 @@ def path_independence(a: Layout, b: Layout, c: Layout) -> None:
 
 
 def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
-    """Every rank has what is expected of it, but for rounding."""
+    """Assert that every rank has the expected array, up to rounding."""
     for rank, array in expected.items():
         assert np.allclose(found[rank], array)
 
 
 def relabelling_commutes(src: Layout, dst: Layout) -> None:
-    """Renaming all ranks renames received bytes, and sent ones up to ties and snapping."""
+    """Renaming all ranks renames the ranks of received bytes, and keeps the total of sent ones."""
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}
-    p = plan(src, dst)
+    planned = plan(src, dst)
     renamed_src = relabelled(src, names)
     renamed_dst = relabelled(dst, names)
     renamed = plan(renamed_src, renamed_dst)
     received = {}
-    for rank, nbytes in p.received_bytes().items():
+    for rank, nbytes in planned.received_bytes().items():
         name = names[rank]
         received[name] = nbytes
     assert renamed.received_bytes() == received
-    sent = p.sent_bytes().values()
+    sent = planned.sent_bytes().values()
     sent_renamed = renamed.sent_bytes().values()
     assert sum(sent) == sum(sent_renamed)
 
@@ -241,12 +241,9 @@ def transposing_commutes(src: Layout, dst: Layout) -> None:
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
     order = tuple(reversed(range(src.ndim)))
-    turned_src = transposed(src, order)
-    turned_dst = transposed(dst, order)
-    turned_plan = plan(turned_src, turned_dst)
-    turned = run(turned_plan, _transpose_shards(shards))
-    expected = _transpose_shards(out)
-    _assert_equal(turned, expected)
+    transposed_plan = plan(transposed(src, order), transposed(dst, order))
+    transposed_out = run(transposed_plan, _transpose_shards(shards))
+    _assert_equal(transposed_out, _transpose_shards(out))
 
 
 def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -255,7 +252,7 @@ def _transpose_shards(shards: dict[int, Array]) -> dict[int, Array]:
 
 
 def _assert_equal(found: Mapping[_Key, Array], expected: Mapping[_Key, Array]) -> None:
-    """Every rank, or name, has exactly what is expected of it."""
+    """Assert that every rank, or name, has exactly the expected array."""
     for key, array in expected.items():
         same = found[key] == array
         assert same.all()
@@ -265,12 +262,9 @@ def casting_commutes(src: Layout, dst: Layout) -> None:
     """Without reduction, casting before the move is casting after it."""
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
-    short_src = cast_layout(src, "int16")
-    short_dst = cast_layout(dst, "int16")
-    short_plan = plan(short_src, short_dst)
-    short_out = run(short_plan, _cast_shards(shards))
-    expected = _cast_shards(out)
-    _assert_equal(short_out, expected)
+    cast_plan = plan(cast_layout(src, "int16"), cast_layout(dst, "int16"))
+    cast_out = run(cast_plan, _cast_shards(shards))
+    _assert_equal(cast_out, _cast_shards(out))
 
 
 def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
@@ -288,9 +282,9 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
         part = np.zeros_like(addend)
         part[index] = addend[index]
         parts.append(part)
-    p = plan(sliced(src, box), sliced(dst, box))
+    planned = plan(sliced(src, box), sliced(dst, box))
     shards = distribute(src, values)
-    out = run(p, shards)
+    out = run(planned, shards)
     expected = distribute(dst, parts)
     _assert_equal(out, expected)
 
@@ -305,12 +299,12 @@ def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> No
 
 
 def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
-    """A plan between the sides is proved, and gives every rank its windows of the values."""
-    p = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
-    verify(p)
-    held = _distribute_windows(p.src_ranks, p.src["w"], values)
-    out = cast(Held, simulate(p, held))
-    expected = _distribute_windows(p.dst_ranks, p.dst["w"], values)
+    """Assert that a plan between the sides is proved, and gives every rank its windows of the values."""
+    planned = plan({"w": cast(Any, src)}, {"w": cast(Any, dst)})
+    verify(planned)
+    held = _distribute_windows(planned.src_ranks, planned.src["w"], values)
+    out = cast(Held, simulate(planned, held))
+    expected = _distribute_windows(planned.dst_ranks, planned.dst["w"], values)
     for rank, arrays in out.items():
         asked = expected[rank]
         assert arrays.keys() == asked.keys()
@@ -318,7 +312,7 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
 
 
 def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Array]) -> Held:
-    """What every rank holds of the windows of a tensor."""
+    """The local arrays of the windows of a tensor, by rank."""
     held = {}
     for key, layout in windows.locals("w"):
         held[key] = distribute(layout, values)
@@ -327,17 +321,17 @@ def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Arr
 
 def adjoint_is_transpose(src: Layout, dst: Layout) -> None:
     """<plan(x), y> = <x, adjoint(plan)(y)>, and the adjoint of the adjoint is the plan."""
-    p = plan(src, dst)
+    planned = plan(src, dst)
     try:
-        back = adjoint(p)
+        back = adjoint(planned)
     except PlanError:
         return  # not linear
     verify(back)
-    assert adjoint(back) == p
+    assert adjoint(back) == planned
     rng = np.random.default_rng(1)
     x = _draw_shards(src, rng)
     y = _draw_shards(dst, rng)
-    forward_dot = _dot(run(p, x), y)
+    forward_dot = _dot(run(planned, x), y)
     backward_dot = _dot(x, run(back, y))
     assert np.isclose(forward_dot, backward_dot)
 
@@ -361,27 +355,27 @@ def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
 
 
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
-    """A plan of many tensors is proved, and gives each what its own plan gives."""
+    """A plan of many tensors is proved, and gives each the value that a plan of it alone gives."""
     src, dst = tree
-    p = plan(src, dst)
-    verify(p)
+    planned = plan(src, dst)
+    verify(planned)
     held = {}
     for name, layout in src.items():
         values = addends(layout)
         held[name] = distribute(layout, values)
-    shards = _group_by_rank(p.src_ranks, held)
-    out = cast(Held, simulate(p, shards))
+    shards = _group_by_rank(planned.src_ranks, held)
+    out = cast(Held, simulate(planned, shards))
     for name, layout in dst.items():
         together = {rank: out[rank][name] for rank in layout.mesh.ranks}
         found = value(layout, together)
-        own = plan(src[name], layout)
-        alone = run(own, held[name])
+        tensor_plan = plan(src[name], layout)
+        alone = run(tensor_plan, held[name])
         expected = value(layout, alone)
         assert np.allclose(found, expected)
 
 
 def _group_by_rank(ranks: Iterable[int], held: dict[str, dict[int, Array]]) -> Held:
-    """Local arrays given tensor by tensor, rank by rank."""
+    """Local arrays by rank and name, given by name and rank."""
     out: Held = {rank: {} for rank in ranks}
     for name, shards in held.items():
         for rank, array in shards.items():

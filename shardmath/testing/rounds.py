@@ -1,8 +1,8 @@
-"""Rounds: whether ranks that walk their rounds, post and wait, ever get to the end.
+"""Rounds: a check that ranks which walk their rounds, post and wait, get to the end.
 
 `walk` runs rounds given rank by rank, as ranks do. A round's messages are posted together, and it
-ends when all of them are posted at their other ends too; between two ranks, one way, the first that
-is sent meets the first that is received.
+ends when all of them are posted at their other ends too; in each direction between two ranks, the
+first message sent matches the first one received.
 
 >>> from shardmath.plans.programs.messages import gather_rounds
 >>> one = make_message((0, 0, 0), src_rank=0, dst_rank=1, leg=1, pieces=())
@@ -29,10 +29,10 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """What a walk found.
+    """The size of a walk.
 
-    The number of steps, and of any rank the most rounds, the most messages of one, and the most
-    bytes that are under way in one, both ways together.
+    The number of steps, and over all ranks the most rounds, the most messages in a round, and the
+    most bytes in flight in a round, in both directions together.
     """
 
     steps: int
@@ -42,175 +42,176 @@ class Walk(NamedTuple):
 
 
 class _End(NamedTuple):
-    """One end of a message: the number of the round at that rank."""
+    """One end of a message, and the number of its round at that rank."""
 
-    at: int
+    number: int
     message: Message
 
     def __str__(self) -> str:
-        m = self.message
-        return f"{m.nbytes} B in step {m.step}, leg {m.leg}"
+        message = self.message
+        return f"{message.nbytes} B in step {message.step}, leg {message.leg}"
 
 
 _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
-"""By rank and number of a round: the peers, and at which of their rounds each has to be for it to
-end."""
+"""By rank and number of a round: the peers, and the round that each must have reached for it to end."""
 
 
 def walk(rounds: Rounds) -> Walk:
     """Run the rounds of all ranks to their ends.
 
-    Raises PlanError for a message that says one thing and has other pieces, where the two ends of a
-    message differ in step, leg, bytes or pieces, where one of them is missing, and for a deadlock.
+    Raises PlanError for a message that contradicts its pieces, if the two ends of a message differ
+    in step, leg, bytes or pieces, if one of them is missing, and for a deadlock.
     """
     waits: _Waits = {}
     ends = _list_ends(rounds)
     for sender, receiver in sorted(ends):
         sends, receives = ends[sender, receiver]
-        for sent, got in itertools.zip_longest(sends, receives):
-            here, there = _meet(sender, receiver, sent, got)
-            _add_wait(waits, (sender, here), receiver, there)
-            _add_wait(waits, (receiver, there), sender, here)
+        for sent, received in itertools.zip_longest(sends, receives):
+            send_round, receive_round = _match_ends(sender, receiver, sent, received)
+            _add_wait(waits, (sender, send_round), receiver, receive_round)
+            _add_wait(waits, (receiver, receive_round), sender, send_round)
     _run(rounds, waits)
     return _measure(rounds)
 
 
-def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, at: int) -> None:
-    """A rank waits in a round until a peer is at its round `at`, or a later one that it waits for
-    already."""
+def _add_wait(waits: _Waits, wait: tuple[int, int], peer: int, number: int) -> None:
+    """Note that a rank waits in a round until a peer is at its round `number`, or at a later one noted already."""
     peers = waits.setdefault(wait, {})
-    peers[peer] = max(at, peers.get(peer, 0))
+    peers[peer] = max(number, peers.get(peer, 0))
 
 
 def _measure(rounds: Rounds) -> Walk:
-    """What rounds that end took."""
+    """The size of a walk of rounds that end."""
     steps: set[Step] = set()
     longest = 0
     messages = 0
     staged = 0
-    for mine in rounds.values():
-        longest = max(longest, len(mine))
-        for one in mine:
-            steps.update(m.step for m in one.messages)
-            posted = (*one.sends, *one.receives)
-            nbytes = sum(m.nbytes for m in posted)
+    for rank_rounds in rounds.values():
+        longest = max(longest, len(rank_rounds))
+        for round_ in rank_rounds:
+            steps.update(message.step for message in round_.messages)
+            posted = (*round_.sends, *round_.receives)
+            nbytes = sum(message.nbytes for message in posted)
             messages = max(messages, len(posted))
             staged = max(staged, nbytes)
     return Walk(len(steps), longest, messages, staged)
 
 
 _Ends: TypeAlias = dict[tuple[int, int], tuple[list[_End], list[_End]]]
-"""By sender and receiver: what is sent and what is received, each in order."""
+"""By sender and receiver: the ends at the sender and at the receiver, each in order."""
 
 
 def _list_ends(rounds: Rounds) -> _Ends:
-    """Both ends of all messages that travel. Raises PlanError for one that is not what it says."""
+    """Both ends of all messages that travel. Raises PlanError for a message that contradicts its pieces."""
     out: _Ends = defaultdict(lambda: ([], []))
-    for rank, mine in rounds.items():
-        for at, one in enumerate(mine):
-            _check_round(rank, one)
-            for m in one.sends:
-                sent, _ = out[rank, m.dst_rank]
-                sent.append(_End(at, m))
-            for m in one.receives:
-                _, received = out[m.src_rank, rank]
-                received.append(_End(at, m))
+    for rank, rank_rounds in rounds.items():
+        for number, round_ in enumerate(rank_rounds):
+            _check_round(rank, round_)
+            for message in round_.sends:
+                sent, _ = out[rank, message.dst_rank]
+                sent.append(_End(number, message))
+            for message in round_.receives:
+                _, received = out[message.src_rank, rank]
+                received.append(_End(number, message))
     return out
 
 
-def _check_round(rank: int, one: Round) -> None:
-    """Messages are of one step, go the way that the round says, and are their pieces."""
-    for m in one.messages:
-        if m.step != one.step:
-            what = f"rank {rank} posts {m} of step {m.step} in step {one.step}"
-            raise PlanError(f"{what}; give each step a round of its own")
-        _check_pieces(rank, m)
-    for m in one.sends:
-        _check_way("sends", m, rank, goes=m.src_rank == rank != m.dst_rank)
-    for m in one.receives:
-        _check_way("receives", m, rank, goes=m.src_rank != rank == m.dst_rank)
-    for m in one.keeps:
-        _check_way("keeps", m, rank, goes=m.src_rank == rank == m.dst_rank)
+def _check_round(rank: int, round_: Round) -> None:
+    """Raise PlanError unless messages are of one step, go the way of their lists, and fit their pieces."""
+    for message in round_.messages:
+        if message.step != round_.step:
+            what = f"rank {rank} posts {message} of step {message.step} in step {round_.step}"
+            raise PlanError(f"{what}; give each step a separate round")
+        _check_pieces(rank, message)
+    for message in round_.sends:
+        _check_way("sends", message, rank, goes=message.src_rank == rank != message.dst_rank)
+    for message in round_.receives:
+        _check_way("receives", message, rank, goes=message.src_rank != rank == message.dst_rank)
+    for message in round_.keeps:
+        _check_way("keeps", message, rank, goes=message.src_rank == rank == message.dst_rank)
 
 
-def _check_way(way: str, m: Message, rank: int, *, goes: bool) -> None:
-    """A message goes the way that it is posted."""
+def _check_way(way: str, message: Message, rank: int, *, goes: bool) -> None:
+    """Raise PlanError unless the message goes the way that it is posted."""
     if not goes:
-        what = f"rank {rank}, step {m.step}: it {way} {m}"
+        what = f"rank {rank}, step {message.step}: it {way} {message}"
         raise PlanError(f"{what}; put it where its ends say")
 
 
-def _check_pieces(rank: int, m: Message) -> None:
-    """A message is its pieces, and has their ends."""
-    where = f"rank {rank}, step {m.step}: the message {m}"
-    for t in m.pieces:
-        if (t.src_rank, t.dst_rank) != (m.src_rank, m.dst_rank):
-            what = f"{where} has the piece {t}"
+def _check_pieces(rank: int, message: Message) -> None:
+    """Raise PlanError unless the message is made of its pieces, and has their ends."""
+    where = f"rank {rank}, step {message.step}: the message {message}"
+    for piece in message.pieces:
+        if (piece.src_rank, piece.dst_rank) != (message.src_rank, message.dst_rank):
+            what = f"{where} has the piece {piece}"
             raise PlanError(f"{what}; put it where it goes from its sender to its receiver")
-    counted = make_message(m.step, m.src_rank, m.dst_rank, m.leg, m.pieces)
-    if m != counted:
-        what = f"{where} has {m.nbytes} B from {m.starts} on, its pieces {counted.nbytes} B"
-        raise PlanError(f"{what} from {counted.starts} on; count them anew")
+    counted = make_message(
+        message.step, message.src_rank, message.dst_rank, message.leg, message.pieces
+    )
+    if message != counted:
+        what = f"{where} has {message.nbytes} B from {message.starts} on, its pieces {counted.nbytes} B"
+        raise PlanError(f"{what} from {counted.starts} on; count them again")
 
 
-def _meet(sender: int, receiver: int, sent: _End | None, got: _End | None) -> tuple[int, int]:
-    """In which rounds of theirs the two ends are. Raises PlanError unless they are of one
-    message."""
-    if got is None:
+def _match_ends(
+    sender: int, receiver: int, sent: _End | None, received: _End | None
+) -> tuple[int, int]:
+    """The rounds of the two ends. Raises PlanError unless they are ends of one message."""
+    if received is None:
         what = f"rank {sender} sends {sent} to rank {receiver}"
         raise PlanError(f"{what}, which does not receive them; give both ends the same messages")
     if sent is None:
-        what = f"rank {receiver} receives {got} from rank {sender}"
+        what = f"rank {receiver} receives {received} from rank {sender}"
         raise PlanError(f"{what}, which does not send them; give both ends the same messages")
-    here, there = sent.message, got.message
-    if (here.step, here.leg, here.nbytes) != (there.step, there.leg, there.nbytes):
-        what = f"rank {sender} sends {sent} to rank {receiver}, which receives {got}"
+    first, second = sent.message, received.message
+    if (first.step, first.leg, first.nbytes) != (second.step, second.leg, second.nbytes):
+        what = f"rank {sender} sends {sent} to rank {receiver}, which receives {received}"
         raise PlanError(f"{what}; give both ends the same messages in the same order")
-    for one, other in itertools.zip_longest(here.pieces, there.pieces):
+    for one, other in itertools.zip_longest(first.pieces, second.pieces):
         if one != other:
             what = f"rank {sender} sends {sent} to rank {receiver}"
             what += f": the piece {one}, which is received as {other}"
             raise PlanError(f"{what}; give both ends the same pieces in the same order")
-    return sent.at, got.at
+    return sent.number, received.number
 
 
 def _run(rounds: Rounds, waits: _Waits) -> None:
-    """Let every rank go on while it can. Raises PlanError where some do not get to their ends."""
-    at = dict.fromkeys(rounds, 0)
+    """Let every rank continue while it can. Raises PlanError if some ranks do not get to their ends."""
+    reached = dict.fromkeys(rounds, 0)
     moving = list(rounds)
     while moving:
         rank = moving.pop()
-        if at[rank] < len(rounds[rank]) and _is_ready(waits, at, rank):
-            at[rank] += 1
-            # Whoever waits for this rank in its new round is among those that it waits for there.
-            peers = waits.get((rank, at[rank]), {})
+        if reached[rank] < len(rounds[rank]) and _is_ready(waits, reached, rank):
+            reached[rank] += 1
+            # Waits are mutual: the ranks that may now continue are those that this rank waits for in its new round.
+            peers = waits.get((rank, reached[rank]), {})
             moving += [rank, *peers]
-    stuck = [rank for rank, mine in rounds.items() if at[rank] < len(mine)]
+    stuck = [rank for rank, rank_rounds in rounds.items() if reached[rank] < len(rank_rounds)]
     if stuck:
-        _raise_deadlock(rounds, waits, at, min(stuck))
+        _raise_deadlock(rounds, waits, reached, min(stuck))
 
 
-def _is_ready(waits: _Waits, at: Mapping[int, int], rank: int) -> bool:
-    """Whether every peer that the rank waits for is where it has to be."""
-    here = at[rank]
-    peers = waits.get((rank, here), {})
-    return all(at[peer] >= n for peer, n in peers.items())
+def _is_ready(waits: _Waits, reached: Mapping[int, int], rank: int) -> bool:
+    """Whether every peer that the rank waits for is at the round that it waits for, or later."""
+    peers = waits.get((rank, reached[rank]), {})
+    return all(reached[peer] >= n for peer, n in peers.items())
 
 
-def _raise_deadlock(rounds: Rounds, waits: _Waits, at: Mapping[int, int], rank: int) -> NoReturn:
-    """Raise PlanError for ranks that wait for each other, round in a circle from somewhere behind
-    this one."""
+def _raise_deadlock(
+    rounds: Rounds, waits: _Waits, reached: Mapping[int, int], rank: int
+) -> NoReturn:
+    """Raise PlanError for a circle of ranks that wait for each other, found from this rank on."""
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        here = at[rank]
-        peers = waits[rank, here]
-        rank = next(peer for peer, n in peers.items() if at[peer] < n)
+        peers = waits[rank, reached[rank]]
+        rank = next(peer for peer, n in peers.items() if reached[peer] < n)
     start = path.index(rank)
     circle = [*path[start:], rank]
-    told = []
-    for a, b in itertools.pairwise(circle):
-        here = at[a]
-        step = rounds[a][here].step
-        told.append(f"rank {a} waits in step {step} for rank {b}")
-    raise PlanError(f"{', '.join(told)}: nobody goes on; give all ranks one order of steps")
+    waiting = []
+    for waiter, awaited in itertools.pairwise(circle):
+        step = rounds[waiter][reached[waiter]].step
+        waiting.append(f"rank {waiter} waits in step {step} for rank {awaited}")
+    raise PlanError(
+        f"{', '.join(waiting)}: no rank can continue; give all ranks one order of steps"
+    )

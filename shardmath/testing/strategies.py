@@ -1,4 +1,4 @@
-"""Strategies: hypothesis draws small values with all the awkward cases.
+"""Strategies: small values drawn by hypothesis, with all the awkward cases.
 
 Uneven sizes, sizes of 0, more ranks than elements, axes of size 1, strides that do not nest, holes,
 permuted and overlapping ranks, parts that overlap.
@@ -54,16 +54,16 @@ Draw: TypeAlias = st.DrawFn
 
 
 SMALL = 13
-"""Sizes up to which everything may be drawn: all ways to deal few rows to few ranks are there."""
+"""The largest size that is drawn evenly: few rows on few ranks occur in all ways."""
 
 BLOCKS = (8, 16, 64, 128, 256, 512)
-"""What real placements align to: warps, tiles, pages, 128 x 128 scales."""
+"""Sizes that real placements align to: warps, tiles, pages, 128 x 128 scales."""
 
 
 def lengths(most: int = 4096) -> st.SearchStrategy[int]:
     """Sizes of a dimension up to `most`, 0 included: small ones, and ones around multiples of blocks.
 
-    A placement that aligns to blocks only where there are rows enough is right on every small size.
+    A placement that aligns to blocks only if there are enough rows is right on every small size.
     """
     small = st.integers(0, min(most, SMALL))
     if most <= SMALL:
@@ -73,7 +73,7 @@ def lengths(most: int = 4096) -> st.SearchStrategy[int]:
 
 @st.composite
 def _around_blocks(draw: Draw, most: int) -> int:
-    """Some blocks and a row more or less, or any part of a block more."""
+    """A multiple of a block, a row more or less, or half a block more."""
     block = draw(st.sampled_from(BLOCKS))
     half = block // 2
     rests = st.sampled_from((0, 1, -1, half))
@@ -84,7 +84,7 @@ def _around_blocks(draw: Draw, most: int) -> int:
 
 
 def parts(most: int = 8) -> st.SearchStrategy[int]:
-    """Coordinates on an axis, mostly few."""
+    """Numbers of coordinates on an axis, mostly few."""
     if most <= 4:
         return st.integers(1, most)
     few = st.integers(1, 4)
@@ -134,7 +134,7 @@ def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
 
 @st.composite
 def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -> Placement:
-    """A placement of any kind that divides a length n into `count` parts; a Table with `overlap`."""
+    """A placement of any kind that divides a length n into `count` parts; with `overlap`, Tables too."""
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),
@@ -170,7 +170,7 @@ def _draw_sizes(draw: Draw, n: int, count: int) -> tuple[int, ...]:
 
 
 def _draw_table(draw: Draw, dim: int, n: int, count: int) -> Table:
-    """Parts that cover together: one holds everything, the others anything."""
+    """A Table of parts that cover the length: one part holds all of it, the others any positions."""
     full = draw(st.integers(0, count - 1))
     parts = []
     for i in range(count):
@@ -250,7 +250,7 @@ def _draw_spec(
 def _draw_shard(
     draw: Draw, held: list[int], count: int, used: set[int], overlap: bool
 ) -> Placement:
-    """A placement of any dimension; `used` ones, which others divide already, only by Shard."""
+    """A placement of any dimension; `used` dimensions, which others divide already, get only Shard."""
     last = len(held) - 1
     d = draw(st.integers(0, last))
     if d in used:
@@ -262,7 +262,7 @@ def _draw_shard(
 
 
 def _draw_stored(draw: Draw, n: int) -> Runs:
-    """Every logical position, in pieces in any order with holes between."""
+    """All logical positions, as two pieces in either order with holes before and between."""
     cut = draw(st.integers(0, n))
     halves = [(0, cut), (cut, n)]
     first, second = draw(st.permutations(halves))
@@ -304,33 +304,33 @@ def pairs(
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
     """Layouts of one shape, the second on several copies of a mesh, and the ranks of some copies, not of all.
 
-    No rank of those copies is one of the first layout, and the others are sent what is reduced in the same way.
+    No rank of those copies is in the first layout, and the other ranks still reduce in the same way.
     """
-    src, one = draw(pairs())
+    src, original = draw(pairs())
     count = draw(st.integers(2, 4))
-    mesh = draw(_copied(src.mesh, one.mesh, count))
+    mesh = draw(_copied(src.mesh, original.mesh, count))
     drawn = draw(st.sets(st.integers(1, count - 1), min_size=1))
     leaving: list[int] = []
     for number in sorted(drawn):
         leaving += mesh.select(copy=number).ranks
     if draw(st.booleans()):
-        order = [*one.mesh.shape, "copy"]
+        order = [*original.mesh.shape, "copy"]
         mesh = mesh.transpose(order)
-    dst = intern(one.shape, one.dtype, mesh, one.dims, one.partial)
-    # Ranks that stay may hold the very addends of the source, which then pass through in another plan.
-    assume(find_reduction(src, one) == find_reduction(src, dst))
+    dst = intern(original.shape, original.dtype, mesh, original.dims, original.partial)
+    # Otherwise ranks that stay could hold exactly the addends of the source, and pass them on unreduced.
+    assume(find_reduction(src, original) == find_reduction(src, dst))
     return src, dst, tuple(leaving)
 
 
 @st.composite
-def _copied(draw: Draw, src: Mesh, one: Mesh, count: int) -> Mesh:
-    """The mesh `one` along with further copies of it, whose ranks neither mesh has."""
-    first = 1 + max(*src.ranks, *one.ranks)
-    more = (count - 1) * one.size
+def _copied(draw: Draw, src: Mesh, original: Mesh, count: int) -> Mesh:
+    """The mesh `original` along with further copies of it, whose ranks neither mesh has."""
+    first = 1 + max(*src.ranks, *original.ranks)
+    more = (count - 1) * original.size
     ranks = range(first, first + more)
     others = draw(st.permutations(ranks))
-    axes = {"copy": count, **one.shape}
-    return Mesh(axes, ranks=[*one.ranks, *others])
+    axes = {"copy": count, **original.shape}
+    return Mesh(axes, ranks=[*original.ranks, *others])
 
 
 @st.composite
@@ -360,7 +360,7 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """The layout as windows that share nothing and hold everything: cut in two along every dimension."""
+    """The layout as disjoint windows that hold all of it: cut in two along every dimension."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))
@@ -371,7 +371,7 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
 
 
 def register_strategies() -> None:
-    """Make st.from_type(Mesh), (Layout) and (Runs) draw from here; importing shardmath.testing does."""
+    """Make st.from_type(Mesh), (Layout) and (Runs) use these strategies, as `shardmath.testing` does on import."""
     st.register_type_strategy(Mesh, meshes())
     st.register_type_strategy(Layout, layouts())
     st.register_type_strategy(Runs, runs())

@@ -1,6 +1,6 @@
-"""Transform laws: what every transform keeps, wherever its tensor is cut.
+"""Transform laws: the laws of every transform, wherever its tensor is cut.
 
-Whoever writes a transform checks it with `check_transform`:
+Check a custom transform with `check_transform`:
 
     @given(testing.transform_cases(mine, (6, 64), "float32", "bfloat16"))
     def test_mine(case):
@@ -31,11 +31,11 @@ from shardmath.values.transforms.transformed import Transformed, transformed
 __all__ = ["TRANSFORM_LAWS", "check_transform", "transform_cases"]
 
 Case = tuple[Transform, Layout, Layout, int]
-"""A transform, how its tensor is held at both ends, and a seed of its elements."""
+"""A transform, the layouts of its tensor at both ends, and a seed of its elements."""
 
 
 def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Every law of transforms for one tensor, held so at its ends. Raises AssertionError."""
+    """Check every law of transforms for a tensor of these layouts at its ends. Raises AssertionError."""
     for law in TRANSFORM_LAWS:
         law(transform, src, dst, seed)
 
@@ -43,57 +43,57 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """What is made of a rank's part is the rank's part of what is made of the whole."""
-    whole, parts = _both(transform, src, dst)
+    """Preparing a rank's part gives the rank's part of the prepared whole."""
+    whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
-    made = whole.prepare(0, {"w": tensor})
+    wires = whole.prepare(0, {"w": tensor})
     for rank in src.mesh.ranks:
         found = parts.prepare(rank, {"w": _distribute(src, rank, tensor)})
-        _check_parts(parts, "source", rank, made, found)
+        _check_parts(parts, "source", rank, wires, found)
 
 
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """The rank's part of the destination is made of the rank's part of what travels."""
-    whole, parts = _both(transform, src, dst)
-    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
-    tensor = _only(whole.finalize(0, made))
+    """Finalizing a rank's part of the wire tensors gives the rank's part of the destination."""
+    whole, parts = _transform_whole_and_parts(transform, src, dst)
+    wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    tensor = _only(whole.finalize(0, wires))
     for rank in dst.mesh.ranks:
         given = {}
         for job in parts.jobs(rank, "destination"):
             for key, layout in job.wires:
-                given[key] = _distribute(layout, rank, made[key])
+                given[key] = _distribute(layout, rank, wires[key])
         found = _only(parts.finalize(rank, given))
         _check_held(dst, rank, found, tensor)
 
 
 def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """What arrives by a plan of what travels is what the transform makes of the whole."""
-    whole, parts = _both(transform, src, dst)
+    """Preparing, moving and finalizing parts gives the parts of the transformed whole."""
+    whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
-    made = whole.prepare(0, {"w": tensor})
-    wanted = _only(whole.finalize(0, made))
+    wires = whole.prepare(0, {"w": tensor})
+    wanted = _only(whole.finalize(0, wires))
     held = {}
     for rank in src.mesh.ranks:
         local = _distribute(src, rank, tensor)
         held[rank] = parts.prepare(rank, {"w": local})
-    wires = plan(parts.src, parts.dst)
-    arrived: Any = simulate(wires, held)
+    wire_plan = plan(parts.src, parts.dst)
+    arrived: Any = simulate(wire_plan, held)
     for rank in dst.mesh.ranks:
         found = _only(parts.finalize(rank, arrived[rank]))
         _check_held(dst, rank, found, wanted)
 
 
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Cells that are not the tensor's own stay as they are."""
-    whole, parts = _both(transform, src, dst)
-    made = whole.prepare(0, {"w": _draw_tensor(src, seed)})
+    """Finalizing leaves holes of the destination unchanged."""
+    whole, parts = _transform_whole_and_parts(transform, src, dst)
+    wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:
-        ((job),) = parts.jobs(rank, "destination")
+        (job,) = parts.jobs(rank, "destination")
         given = {}
         for key, layout in job.wires:
-            given[key] = _distribute(layout, rank, made[key])
+            given[key] = _distribute(layout, rank, wires[key])
         kind = numpy_type(dst.dtype)
         shape = dst.local_shape(rank)
         ones = np.full(math.prod(shape) * kind.itemsize, 1, np.uint8)
@@ -101,7 +101,7 @@ def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -
         after = before.copy()
         parts.finalize(rank, given, {"w": after})
         held = np.zeros(after.shape, bool)
-        index = [np.flatnonzero(own >= 0) for own in dst.indices(rank)]
+        index = [np.flatnonzero(positions >= 0) for positions in dst.indices(rank)]
         held[np.ix_(*index)] = True
         assert (after[~held] == before[~held]).all(), f"rank {rank} has written outside"
 
@@ -112,22 +112,23 @@ TRANSFORM_LAWS = (
     moving_is_transforming,
     outside_is_kept,
 )
-"""What every transform keeps; `check_transform` checks all."""
+"""The laws that every transform keeps; `check_transform` checks all."""
 
 
-def _both(transform: Transform, src: Layout, dst: Layout) -> tuple[Transformed, Transformed]:
-    """The tensor on one rank, and as held."""
-    one = Mesh()
-    here = Layout(src.shape, one, "...", dtype=src.dtype)
-    there = Layout(dst.shape, one, "...", dtype=dst.dtype)
+def _transform_whole_and_parts(
+    transform: Transform, src: Layout, dst: Layout
+) -> tuple[Transformed, Transformed]:
+    """The transform of the tensor on one rank, and of the tensor as these layouts hold it."""
+    whole_src = Layout(src.shape, Mesh(), "...", dtype=src.dtype)
+    whole_dst = Layout(dst.shape, Mesh(), "...", dtype=dst.dtype)
     rules = {"w": transform}
-    whole = transformed({"w": here}, {"w": there}, rules)
+    whole = transformed({"w": whole_src}, {"w": whole_dst}, rules)
     parts = transformed({"w": src}, {"w": dst}, rules)
     return whole, parts
 
 
 def _draw_tensor(layout: Layout, seed: int) -> Array:
-    """Random bits: all kinds of numbers."""
+    """A tensor of random bits, so that all kinds of numbers are in it."""
     kind = numpy_type(layout.dtype)
     rng = np.random.default_rng(seed)
     if kind.kind == "b":
@@ -139,12 +140,12 @@ def _draw_tensor(layout: Layout, seed: int) -> Array:
 def _distribute(layout: Layout, rank: int, tensor: Array) -> Array:
     """The rank's local array, with zeros in holes."""
     local = np.zeros(layout.local_shape(rank), tensor.dtype)
-    here = []
-    there = []
+    local_index = []
+    global_index = []
     for index in layout.indices(rank):
-        here.append(np.flatnonzero(index >= 0))
-        there.append(index[index >= 0])
-    local[np.ix_(*here)] = tensor[np.ix_(*there)]
+        local_index.append(np.flatnonzero(index >= 0))
+        global_index.append(index[index >= 0])
+    local[np.ix_(*local_index)] = tensor[np.ix_(*global_index)]
     return local
 
 
@@ -156,23 +157,23 @@ def _only(arrays: Any) -> Array:
 
 
 def _check_parts(
-    t: Transformed, end: End, rank: int, made: dict[str, Array], found: dict[str, Array]
+    parts: Transformed, end: End, rank: int, wires: dict[str, Array], found: dict[str, Array]
 ) -> None:
-    """Each wire tensor of the rank is its part of the whole."""
-    for job in t.jobs(rank, end):
+    """Assert that each wire tensor of the rank is its part of the whole."""
+    for job in parts.jobs(rank, end):
         for key, layout in job.wires:
-            _check_same(found[key], _distribute(layout, rank, made[key]), rank)
+            _check_same(found[key], _distribute(layout, rank, wires[key]), rank)
 
 
 def _check_held(layout: Layout, rank: int, found: Array, tensor: Array) -> None:
-    """The rank's own elements are those of the tensor."""
+    """Assert that the elements that the rank holds are the tensor's."""
     held = pack(layout, rank, found)
     wanted = _distribute(layout, rank, tensor)
     _check_same(held, pack(layout, rank, wanted), rank)
 
 
 def _check_same(found: Array, wanted: Array, rank: int) -> None:
-    """Bit for bit the same."""
+    """Assert that the arrays are bit for bit the same."""
     assert found.shape == wanted.shape, f"rank {rank}: {found.shape}, not {wanted.shape}"
     assert found.tobytes() == wanted.tobytes(), f"rank {rank}: {found}, not {wanted}"
 
@@ -191,7 +192,7 @@ def transform_cases(
 ) -> Case:
     """The transform of a tensor of this shape and these dtypes, cut anyhow between its blocks.
 
-    Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and beside holes.
+    Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """
     ends = Form(shape, src), Form(shape if dst_shape is None else dst_shape, dst)
     first = draw(_legal_layouts(transform, *ends, "source"))
@@ -201,7 +202,7 @@ def transform_cases(
 
 @st.composite
 def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, end: End) -> Layout:
-    """A layout of the tensor at one end that cuts no block: one of the blocks, of which each is widened."""
+    """A layout of the tensor at one end that cuts no block: a layout of blocks, each of which is then widened."""
     form = src if end == "source" else dst
     ndim = len(form.shape)
     parts = transform.components(src, dst)
@@ -209,7 +210,7 @@ def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, 
     blocks = []
     counts = []
     for n, *each in zip(form.shape, *by_part, strict=True):
-        # What stands for all of a dimension does not say where that may be cut.
+        # A part without a block size spans the dimension, and does not restrict where it is cut.
         block = math.lcm(*(size or 1 for size in each))
         blocks.append(block)
         counts.append(-(-n // block))
@@ -222,7 +223,7 @@ def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, 
 
 
 def _widen(dim: Dimension, block: int, n: int) -> Dimension:
-    """The dimension whose positions were blocks; the last may be shorter, and leaves a hole behind it."""
+    """The dimension of elements, given a dimension of blocks; a shorter last block leaves a hole after it."""
     if block == 1:
         return dim
     held = []

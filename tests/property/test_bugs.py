@@ -153,7 +153,7 @@ def test_a_rule_that_fails_is_named() -> None:
             raise KeyError("oops")
 
     with pytest.raises(
-        sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it is to give 2 Runs"
+        sm.PlacementError, match=r"split\(4, 2\) raised KeyError\('oops'\); it must give 2 Runs"
     ):
         sm.Layout((4,), sm.Mesh(tp=2), (Broken(),))
 

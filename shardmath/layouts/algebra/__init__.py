@@ -2,12 +2,12 @@
 
 In reading order:
 
-- `runs`: which global positions lie at which local ones;
+- `runs`: the global position of each local one;
 - `box`: products of ranges;
-- `gaps`: the first element that no product of ranges has;
+- `gaps`: the first element that is in no product of ranges;
 - `mesh`: named axes over ranks;
 - `cuts`: the ways in which a piece is divided into parts;
-- `stages`: sequences of cuts, and who keeps the parts;
+- `stages`: sequences of cuts, and the ranks that keep the parts;
 - `dimension`: every way of dividing a dimension is stages of digits;
 - `partition`: the distinct parts of a dimension;
 - `overlay`: two partitions of a dimension laid over each other.

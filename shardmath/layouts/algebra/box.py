@@ -58,7 +58,7 @@ def volume(box: Box) -> int:
 
 def from_slices(index: Sequence[slice]) -> Box:
     """The box of an index: slices with a start and a stop, one per dimension."""
-    return tuple((s.start, s.stop) for s in index)
+    return tuple((span.start, span.stop) for span in index)
 
 
 def row_size(dims: Sequence[int]) -> int:
@@ -117,9 +117,9 @@ def _cut_row(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
 def first_overlap(
     boxes: Sequence[Box], labels: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, or None; boxes of one label may.
+    """The numbers of two boxes that share an element, or None; boxes with the same label may overlap.
 
-    All boxes have as many dimensions, and none is empty.
+    All boxes have the same number of dimensions, and none is empty.
 
     >>> first_overlap([((0, 2), (0, 2)), ((2, 3), (0, 2)), ((1, 3), (1, 2))])
     (0, 2)
@@ -130,51 +130,51 @@ def first_overlap(
     table = np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
     label = np.arange(len(boxes)) if labels is None else np.array(labels)
     if not table.shape[1]:
-        return _first_unlike(label)
+        return _first_other_label(label)
     return _sweep(table, label)
 
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
-    along = _find_busiest(table)
+    along = _find_sweep_dimension(table)
     order = np.argsort(table[:, along, 0], kind="stable")
     label = label[order]
     lo = table[order, :, 0]
     hi = table[order, :, 1]
-    # A box meets none that begins at its end or later.
+    # A box shares no element with one that begins at its end or later.
     reach = np.searchsorted(lo[:, along], hi[:, along], "left")
     after = np.arange(1, len(table) + 1)
     for i in np.flatnonzero(reach > after).tolist():
         stop = int(reach[i])
-        j = _find_meeting(lo, hi, label, i, stop)
+        j = _find_overlapping(lo, hi, label, i, stop)
         if j is not None:
-            one, other = sorted(order[[i, j]].tolist())
-            return one, other
+            first, second = sorted(order[[i, j]].tolist())
+            return first, second
     return None
 
 
-def _find_meeting(lo: Ints, hi: Ints, label: Ints, i: int, stop: int) -> int | None:
-    """The first box after box i, and before `stop`, of another label that shares an element."""
+def _find_overlapping(lo: Ints, hi: Ints, label: Ints, i: int, stop: int) -> int | None:
+    """The first box after box i, and before `stop`, of another label that shares an element with box i."""
     later = slice(i + 1, stop)
     begin_before = lo[later] < hi[i]
     end_after = hi[later] > lo[i]
     shared = begin_before & end_after
     unlike = label[later] != label[i]
-    meets = shared.all(axis=1) & unlike
-    if not meets.any():
+    overlaps = shared.all(axis=1) & unlike
+    if not overlaps.any():
         return None
-    return i + 1 + int(meets.argmax())
+    return i + 1 + int(overlaps.argmax())
 
 
-def _find_busiest(table: Ints) -> int:
-    """The dimension along which boxes have most starts: along it a box meets few."""
+def _find_sweep_dimension(table: Ints) -> int:
+    """The dimension with the most distinct starts: along it a box overlaps few others."""
     starts = table[:, :, 0]
-    different = [len(np.unique(column)) for column in starts.T]
-    return different.index(max(different))
+    distinct_starts = [len(np.unique(column)) for column in starts.T]
+    return distinct_starts.index(max(distinct_starts))
 
 
-def _first_unlike(label: Ints) -> tuple[int, int] | None:
-    """The first box and one of another label: boxes of no dimensions are all the same element."""
+def _first_other_label(label: Ints) -> tuple[int, int] | None:
+    """The first box and one of another label: all boxes of no dimensions are the same element."""
     other = np.flatnonzero(label != label[0])
     if not len(other):
         return None
@@ -182,43 +182,46 @@ def _first_unlike(label: Ints) -> tuple[int, int] | None:
 
 
 def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """The first element of the product of `held` that no box has; None if all are in one.
+    """The first element of the product of `held` that is in no box; None if all are in boxes.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)
     """
     if not held:
         return None if boxes else ()
-    rest = held[1:]
-    outer = [box[0] for box in boxes]
-    begin, end = _borders(outer)
+    inner_held = held[1:]
+    outer_ranges = [box[0] for box in boxes]
+    begin, end = _borders(outer_ranges)
     enter, leave = _borders(held[0])
     active: dict[int, Box] = {}
     inside = 0
-    known = False  # that the slab before has no gap
-    for x in sorted({*begin, *end, *enter, *leave}):
-        ending = end.get(x, ())
-        beginning = begin.get(x, ())
+    was_full = False  # whether the slab before was held and had no gap
+    for border in sorted({*begin, *end, *enter, *leave}):
+        ending = end.get(border, ())
+        beginning = begin.get(border, ())
         gone = [active.pop(i) for i in ending]
         new = {i: boxes[i][1:] for i in beginning}
         active |= new
-        inside += len(enter.get(x, ()))
-        inside -= len(leave.get(x, ()))
+        inside += len(enter.get(border, ()))
+        inside -= len(leave.get(border, ()))
         if inside:
-            differ = gone if known else None
-            fresh = list(new.values())
-            gap = _find_in_slab(rest, active, differ, fresh)
+            differ = gone if was_full else None
+            new_boxes = list(new.values())
+            gap = _find_in_slab(inner_held, active, differ, new_boxes)
             if gap is not None:
-                return (x, *gap)
-        known = inside > 0
+                return (border, *gap)
+        was_full = inside > 0
     return None
 
 
 def _find_in_slab(
     rest: Ranges, active: dict[int, Box], gone: list[Box] | None, new: list[Box]
 ) -> tuple[int, ...] | None:
-    """`first_gap` of the active boxes; those `gone` and `new` differ from a slab without a gap."""
-    if gone is not None and _replaced(rest, gone, new, len(active)):
+    """`first_gap` of the active boxes.
+
+    If `gone` is given, the slab before had no gap, and the active boxes differ from its boxes by `gone` and `new`.
+    """
+    if gone is not None and _is_replaced(rest, gone, new, len(active)):
         return None
     if active and not rest:
         return None
@@ -228,7 +231,7 @@ def _find_in_slab(
 def _borders(
     ranges: Iterable[tuple[int, int]],
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Which ranges begin, and which end, at each position; by their numbers, empty ones left out."""
+    """The numbers of the ranges that begin, and that end, at each position; empty ranges are left out."""
     begin: dict[int, list[int]] = {}
     end: dict[int, list[int]] = {}
     for i, (lo, hi) in enumerate(ranges):
@@ -238,21 +241,21 @@ def _borders(
     return begin, end
 
 
-def _replaced(held: Ranges, gone: list[Box], new: list[Box], most: int) -> bool:
-    """Whether the new boxes have all that those that are gone had of the product.
+def _is_replaced(held: Ranges, gone: list[Box], new: list[Box], most: int) -> bool:
+    """Whether the new boxes hold all that the boxes `gone` held of the product.
 
-    False where it takes more than `most` steps to find out: to look at all boxes takes no longer then. So disjoint
-    boxes that tile take n^1.5 steps in all, where to look at every box of every slab takes n^2.
+    False also if finding out takes more than `most` steps: then looking at all boxes takes no longer. So disjoint
+    boxes that tile take n^1.5 steps in all, while looking at every box of every slab would take n^2.
     """
     fresh = set(new)
     lost = [box for box in gone if box not in fresh]
     if len(lost) * len(new) > most:
         return False
-    return all(first_gap(_clipped(held, box), new) is None for box in lost)
+    return all(first_gap(_clip(held, box), new) is None for box in lost)
 
 
-def _clipped(held: Ranges, box: Box) -> list[list[tuple[int, int]]]:
-    """What of the product is in the box."""
+def _clip(held: Ranges, box: Box) -> list[list[tuple[int, int]]]:
+    """The part of the product that is in the box."""
     product = []
     for ranges, (start, stop) in zip(held, box, strict=True):
         inside = []
@@ -272,7 +275,7 @@ def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,
     Zippel 1979), a right one always. Weights are drawn from a digest of the arguments, so that the
-    answer is always the same; nobody guards against lists made to deceive the digest.
+    answer is always the same; there is no guard against lists made to deceive the digest.
 
     >>> tiles([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3))])
     True
@@ -281,22 +284,20 @@ def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
     """
     if not held or not boxes:
         return len(boxes) == _count_elements(held)
-    ends = len(boxes), len(held), 2
-    table = np.array(boxes, np.int64).reshape(ends)
-    seed = _seed(held, table)
-    seeds = seed + b"0", seed + b"1"
-    return all(_weights_agree(held, table, each) for each in seeds)
+    table = np.array(boxes, np.int64).reshape(len(boxes), len(held), 2)
+    digest = _digest_arguments(held, table)
+    return all(_weights_agree(held, table, digest + number) for number in (b"0", b"1"))
 
 
 def _count_elements(held: Ranges) -> int:
-    """Elements of the product."""
+    """The number of elements of the product."""
     count = 1
     for ranges in held:
         count *= sum(hi - lo for lo, hi in ranges)
     return count
 
 
-def _seed(held: Ranges, table: Ints) -> bytes:
+def _digest_arguments(held: Ranges, table: Ints) -> bytes:
     """A digest of the ranges and of the boxes."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
@@ -311,18 +312,18 @@ def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
     product = 1
     for d, ranges in enumerate(held):
         box_ranges = table[:, d]
-        own_ranges = np.array(ranges, np.int64).reshape(-1, 2)
-        # Nothing begins or ends between two marks: one weight does for all positions there.
-        ends = np.concatenate((box_ranges, own_ranges))
+        held_ranges = np.array(ranges, np.int64).reshape(-1, 2)
+        # No range begins or ends between two marks, so all positions there share one weight.
+        ends = np.concatenate((box_ranges, held_ranges))
         marks = np.unique(ends)
-        seed_here = seed + d.to_bytes(8, "little")
-        weight = _draw_weights(len(marks), seed_here)
+        dim_seed = seed + d.to_bytes(8, "little")
+        weight = _draw_weights(len(marks), dim_seed)
         up_to = np.cumsum(weight)
         before = (up_to - weight) % PRIME
         boxes *= _weigh(box_ranges, marks, before)
         boxes %= PRIME
-        own = _weigh(own_ranges, marks, before)
-        product *= int(own.sum())
+        held_weights = _weigh(held_ranges, marks, before)
+        product *= int(held_weights.sum())
         product %= PRIME
     total = int(boxes.sum()) % PRIME
     return total == product

@@ -2,7 +2,7 @@
 
 An **interval cut** (`Chunks`, `BalancedChunks`, `Sizes`, `FixedBlock`) has consecutive parts: `count(length)`
 says how many a piece of that length has, `part(length, i)` where part i begins and how long it is.
-A `UserCut` is a user's own way, and its parts may be any Runs.
+A `UserCut` is a custom cut, and its parts may be any Runs.
 
 >>> [Chunks(3).part(7, i) for i in range(3)], [BalancedChunks(3).part(7, i) for i in range(3)]
 ([(0, 3), (3, 3), (6, 1)], [(0, 3), (3, 2), (5, 2)])
@@ -61,8 +61,8 @@ def _check_positive(cut: object, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbered:
-    """A cut into so many parts, whatever the length."""
+class _CountedCut:
+    """A cut into this number of parts, whatever the length."""
 
     parts: int
 
@@ -75,7 +75,7 @@ class _Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks(_Numbered):
+class Chunks(_CountedCut):
     """Ceil-chunks, as torch.chunk: all parts as long as the first, the last ones short or empty."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Chunks(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class BalancedChunks(_Numbered):
+class BalancedChunks(_CountedCut):
     """Sizes that differ by at most one, larger first, as numpy.array_split."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class Sizes:
         object.__setattr__(self, "_starts", starts)
 
     def count(self, length: int) -> int:
-        """Parts of a piece of this length. Raises PlacementError if the sizes do not make it up."""
+        """Parts of a piece of this length. Raises PlacementError unless the sizes add up to it."""
         total = self._starts[-1]
         if total != length:
             what = f"sizes {list(self.sizes)} add up to {total}, the piece has {length}"
@@ -142,7 +142,7 @@ class FixedBlock:
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A user's way of splitting a length, into any Runs. How the latest lengths were split is kept."""
+    """A custom cut of a length into any Runs. The splits of the latest lengths are cached."""
 
     by: Splits
     parts: int
@@ -160,10 +160,10 @@ Interval: TypeAlias = Chunks | BalancedChunks | Sizes | FixedBlock
 Cut: TypeAlias = Interval | UserCut
 
 
-# Kept beside the value, not in it: a value that grew as it is used would be pickled with all of that.
+# Cached outside the value: a value that grew with use would be pickled with its cache.
 @memo()
 def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
-    """What the user's rule answers. Raises PlacementError unless that many disjoint Runs in the length."""
+    """The parts of the rule. Raises PlacementError unless they are `parts` disjoint Runs in the length."""
     call = f"{_shorten(by)}.split({length}, {parts})"
     try:
         out = tuple(by.split(length, parts))
@@ -172,7 +172,7 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     except ShardError as error:
         raise PlacementError(f"{call}: {error}") from error
     except Exception as error:
-        raise PlacementError(f"{call} raised {error!r}; it is to give {parts} Runs") from error
+        raise PlacementError(f"{call} raised {error!r}; it must give {parts} Runs") from error
     if len(out) != parts:
         what = f"{call} gave {plural(out, 'part')}"
         raise PlacementError(f"{what}; give {parts}, empty ones included")
@@ -188,10 +188,10 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
 
 
 class OverlapError(PlacementError):
-    """Parts of a user's split that hold one position; whoever knows the mesh names their ranks by `word`."""
+    """Two parts of a user's split hold one position; a caller that knows the mesh names their ranks by `word`."""
 
     def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
-        """`call` is what `by` was asked, in words."""
+        """`call` is the call of `by.split`, as text."""
         super().__init__(by, call, parts, position)
         self.by = by
         self.call = call
@@ -203,14 +203,14 @@ class OverlapError(PlacementError):
         return self.word(f"parts {one} and {other}")
 
     def word(self, both: str) -> str:
-        """What is wrong, with these words for the parts."""
+        """The message, with these words for the two parts."""
         what = f"{self.call}: {both} both hold position {self.position}"
         fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
         return f"{what}; {fix}"
 
 
 def _check_disjoint(parts: tuple[Runs, ...], by: Splits, call: str) -> None:
-    """Raise OverlapError where two parts hold one position: plans would take it for a replica."""
+    """Raise OverlapError if two parts hold one position: plans would take one for a replica."""
     spans = []
     for i, part in enumerate(parts):
         spans += [(start, start + n, i) for _, start, n in part.segments]
@@ -233,7 +233,7 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """How many parts of a piece to look at: parts after position `size` of a piece are empty."""
+    """The number of parts of a piece to look at: parts beyond its end, position `size`, are empty."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)

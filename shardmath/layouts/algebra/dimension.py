@@ -40,7 +40,7 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 class Field:
     """`size` consecutive stored positions and the stages that divide them.
 
-    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does
+    Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
     """
 
@@ -68,7 +68,7 @@ class Field:
 def divided(size: int, stages: Iterable[Stage]) -> Field:
     """The field of these stages, made canonical.
 
-    Raises PlacementError where a cut of given sizes, or a user's rule, meets a piece that it does
+    Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
     """
     given = Field(size, tuple(stages))  # checks what canonical stages may leave out
@@ -85,7 +85,7 @@ class Dimension:
     """One dimension of a layout: `size` logical positions and how the stored ones are divided.
 
     `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the
-    stored positions one after the other. Raises PlacementError where sizes do not fit.
+    stored positions one after the other. Raises PlacementError if sizes do not fit.
     """
 
     size: int
@@ -100,7 +100,7 @@ class Dimension:
         object.__setattr__(self, "_hash", hash((self.size, self.fields, self.stored)))
 
     def _check(self) -> None:
-        """Raise PlacementError where the sizes of fields and stored positions do not fit."""
+        """Raise PlacementError if the sizes of fields and stored positions do not fit."""
         sizes = [f.size for f in self.fields]
         if sum(sizes) != self.stored_size:
             what = f"fields {sizes} add up to {sum(sizes)}, the dimension stores {self.stored_size}"
@@ -137,7 +137,7 @@ class Dimension:
         return compose(kept, self.stored)
 
     def _stored_runs(self, coords: Coords) -> Runs:
-        """Local to stored positions: what the rank keeps of each field, behind the fields before."""
+        """Local to stored positions: what the rank keeps of each field, after the fields before it."""
         if len(self.fields) == 1:
             return self.fields[0].runs(coords)
         parts = []

@@ -1,7 +1,7 @@
-"""Gaps: the first element of a tensor that none of many products of ranges has.
+"""Gaps: the first element of a tensor that is in none of many products of ranges.
 
-What holds a position changes at borders alone, so a cell between borders stands for all of its
-elements, and its first element is the one sought.
+The products that hold a position change only at borders, so a cell between borders stands for all of
+its elements, and its first element is the one sought.
 
 >>> upper, lower = (((0, 2),), ((0, 3),)), (((2, 4),), ((0, 1), (2, 3)))
 >>> find_gap((4, 3), (upper, lower))
@@ -21,21 +21,20 @@ from shardmath.base.arrays import Bools, Ints
 __all__ = ["GRID", "Product", "Ranges", "find_gap"]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) of what is held of one dimension, ascending and apart."""
+"""Ranges (start, stop) that are held of one dimension, ascending and apart."""
 
 Product: TypeAlias = tuple[Ranges, ...]
 """Ranges of each dimension."""
 
 GRID = 1 << 24
-"""Numbers that a grid of cells may take at a time, of 4 bytes."""
+"""The most numbers, of 4 bytes each, in a grid of cells."""
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """The first element of a tensor, row-major, that is in none of the products; None if all are in
-    some. No dimension is empty.
+    """The first element of a tensor, row-major, that is in no product; None if all elements are in one.
 
-    A grid of all cells is one product of matrices; where it would be too large, the first dimension
-    is taken border by border.
+    No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
+    the first dimension is taken border by border.
     """
     if not products:
         return (0,) * len(shape)
@@ -55,45 +54,45 @@ def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int
 
 
 def _count_numbers(borders: list[Ints], products: int) -> int:
-    """How many numbers a grid of the cells takes: the factors of the product of matrices, and it."""
+    """How many numbers a grid of the cells takes: the factors of the matrix product, and the product."""
     first, *others = map(len, borders)
     rest = math.prod(others)
     marks = products * (first + sum(others))
     return (products + first) * rest + marks
 
 
-class _Table(NamedTuple):
-    """The ranges of one dimension of all products, and whose they are: arrays (ranges)."""
+class _RangeTable(NamedTuple):
+    """The ranges of one dimension of all products, and the number of each range's product: arrays (ranges)."""
 
     lo: Ints
     hi: Ints
     owner: Ints
 
     def holds(self, position: int) -> Bools:
-        """Of each range whether it has the position."""
+        """For each range whether it holds the position."""
         has_begun = self.lo <= position
         return has_begun & (position < self.hi)
 
 
-def _list_ranges(products: tuple[Product, ...], dimension: int) -> _Table:
+def _list_ranges(products: tuple[Product, ...], dimension: int) -> _RangeTable:
     """The ranges of one dimension of all products."""
     rows = []
     for owner, product in enumerate(products):
         for lo, hi in product[dimension]:
             rows.append((lo, hi, owner))
     table = np.array(rows, np.int64).reshape(-1, 3)
-    return _Table(*table.T)
+    return _RangeTable(*table.T)
 
 
-def _find_borders(size: int, table: _Table) -> Ints:
-    """Where cells begin, ascending, 0 first."""
+def _find_borders(size: int, table: _RangeTable) -> Ints:
+    """The positions where cells begin, ascending, 0 first."""
     ends = np.concatenate(([0], table.lo, table.hi))
-    found = np.unique(ends)
-    return found[found < size]
+    borders = np.unique(ends)
+    return borders[borders < size]
 
 
 def _find_on_line(size: int, products: tuple[Product, ...]) -> tuple[int] | None:
-    """In one dimension: the first place up to which ranges reach, and where none begins."""
+    """The gap of one dimension: the first position up to which ranges reach and at which none begins."""
     table = _list_ranges(products, 0)
     order = np.argsort(table.lo)
     stops = np.append(0, table.hi[order])
@@ -105,29 +104,31 @@ def _find_on_line(size: int, products: tuple[Product, ...]) -> tuple[int] | None
     return (int(gaps[0]),)
 
 
-def _find_in_grid(borders: list[Ints], tables: list[_Table], count: int) -> tuple[int, ...] | None:
-    """By how many products hold each cell: exact in float32, as integers up to 2^24 are."""
+def _find_in_grid(
+    borders: list[Ints], tables: list[_RangeTable], count: int
+) -> tuple[int, ...] | None:
+    """The gap, by the number of products that hold each cell: float32 is exact for integers up to 2^24."""
     marks = []
-    for own, table in zip(borders, tables, strict=True):
-        marks.append(_mark(own, table, count))
+    for dim_borders, table in zip(borders, tables, strict=True):
+        marks.append(_mark(dim_borders, table, count))
     # Cells of all dimensions but the first as one, so that one matrix product counts them all.
     first, *others = marks
     rest = _mark_cells(others, count)
     counts = first.T @ rest
     bare = counts == 0
-    at = int(bare.argmax())
-    if not bare.flat[at]:
+    first_bare = int(bare.argmax())
+    if not bare.flat[first_bare]:
         return None
     sizes = list(map(len, borders))
-    where = np.unravel_index(at, sizes)
-    found = []
-    for own, i in zip(borders, where, strict=True):
-        found.append(int(own[i]))
-    return tuple(found)
+    cell = np.unravel_index(first_bare, sizes)
+    element = []
+    for dim_borders, i in zip(borders, cell, strict=True):
+        element.append(int(dim_borders[i]))
+    return tuple(element)
 
 
 def _mark_cells(marks: list[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
-    """1 where a product holds a cell of all these dimensions: (products, cells), row-major."""
+    """A matrix (products, cells), cells row-major: 1 if the product holds the cell of all these dimensions."""
     held = np.ones((count, 1), np.float32)
     for other in marks:
         cells = held[:, :, None] * other[:, None, :]
@@ -135,8 +136,8 @@ def _mark_cells(marks: list[NDArray[np.float32]], count: int) -> NDArray[np.floa
     return held
 
 
-def _mark(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
-    """1 where a product holds a cell of the dimension: (products, cells)."""
+def _mark(borders: Ints, table: _RangeTable, count: int) -> NDArray[np.float32]:
+    """A matrix (products, cells): 1 if the product holds the cell of the dimension."""
     # A range is a step up where it begins and a step down where it ends.
     shape = count, len(borders) + 1
     steps = np.zeros(shape, np.float32)
@@ -151,26 +152,26 @@ def _mark(borders: Ints, table: _Table, count: int) -> NDArray[np.float32]:
 
 
 def _find_in_slabs(
-    shape: tuple[int, ...], products: tuple[Product, ...], borders: Ints, table: _Table
+    shape: tuple[int, ...], products: tuple[Product, ...], borders: Ints, table: _RangeTable
 ) -> tuple[int, ...] | None:
-    """By the products that hold each border of the first dimension; equal ones are looked at once."""
-    number: dict[Product, int] = {}
-    numbers = [number.setdefault(product[1:], len(number)) for product in products]
-    rest = np.array(numbers, np.int64)
-    rest_of_range = rest[table.owner]
-    distinct = tuple(number)
-    full: set[bytes] = set()
+    """The gap, by the products that hold each border of the first dimension; equal sets are looked at once."""
+    number_of: dict[Product, int] = {}
+    rest_numbers = [number_of.setdefault(product[1:], len(number_of)) for product in products]
+    rest_of_product = np.array(rest_numbers, np.int64)
+    rest_of_range = rest_of_product[table.owner]
+    distinct = tuple(number_of)
+    without_gap: set[bytes] = set()
     for start in borders.tolist():
         is_held = table.holds(start)
-        having = np.zeros(len(distinct), bool)
-        having[rest_of_range[is_held]] = True
-        key = np.packbits(having).tobytes()
-        if key in full:
+        is_present = np.zeros(len(distinct), bool)
+        is_present[rest_of_range[is_held]] = True
+        key = np.packbits(is_present).tobytes()
+        if key in without_gap:
             continue
-        chosen = np.flatnonzero(having).tolist()
-        some = tuple(distinct[i] for i in chosen)
-        gap = find_gap(shape[1:], some)
+        chosen = np.flatnonzero(is_present).tolist()
+        present = tuple(distinct[i] for i in chosen)
+        gap = find_gap(shape[1:], present)
         if gap is not None:
             return (start, *gap)
-        full.add(key)
+        without_gap.add(key)
     return None

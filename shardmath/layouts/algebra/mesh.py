@@ -58,8 +58,8 @@ class Mesh:
     """Named axes over ranks.
 
     `Mesh(dp=4, tp=2)` has ranks 0..7; `ranks=` gives any others, one for each coordinate, last axis
-    fastest. `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` is rank 0
-    alone. Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of
+    fastest. `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` has only rank
+    0. Raises MeshError for sizes below 1, repeated or negative ranks, or a wrong number of
     them.
     """
 
@@ -93,17 +93,15 @@ class Mesh:
         self._index(total)
 
     def _index(self, total: int) -> None:
-        """Keep what is looked up often: positions by rank, the hash, and coordinates by axis."""
+        """Precompute what is looked up often: positions by rank, the hash, and coordinates by axis."""
         positions = {rank: i for i, rank in enumerate(self.ranks)}
         sizes = [n for _, n in self.axes]
-        at = np.arange(total)
+        numbers = np.arange(total)
         steps = {}
-        for axis, stride in zip(self.axes, strides(sizes), strict=True):
-            name, _ = axis
-            steps[name] = at // stride
-        digest = hash((self.axes, self.ranks))
+        for (name, _), stride in zip(self.axes, strides(sizes), strict=True):
+            steps[name] = numbers // stride  # modulo the axis's size, the coordinate on it
         object.__setattr__(self, "_positions", positions)
-        object.__setattr__(self, "_hash", digest)
+        object.__setattr__(self, "_hash", hash((self.axes, self.ranks)))
         object.__setattr__(self, "_steps", steps)
 
     def __hash__(self) -> int:
@@ -117,7 +115,7 @@ class Mesh:
         return f"Mesh({', '.join(words + self._rank_words())})"
 
     def _rank_words(self) -> list[str]:
-        """The argument `ranks` of the repr, or nothing where the mesh has ranks 0, 1, ..."""
+        """The argument `ranks` of the repr, or nothing if the mesh has ranks 0, 1, ..."""
         first, last = self.ranks[0], self.ranks[-1]
         if self.ranks != tuple(range(first, first + self.size)):
             return [f"ranks={list(self.ranks)}"]
@@ -129,7 +127,7 @@ class Mesh:
         return _make_mesh, (self.axes, self.ranks)
 
     def svg(self, *, topology: object = None) -> str:
-        """A picture as an SVG document: ranks at their coordinates, with a `Topology` one colour per node."""
+        """A picture as an SVG document: ranks at their coordinates, with a `Topology` one color per node."""
         return svg(self, topology=topology)
 
     def _repr_html_(self) -> str:
@@ -148,27 +146,27 @@ class Mesh:
     def __contains__(self, rank: object) -> bool:
         try:
             return rank in self._positions
-        except Exception:  # of what cannot be looked up, as a list or an array without dimensions
+        except Exception:  # for values that cannot be looked up, such as a list
             return as_integer(rank, "rank", MeshError) in self._positions
 
     def position(self, rank: int) -> int:
         """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
         number = rank if type(rank) is int else as_integer(rank, "rank", MeshError)
-        at = self._positions.get(number)
-        if at is None:
+        index = self._positions.get(number)
+        if index is None:
             what = f"rank {rank} is not in {self}"
             listed = show_ranks(self.ranks, noun=False, joined_from=None, most=16)
             raise MeshError(f"{what}; its ranks are {listed}")
-        return at
+        return index
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
-        at = self.position(rank)
+        index = self.position(rank)
         sizes = [n for _, n in self.axes]
-        out = {}
+        coords = {}
         for (name, n), stride in zip(self.axes, strides(sizes), strict=True):
-            out[name] = at // stride % n
-        return out
+            coords[name] = index // stride % n
+        return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
         """Every rank's coordinate on the flattened axes `names`, first slowest: int64 of (size,)."""
@@ -179,7 +177,7 @@ class Mesh:
         return out
 
     def axis_size(self, name: str) -> int:
-        """Coordinates on the axis. Raises MeshError if there is no such axis."""
+        """The number of coordinates on the axis. Raises MeshError if there is no such axis."""
         if isinstance(name, str):
             for axis, n in self.axes:
                 if axis == name:
@@ -193,9 +191,9 @@ class Mesh:
         return np.array(self.ranks, np.int64).reshape(sizes)
 
     def split(self, name: str, /, **parts: int) -> Mesh:
-        """The axis in two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
+        """The mesh with an axis split into two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
 
-        Raises MeshError unless the sizes multiply to the axis's.
+        Raises MeshError unless the sizes multiply to the size of the axis.
         """
         n = self.axis_size(name)
         into = dict(_check_axis(part, size) for part, size in parts.items())
@@ -209,9 +207,9 @@ class Mesh:
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """The axes as one, first slowest, in the place of the first; the others keep their order.
+        """The mesh with these axes merged into one, first slowest, where the first is; the others keep their order.
 
-        Raises MeshError if fewer than one axis is named, or one twice.
+        Raises MeshError if no axis is named, or one twice.
         """
         merged = _read_names(names)
         if not merged or len(set(merged)) != len(merged):
@@ -245,14 +243,14 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def select(self, **coords: int) -> Mesh:
-        """The sub-mesh at these coordinates: `mesh.select(pp=0)`; the axes named are gone from it.
+        """The sub-mesh at these coordinates: `mesh.select(pp=0)`; it does not have these axes.
 
-        Raises MeshError for an unknown axis or a coordinate that it does not have.
+        Raises MeshError for an unknown axis or a coordinate that the axis does not have.
         """
         for name, given in coords.items():
-            at = as_integer(given, f"coordinate on axis {name!r}", MeshError)
+            coordinate = as_integer(given, f"coordinate on axis {name!r}", MeshError)
             n = self.axis_size(name)
-            if not 0 <= at < n:
+            if not 0 <= coordinate < n:
                 what = f"coordinate {given} is not on axis {name!r} of size {n}"
                 raise MeshError(f"{what}; use 0..{n - 1}")
         index = tuple(coords.get(name, slice(None)) for name in self.shape)
@@ -286,7 +284,7 @@ class Mesh:
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
         """The same mesh with every rank renamed; ranks not named keep their number.
 
-        Raises MeshError if two ranks get one name.
+        Raises MeshError if two ranks get one number.
         """
         new = mapping(ranks, "ranks are ", "old to new ranks", MeshError)
         renamed = [new.get(rank, rank) for rank in self.ranks]
@@ -294,7 +292,7 @@ class Mesh:
 
 
 def _make_mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mesh:
-    """The mesh of these axes. Raises MeshError where two have one name."""
+    """The mesh of these axes. Raises MeshError if two axes have one name."""
     names = [name for name, _ in axes]
     if len(set(names)) != len(names):
         what = f"axes {', '.join(names)} repeat a name"
@@ -303,7 +301,7 @@ def _make_mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mes
 
 
 def _read_ranks(ranks: object) -> tuple[int, ...]:
-    """The ranks as ints. Raises MeshError."""
+    """The ranks as ints. Raises MeshError for other values."""
     if isinstance(ranks, range):
         return tuple(ranks)
     given = listed(ranks, "ranks", MeshError)
@@ -311,7 +309,7 @@ def _read_ranks(ranks: object) -> tuple[int, ...]:
 
 
 def _read_names(names: object) -> tuple[str, ...]:
-    """The names; text is a list of names of one letter. Raises MeshError."""
+    """The names; a str is read as names of one letter each. Raises MeshError for other values."""
     if isinstance(names, str):
         names = tuple(names)
     given = listed(names, "axes", MeshError)

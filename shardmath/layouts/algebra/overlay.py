@@ -1,7 +1,7 @@
 """Overlay: two partitions of one dimension -> atoms -> rows.
 
 1. The parts of each side are cut into **atoms**, global ranges held by one set of parts: a **key**
-   at the source, a **goal** at the destination. Where parts do not overlap, a key or goal is one part.
+   at the source, a **goal** at the destination. If parts do not overlap, a key or goal is one part.
 2. Overlaid, each (key, goal) pair gets rows (source start, destination start, global start, size).
    Because Runs are canonical every row is as long as it can be: there is no merge pass.
 3. Every global position is in at most one row, so pairs are disjoint sets of positions.
@@ -67,7 +67,7 @@ def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
 
 
 def overlay(source: Partition, target: Partition) -> Overlay:
-    """What of each source key each destination goal has."""
+    """The overlay of two partitions: what each pair of source key and destination goal shares."""
     here = _cut_atoms(source)
     there = _cut_atoms(target)
     a, b = _pair_meeting(here, there)
@@ -114,15 +114,15 @@ class _Atoms(NamedTuple):
 
 
 def _pair_meeting(here: _Atoms, there: _Atoms) -> tuple[Ints, Ints]:
-    """The numbers of an atom of each side, for all that share a position."""
-    # Atoms of a side are disjoint and ascend: those that meet an atom of the other lie together.
+    """The numbers of all pairs of atoms, one of each side, that share a position."""
+    # Atoms of a side are disjoint and ascend: those that overlap an atom of the other are consecutive.
     begin = here.stop.searchsorted(there.start, "right")
     end = here.start.searchsorted(there.stop, "left")
     return ranges(begin, end)
 
 
 def _locate(atoms: _Atoms, number: Ints, start: Ints) -> Ints:
-    """Where the parts that hold these atoms have the given positions of them."""
+    """The local position of each given global one, in every part that holds its atom."""
     inside = start - atoms.start[number]
     return atoms.local[number] + inside[:, None]
 
@@ -152,7 +152,7 @@ def _cut_at_borders(start: Ints, stop: Ints, local: Ints, part: Ints) -> _Atoms:
 
 
 def _list_atoms(cuts: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """The atoms of each span, whose borders are among the cuts: their numbers and the span's."""
+    """All pairs of a span and an atom inside it, as two arrays of numbers; the cuts have all borders of spans."""
     first = cuts.searchsorted(start)
     last = cuts.searchsorted(stop)
     return ranges(first, last)
@@ -175,7 +175,7 @@ def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
 
 
 def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
-    """One row per atom, as wide as the largest set; places that a smaller set does not need are -1."""
+    """One row per atom, as wide as the largest set; columns that a smaller set does not need are -1."""
     shape = len(first), widest
     starts = np.full(shape, -1, np.int64)
     count = len(local)
@@ -187,7 +187,7 @@ def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
 
 
 def overlap_table(source: Partition, target: Partition) -> Ints:
-    """How many positions two parts share: int64 of shape (source parts, destination parts)."""
+    """The number of positions that two parts share: int64 of shape (source parts, destination parts)."""
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
     start, stop, _, source_part = list_spans(source.parts)

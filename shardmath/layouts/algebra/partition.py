@@ -1,8 +1,8 @@
-"""Partition: the distinct parts of one dimension, and which coordinate holds which.
+"""Partition: the distinct parts of one dimension, and the part that each coordinate holds.
 
 1. A part is the Runs that some coordinate of the dividing axes holds; equal Runs are one part.
-2. Parts of a dividing placement do not overlap. Parts of a Table may: what several hold, several
-   can send.
+2. Parts of a dividing placement do not overlap. Parts of a Table may: a position that several parts
+   hold can be sent from each of them.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh

@@ -1,10 +1,10 @@
-"""Runs: which global positions of one dimension lie at which local positions.
+"""Runs: the global position at each local position of one dimension.
 
 1. A `Runs` is a partial injection from local positions 0..len-1 into global positions, stored as
    segments (local start, global start, length).
 2. Local positions that no segment covers are **holes**: padding, or another tensor's share of a
    fused buffer.
-3. Segments are sorted by local start, never empty, and merged where both sides continue; so equal
+3. Segments are sorted by local start, never empty, and merged if both sides continue; so equal
    functions are equal values, and each segment is as long as it can be.
 4. Order is free: a strided shard or an interleaved buffer is just more segments.
 
@@ -54,8 +54,8 @@ Segment: TypeAlias = tuple[int, int, int]
 class Runs:
     """A partial injection from local to global positions of one dimension (see the module).
 
-    `Runs(segments, length)` takes segments in any order and canonicalises them; `length` counts
-    holes and defaults to the end of the last segment. Raises RunsError where segments overlap on
+    `Runs(segments, length)` takes segments in any order and canonicalizes them; `length` counts
+    holes and defaults to the end of the last segment. Raises RunsError if segments overlap on
     either side, are negative, or leave the length.
     """
 
@@ -95,12 +95,12 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """The number of global positions held: the length less the holes."""
+        """The number of global positions held: the length minus the holes."""
         return sum(n for _, _, n in self.segments)
 
     @property
     def extent(self) -> int:
-        """One past the largest global position held; 0 if none is."""
+        """One past the largest global position held; 0 if no position is held."""
         return max((g + n for _, g, n in self.segments), default=0)
 
     def indices(self) -> NDArray[np.int64]:
@@ -115,7 +115,7 @@ class Runs:
 
 
 def _check_segment(item: Segment) -> Segment:
-    """The item as a tuple of three of Python's own integers. Raises RunsError."""
+    """The item as a tuple of three of Python's integers. Raises RunsError for anything else."""
     if (
         type(item) is tuple
         and len(item) == 3
@@ -136,7 +136,7 @@ def _check_segment(item: Segment) -> Segment:
 
 
 def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Join neighbours that continue on both sides and drop empty ones; sorted by local start."""
+    """Join neighbors that continue on both sides and drop empty ones; sorted by local start."""
     out: list[Segment] = []
     local_end: int | None = None
     global_end = 0
@@ -154,7 +154,7 @@ def _merge(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _local_end(segments: tuple[Segment, ...]) -> int:
-    """Where the last segment ends in local positions; 0 without segments."""
+    """The end of the last segment in local positions; 0 without segments."""
     if not segments:
         return 0
     lo, _, n = segments[-1]
@@ -166,7 +166,7 @@ MOST_POSITIONS = (1 << 63) - 1
 
 
 def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
-    """Raise RunsError for a negative number, for a large one, or a segment that leaves the length."""
+    """Raise RunsError for a negative number, a large one, or a segment that leaves the length."""
     if length < 0:
         what = f"length {length} of segments {segments} is negative"
         raise RunsError(f"{what}; count positions from 0")
@@ -181,7 +181,7 @@ def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
 
 
 def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None:
-    """Raise RunsError where two segments overlap on one side: 0 is the local, 1 the global one."""
+    """Raise RunsError if two segments overlap on one side: 0 is the local, 1 the global side."""
     order = sorted(segments, key=lambda segment: segment[side])
     for a, b in itertools.pairwise(order):
         if a[side] + a[2] > b[side]:
@@ -207,7 +207,7 @@ def spanning(runs: Runs) -> str:
 
 
 def identity(n: int) -> Runs:
-    """Every position of 0..n-1 in its place. Raises RunsError for a negative n."""
+    """The Runs in which local positions 0..n-1 are the global ones. Raises RunsError for a negative n."""
     length = as_integer(n, "the length of an identity", RunsError)
     if length < 0:
         raise RunsError(f"the length of an identity is {length}; count positions from 0")
@@ -222,7 +222,7 @@ def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
     >>> print(from_ranges([(4, 6), 2, (0, 1)]))
     [4:6 -2 0:1]
 
-    Raises RunsError for what is not a range.
+    Raises RunsError for a malformed range.
     """
     segments = []
     at = 0
@@ -256,7 +256,7 @@ def _check_runs(value: object) -> None:
 def concat(parts: Iterable[Runs]) -> Runs:
     """The parts one after the other in local positions.
 
-    Raises RunsError where two parts hold the same global position.
+    Raises RunsError if two parts hold the same global position.
     """
     segments: list[Segment] = []
     at = 0
@@ -282,7 +282,7 @@ def invert(runs: Runs, n: int) -> Runs:
 
 
 def compose(f: Runs, g: Runs) -> Runs:
-    """g after f: local position i goes to g(f(i)); a hole where f or g has one.
+    """g after f: local position i goes to g(f(i)); a hole if f or g has one.
 
     Raises RunsError if f reaches a position that g does not have.
     """
@@ -296,7 +296,7 @@ def compose(f: Runs, g: Runs) -> Runs:
     starts = [lo for lo, _, _ in g.segments]
     out: list[Segment] = []
     for lo, mid, n in f.segments:
-        # The first segment of g that can meet [mid, mid + n) is the last one up to mid.
+        # The first segment of g that can overlap [mid, mid + n) is the last one up to mid.
         first = max(0, bisect.bisect_right(starts, mid) - 1)
         for j in range(first, len(starts)):
             start, g_start, k = g.segments[j]

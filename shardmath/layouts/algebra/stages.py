@@ -1,10 +1,10 @@
-"""Stages: sequences of digits, each of which cuts every current piece and says who keeps the parts.
+"""Stages: sequences of digits, each of which cuts every current piece and names the ranks that keep the parts.
 
-1. A **digit** is how every current piece is cut and who keeps the parts: a mesh axis, whose
-   coordinate r keeps the r-th part, or everybody, in order.
+1. A **digit** is how every current piece is cut and who keeps the parts: the ranks at coordinate r
+   of a mesh axis keep the r-th part, or, without an axis, every rank keeps all parts in order.
 2. Digits of a **stage** act inside each other's pieces. The end of a stage concatenates the pieces
    and forgets their borders; the next stage divides what is left as one piece.
-3. Stages are canonical: no digit that changes nothing, no border that nobody could see.
+3. Stages are canonical: no digit that changes nothing, no border without an effect.
 
 >>> strided = (Digit(Chunks(2)), Digit(Chunks(2), ("tp",), (2,)))
 >>> print(stage_runs(strided, 8, {"tp": 1}))
@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 StartSize: TypeAlias = tuple[int, int]
-"""Of a piece of consecutive positions."""
+"""Start and size of a piece of consecutive positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A cut and its keeper: mesh axes of these sizes, flattened, or everybody if there are none."""
+    """A cut and its keeper: flattened mesh axes of these sizes, or every rank if there are no axes."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
 
 
 MOST_PIECES = 1 << 24
-"""Of what a rank keeps, all in memory at once: some gigabytes."""
+"""The most pieces that a rank keeps, all in memory at once: some gigabytes."""
 
 
 def _keep_all(cut: Interval, pieces: list[StartSize], length: int) -> list[StartSize]:
@@ -135,7 +135,7 @@ def _keep_part(cut: Interval, pieces: list[StartSize], i: int) -> list[StartSize
 def _keep_chunk(parts: int, pieces: list[StartSize], i: int) -> list[StartSize]:
     """Part i of every piece by `Chunks(parts)`, empty ones left out.
 
-    Says again what `Chunks.part` does, because a call per piece takes most of the time of large
+    Repeats the code of `Chunks.part`, because a call per piece takes most of the time of large
     block-cyclic layouts.
     """
     out = []
@@ -175,7 +175,7 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """The same as `stage_runs` by its definition: pieces are Runs, so that cuts may be any rule."""
+    """`stage_runs` by its definition: pieces are Runs, so that any rule may cut them."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -189,7 +189,7 @@ def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
 
 
 def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
-    """The kept part of the piece, or all of them in order where `kept` is None."""
+    """The kept part of the piece, or all parts in order if `kept` is None."""
     size = len(piece)
     parts = range(parts_to_visit(cut, size)) if kept is None else (kept,)
     for i in parts:
@@ -215,7 +215,7 @@ def stage_cells(stage: Stage, length: int) -> list[Runs]:
 
 
 def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
-    """What `count` coordinates keep where one digit does it all: its parts, and then nothing."""
+    """What `count` coordinates keep of a stage of one digit: its parts, and then nothing."""
     nothing = Runs.canonical((), 0)
     held = []
     for start, n in list_parts(cut, 0, length):
@@ -227,7 +227,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The stages without digits that change nothing, joined where the first leaves one piece."""
+    """The stages without digits that change nothing; a stage that leaves one piece is joined with the next."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)
@@ -241,9 +241,9 @@ def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
 
 
 def _canonical_stage(stage: Stage) -> Stage:
-    """The stage without local digits that nobody could see."""
+    """The stage without local digits that have no effect."""
     digits = [digit for digit in stage if digit.axes or not is_trivial(digit.cut)]
-    # The stage joins its pieces in the end: nobody sees borders that no later digit divides.
+    # A stage joins its pieces at its end: borders that no later digit divides have no effect.
     while digits and not digits[-1].axes:
         digits.pop()
     out = []
@@ -267,7 +267,7 @@ def _is_hidden(digit: Digit, after: Digit) -> bool:
 
 
 def check_stage(stage: Stage, length: int) -> None:
-    """Raise PlacementError where given sizes, or a user's rule, meet a piece they do not fit."""
+    """Raise PlacementError if given sizes, or a user's rule, do not fit a piece."""
     sizes = {length}
     for digit in stage:
         parts: set[int] = set()

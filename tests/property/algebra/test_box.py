@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shardmath import PlanError, testing
 from shardmath.layouts.algebra.box import (
+    _digest_arguments,
     _draw_weights,
-    _seed,
     first_gap,
     first_overlap,
     flat_boxes,
@@ -233,4 +233,8 @@ def test_tiles_draws_the_same_weights_everywhere() -> None:
     assert _draw_weights(3, b"seed").tolist() == [1884067081, 12687371, 1497180314]
     assert _draw_weights(3, b"other").tolist() != _draw_weights(3, b"seed").tolist()
     held, boxes = [[(0, 4)]], np.array([[(0, 2)], [(2, 4)]])
-    assert _seed(held, boxes) == _seed(held, boxes.copy()) != _seed(held, boxes[::-1])
+    assert (
+        _digest_arguments(held, boxes)
+        == _digest_arguments(held, boxes.copy())
+        != _digest_arguments(held, boxes[::-1])
+    )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardmath import LayoutError, Mesh, ParamLayoutError, buffers, testing
 from shardmath.buffers import BufferKey, FullParamLayout, Param, PerBufferParamLayout
-from shardmath.buffers.fsdp_zero import _Leftmost
+from shardmath.buffers.fsdp_zero import _LeftmostFit
 from shardmath.testing.buffers import RULE_LAWS, RuleCase
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -1020,13 +1020,16 @@ def made(
         ),
         (
             made({"a": (0, 4, 1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket 1, which is none such",
+            "parameter 'a' lies at [0, 4) of bucket 1, which is not a bucket of the buffer",
         ),
         (
             made({"a": (0, 4, -1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket -1, which is none such",
+            "parameter 'a' lies at [0, 4) of bucket -1, which is not a bucket of the buffer",
         ),
-        (made({"a": (0, 4, 0)}), "parameter 'a' lies at [0, 4) of bucket 0, which is none such"),
+        (
+            made({"a": (0, 4, 0)}),
+            "parameter 'a' lies at [0, 4) of bucket 0, which is not a bucket of the buffer",
+        ),
         (
             made({"a": (0, 5, 0)}, [(0, 4)], [4]),
             "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4)",
@@ -1373,7 +1376,7 @@ def test_check_rule_takes_integers_of_numpy() -> None:
 @given(st.lists(st.integers(0, 9), max_size=20), st.data())
 def test_the_leftmost_that_is_small_enough(numbers: list[int], data: st.DataObject) -> None:
     """Beside looking at one after the other."""
-    found, left = _Leftmost(numbers), dict(enumerate(numbers))
+    found, left = _LeftmostFit(numbers), dict(enumerate(numbers))
     for _ in range(10):
         start, most = data.draw(st.integers(0, len(numbers))), data.draw(st.integers(-1, 9))
         wanted = next((i for i, n in left.items() if i >= start and n <= most), None)
@@ -1464,7 +1467,7 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),
-            "FullParamLayout is not a layout of one buffer; of a FullParamLayout take each value, and join what comes",
+            "FullParamLayout is not a layout of one buffer; give each value of a FullParamLayout, and join the results",
         ),
         (
             lambda: buffers.state_layouts(LAYOUT, 2),

@@ -64,22 +64,22 @@ def test_other_layouts(layout: Layout, data: st.DataObject) -> None:
         (
             lambda: window(Layout((9, 4), MESH, "n h"), ((0, 9),)),
             LayoutError,
-            "box ((0, 9),) is not inside shape (9, 4); give one (start, stop) a dimension",
+            "box ((0, 9),) is not inside shape (9, 4); give one (start, stop) per dimension",
         ),
         (
             lambda: window(Layout((9,), MESH, "n"), ((3, 2),)),
             LayoutError,
-            "box ((3, 2),) is not inside shape (9,); give one (start, stop) a dimension",
+            "box ((3, 2),) is not inside shape (9,); give one (start, stop) per dimension",
         ),
         (
             lambda: sliced(Layout((9,), MESH, "n"), ((-1, 2),)),
             LayoutError,
-            "box ((-1, 2),) is not inside shape (9,); give one (start, stop) a dimension",
+            "box ((-1, 2),) is not inside shape (9,); give one (start, stop) per dimension",
         ),
         (
             lambda: sliced(Layout((9,), MESH, "n"), ((0, 10),)),
             LayoutError,
-            "box ((0, 10),) is not inside shape (9,); give one (start, stop) a dimension",
+            "box ((0, 10),) is not inside shape (9,); give one (start, stop) per dimension",
         ),
         (
             lambda: repartialed(Layout((9,), MESH, "(tp n)"), ("tp",)),

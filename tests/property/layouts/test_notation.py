@@ -188,7 +188,7 @@ def test_padded() -> None:
 
 
 DEEP = Mesh(dp=2, tp=2)
-ONE = "write a free name for what is not divided"
+ONE = "write a free name if it is not divided"
 MORE = "add a name for each, or '...' for the rest"
 ONE_USE = "an axis divides a dimension or is Partial, not both"
 ADD = "; make them add up"
@@ -332,11 +332,11 @@ DIM_0 = "dimension 0 of (8,)"
             "expected the name of a rule, found '4'",
             "write the name of a rule",
         ),
-        ((8,), "(tp@x n)", "x", "unknown rule 'x'", "rules= has none"),
+        ((8,), "(tp@x n)", "x", "unknown rule 'x'", "give it in rules=, which has none"),
         ((8,), "(0 n)", "0", "a local digit of 0", "write 1 or more"),
         ((8,), "([] tp n)", "[", "empty list of sizes", "write one size or more"),
         ((8,), "([3 n)", "n)", "expected ']', found 'n'", "sizes are integers between [ and ]"),
-        ((8,), "(tp[1 2 5] n)", "tp", "3 sizes for 2 coordinates", "give one size a coordinate"),
+        ((8,), "(tp[1 2 5] n)", "tp", "3 sizes for 2 coordinates", "give one size per coordinate"),
         (
             (8,),
             "(dp tp[4 3] n)",
@@ -387,14 +387,14 @@ DIM_0 = "dimension 0 of (8,)"
             "(n + 4: m)",
             "n",
             "a field without a size",
-            "write (8: tp n + 2: n): every field its size",
+            "give every field its size, as in (8: tp n + 2: n)",
         ),
         (
             (8,),
             "(4: n + tp m)",
             "tp",
             "a field without a size",
-            "write (8: tp n + 2: n): every field its size",
+            "give every field its size, as in (8: tp n + 2: n)",
         ),
         (
             (8,),
@@ -475,7 +475,7 @@ def test_errors_point_at_their_place(
 
 
 def test_rules_that_are_there_are_listed() -> None:
-    with pytest.raises(NotationError, match=r"rules= has p, q"):
+    with pytest.raises(NotationError, match=r"rules=, which has p, q"):
         Layout((8,), DEEP, "(tp@x n)", rules={"p": Shard(0), "q": Shard(0)})
 
 

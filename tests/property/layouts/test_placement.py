@@ -367,11 +367,11 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: Ragged(0, (3, 1)).split(4, 3),
-            "Ragged(dim=0, sizes=(3, 1)) has 2 sizes for 3 coordinates; give one size a coordinate",
+            "Ragged(dim=0, sizes=(3, 1)) has 2 sizes for 3 coordinates; give one size per coordinate",
         ),
         (
             lambda: Layout((4,), TP, (Ragged(0, (3, 1, 0)),)),
-            "Ragged(dim=0, sizes=(3, 1, 0)) has 3 sizes for 2 coordinates; give one size a coordinate",
+            "Ragged(dim=0, sizes=(3, 1, 0)) has 3 sizes for 2 coordinates; give one size per coordinate",
         ),
         (
             lambda: Ragged(0, (3, 1)).split(5, 2),
@@ -391,7 +391,7 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: Table(0, (identity(2),)).split(2, 2),
-            "Table of 1 part for 2 coordinates; give one part a coordinate",
+            "Table of 1 part for 2 coordinates; give one part per coordinate",
         ),
         (lambda: stage_of(NoSplit(), ("tp",), (2,)), f"NoSplit() {PROTOCOL}"),
         (lambda: stage_of(NoDim(), ("tp",), (2,)), f"NoDim() {PROTOCOL}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardmath.layouts.reader import LayoutReader, list_tokens, listed
+from shardmath.layouts.reader import LayoutReader, join_names, list_tokens
 
 
 def test_tokens_know_their_place() -> None:
@@ -30,4 +30,4 @@ def test_reader_looks_takes_and_accepts() -> None:
         "b",
     )
     assert read.here.kind == "end" and not read.accept("")
-    assert listed({}) == "none" and listed({"a": 1, "b": 2}) == "a, b"
+    assert join_names({}) == "none" and join_names({"a": 1, "b": 2}) == "a, b"

@@ -136,12 +136,12 @@ class Strange:
         (
             lambda: Layout((9,), MESH, (Shard(0),)),
             LayoutError,
-            "1 placement (Shard(dim=0),) for 2 mesh axes (dp, tp); give one an axis, or a mapping",
+            "1 placement (Shard(dim=0),) for 2 mesh axes (dp, tp); give one per axis, or a mapping",
         ),
         (
             lambda: Layout((9,), Mesh(), (Shard(0),)),
             LayoutError,
-            "1 placement (Shard(dim=0),) for 0 mesh axes (none); give one an axis, or a mapping",
+            "1 placement (Shard(dim=0),) for 0 mesh axes (none); give one per axis, or a mapping",
         ),
         (
             lambda: Layout((9,), MESH, {"ep": Shard(0)}),
@@ -241,7 +241,7 @@ class Strange:
         (
             lambda: Layout((9,), MESH, "n", stored={0: 12}),
             LayoutError,
-            "stored={0: 12} beside the text 'n'; write it in the text: (n)=8 or (n)=<0:4 -4>",
+            "stored={0: 12} is given with the text 'n'; write it in the text: (n)=8 or (n)=<0:4 -4>",
         ),
         (
             lambda: Layout((9,), MESH, (StridedShard(0, 3), Shard(0)), reading="order"),
@@ -258,7 +258,7 @@ class Strange:
         (
             lambda: Layout((9,), MESH, (StridedShard(0, 2), Balanced(0)), reading="order"),
             PlacementError,
-            "reading='order': Balanced(dim=0) beside StridedShard on one dimension; use reading='placement'",
+            "reading='order': Balanced(dim=0) and StridedShard divide one dimension; use reading='placement'",
         ),
     ],
 )
@@ -277,6 +277,6 @@ def test_errors(make, kind, message: str, fails) -> None:
 )
 def test_axes_by_dimension_are_told_the_text(spec: tuple, text: str, fails) -> None:
     """What JAX calls a PartitionSpec: 'dp' was said to be no placement."""
-    what = f"spec {tuple(spec)} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has a placement"
-    message = f"{what} for each mesh axis: write the text {text!r}"
+    what = f"spec {tuple(spec)} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has one placement"
+    message = f"{what} per mesh axis: write the text {text!r}"
     fails(lambda: Layout((8, 4), Mesh(dp=2, tp=2), spec), LayoutError, message)

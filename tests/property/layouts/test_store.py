@@ -439,7 +439,7 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
             lambda: check(
                 Store({("w", 2): View("b", 0, (0, 1)), ("x", 2): View("b", 20)}), BOTH, 2
             ),
-            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes have to interlock",
+            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes must interlock",
         ),
         (
             lambda: Store([(("w", 2), View("a")), (("v", 2), View("a")), (("w", 2), View("b"))]),
@@ -447,11 +447,11 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
         ),
         (
             lambda: told().place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; views are there for 'w' of rank 2",
+            "no view for local tensor 'x' of rank 2; the store has views for 'w' of rank 2",
         ),
         (
             lambda: Store({}).place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; views are there for none",
+            "no view for local tensor 'x' of rank 2; the store has views for none",
         ),
         (
             lambda: told(0, (3,)).place("w", ROW, 2),
@@ -485,11 +485,11 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
         ),
         (
             lambda: check(Store({("w", 2): View("b"), ("x", 2): View("b", 11)}), BOTH, 2),
-            "rank 2: 'x' and 'w' both lie at element 11 of 'b'; their holes have to interlock",
+            "rank 2: 'x' and 'w' both lie at element 11 of 'b'; their holes must interlock",
         ),
         (
             lambda: check(Store({("w", 2): View("b", 0, (0, 1))}), W, 2),
-            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes have to interlock",
+            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes must interlock",
         ),
     ],
 )
@@ -510,5 +510,5 @@ def test_a_hole_may_lie_on_a_cell_and_a_cell_may_not(fails) -> None:
     fused = Attention(2, 1, 2).megatron(Mesh(tp=1))
     check(one_view(fused, "qkv"), fused, 0)
     part = {"q": fused["q"], "v": window(fused["q"], ((3, 4), (0, 2)))}
-    message = "rank 0: 'v' and 'q' both lie at element 6 of 'qkv'; their holes have to interlock"
+    message = "rank 0: 'v' and 'q' both lie at element 6 of 'qkv'; their holes must interlock"
     fails(lambda: check(one_view(part, "qkv"), part, 0), StoreError, message)

@@ -153,8 +153,8 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
                 0: [at(0, send(0, 1)), at(1, receive(1, 0))],
                 1: [at(1, send(1, 0)), at(0, receive(0, 1))],
             },
-            "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 0: nobody goes on; "
-            "give all ranks one order of steps",
+            "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 0: "
+            "no rank can continue; give all ranks one order of steps",
         ),
         (
             {
@@ -164,7 +164,7 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
                 3: [at(3, ("keeps", message(3, 3)))],
             },
             "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 1, 0) for rank 2, "
-            "rank 2 waits in step (0, 2, 0) for rank 0: nobody goes on; give all ranks one order of steps",
+            "rank 2 waits in step (0, 2, 0) for rank 0: no rank can continue; give all ranks one order of steps",
         ),
         (
             {
@@ -173,7 +173,7 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
                 2: [at(0, receive(0, 2)), at(0, send(2, 1))],
             },
             "rank 0 waits in step (0, 0, 0) for rank 1, rank 1 waits in step (0, 0, 0) for rank 2, "
-            "rank 2 waits in step (0, 0, 0) for rank 0: nobody goes on; give all ranks one order of steps",
+            "rank 2 waits in step (0, 0, 0) for rank 0: no rank can continue; give all ranks one order of steps",
         ),
         (
             {0: [at(0, send(0, 0))]},
@@ -190,12 +190,12 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
         (
             {0: [Round((message(0, 1), message(0, 2)._replace(step=(0, 1, 0))), (), ())]},
             f"rank 0 posts {message(0, 2)} of step (0, 1, 0) in step (0, 0, 0); "
-            "give each step a round of its own",
+            "give each step a separate round",
         ),
         (
             {0: [at(0, ("sends", message(0, 1)._replace(nbytes=9)))]},
             "rank 0, step (0, 0, 0): the message 9 B from rank 0 to rank 1 in 1 piece, leg 1 has 9 B from (0,) on, "
-            "its pieces 8 B from (0,) on; count them anew",
+            "its pieces 8 B from (0,) on; count them again",
         ),
         (
             {0: [at(0, ("sends", message(1, 0)._replace(src_rank=0, dst_rank=1)))]},
@@ -235,7 +235,7 @@ def test_walk_finds_who_waits_for_ever(pairs: list[list[int]], rng: random.Rando
     if gets_through(rounds):
         assert walk(rounds) == figures(rounds)
     else:
-        with pytest.raises(PlanError, match="nobody goes on"):
+        with pytest.raises(PlanError, match="no rank can continue"):
             walk(rounds)
 
 
