@@ -3,6 +3,6 @@
 In reading order:
 
 - `pictures`: values as text, SVG and HTML;
-- `traces`: what takes time on ranks, measured or modelled, on one line of time;
+- `traces`: timelines of the work of ranks, measured or modeled;
 - `cli`: `python -m shardmath`.
 """

@@ -3,8 +3,8 @@
     python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
     python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)"
 
-Those here need the core alone; backends add commands through the entry point group
-`shardmath.commands`, each a function of the remaining arguments that returns an exit status.
+The commands in this file need only the core. Backends add commands through the entry point group
+`shardmath.commands`; each is a function of the remaining arguments that returns an exit status.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 for an error of ours, 2 for a wrong command line, 130 if interrupted."""
+    """Run one command. Returns 0, 1 for a ShardError, 2 for a wrong command line, 130 if interrupted."""
     commands = dict(BUILT_IN)
     for point in entry_points(group="shardmath.commands"):
-        commands[point.name] = _load_later(point)
+        commands[point.name] = _defer_import(point)
     return run(commands, sys.argv[1:] if argv is None else argv)
 
 
 def run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names; the exit status, as `main` has it."""
+    """Run the command that the first argument names. Returns an exit status as `main` does."""
     try:
         status = _run(commands, arguments)
         sys.stdout.flush()
@@ -53,7 +53,7 @@ def run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
         print(f"{arguments[0]}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has had enough, as `head`; Python would write what is left at exit, and fail again.
+        # The reader, such as `head`, has closed the pipe; at exit, Python would flush the rest and fail again.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         return 0
@@ -61,7 +61,7 @@ def run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
 
 
 def _run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names; the others are its own."""
+    """Run the command that the first argument names, with the other arguments. Errors propagate."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(commands))
         return 0
@@ -84,11 +84,11 @@ SUMMARIES = {
     "show": "print what each rank holds of a layout",
     "trace": "merge the traces of a move's ranks into one file, and draw it",
 }
-"""A line per command of this project; looking into those of backends would import them."""
+"""A line per command of this project: reading the docstrings of backends' commands would import them."""
 
 
 def _name_program() -> str:
-    """The program as it was typed: `shardmath`, or `python -m` and the package's name."""
+    """The program as the user typed it: `shardmath`, or `python -m` and the package's name."""
     folder, typed = os.path.split(sys.argv[0])
     if typed.startswith("shardmath"):
         return "shardmath"
@@ -107,21 +107,21 @@ def _help(commands: Mapping[str, Command]) -> str:
     usage = f"usage: {_name_program()} COMMAND ..."
     lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
     for name in sorted(commands):
-        own = (commands[name].__doc__ or "of another package").splitlines()[0]
-        summary = SUMMARIES.get(name, own)
+        doc = (commands[name].__doc__ or "of another package").splitlines()[0]
+        summary = SUMMARIES.get(name, doc)
         lines.append(f"  {name:15}{summary}")
     return "\n".join(lines)
 
 
-def _load_later(point: EntryPoint) -> Command:
-    """A command that imports its package when it is run."""
+def _defer_import(point: EntryPoint) -> Command:
+    """A command that imports its package only when it runs."""
 
     def command(argv: Sequence[str]) -> int:
         try:
             run: Command = point.load()
         except ImportError as error:
-            needs = f"error: {point.name} needs {error.name}; install shardmath[torch]"
-            print(needs, file=sys.stderr)
+            message = f"error: {point.name} needs {error.name}; install shardmath[torch]"
+            print(message, file=sys.stderr)
             return 1
         return run(argv)
 
@@ -129,7 +129,7 @@ def _load_later(point: EntryPoint) -> Command:
 
 
 def _read_shape(text: str) -> tuple[int, ...]:
-    """Sizes with commas between them."""
+    """Parse sizes with commas between them."""
     try:
         return tuple(int(n) for n in text.split(",") if n.strip())
     except ValueError:
@@ -163,7 +163,7 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def _plan_parser() -> argparse.ArgumentParser:
-    """The command line of `plan`."""
+    """The parser of `plan`'s arguments."""
     parser = make_parser("plan", _plan.__doc__)
     parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
     parser.add_argument("dst_mesh", help='of the destination: "tp=2 ranks=4:6"')
@@ -177,7 +177,7 @@ def _plan_parser() -> argparse.ArgumentParser:
 
 
 def _describe_proof(plan: Plan) -> str:
-    """What `verify` has found of a plan of one tensor."""
+    """What `verify` has proved about a plan of one tensor."""
     if not plan.in_part:
         return (
             "proved: the destination holds every element, "
@@ -202,9 +202,9 @@ def _merge_traces(argv: Sequence[str]) -> int:
     from shardmath.display.traces.drawing import svg
     from shardmath.display.traces.merging import merge
 
-    found = [read(file) for file in given.files]
-    # One may be of all ranks already.
-    trace = merge(found) if len(found) > 1 else found[0]
+    traces = [read(file) for file in given.files]
+    # A single file may be a merged trace already.
+    trace = merge(traces) if len(traces) > 1 else traces[0]
     if given.out:
         write(trace, given.out)
     if given.svg:

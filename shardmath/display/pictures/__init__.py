@@ -1,13 +1,13 @@
-"""Pictures: values for people, as text and as SVG; strings only.
+"""Pictures: values for people, as strings of text and SVG.
 
 In reading order:
 
-- `elements`: SVG as strings: colours, elements, drawings made of them, scales, and documents;
+- `elements`: SVG as strings: elements, drawings made of them, scales, colors, and documents;
 - `text`: values as text;
-- `cells`: a layout cut into boxes that the same ranks hold, a local tensor into pieces;
+- `cells`: a layout divided into boxes that the same ranks hold, a local tensor into pieces;
 - `layout_drawing`: layouts as SVG;
 - `mesh_drawing`: meshes as SVG;
-- `traffic`: who sends how many bytes to whom;
+- `traffic`: bytes by sender and receiver;
 - `plan_drawing`: plans and programs as SVG;
 - `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;
 - `buffer_text`: flat buffers as text;

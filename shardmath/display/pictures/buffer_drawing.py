@@ -1,9 +1,10 @@
-"""Buffer pictures: flat buffers as SVG, which stands alone; strings only.
+"""Buffer pictures: flat buffers as standalone SVG.
 
-1. What is drawn where is as in `buffer_map`: a row is a bucket, below a rank stands what that rank holds.
-2. What is too narrow to see is drawn as one, from one border between ranks to the next; each box says in its title what
-   it is, and how much of it is padding.
-3. Colours are Okabe and Ito's, whom the colour-blind can follow; paper and text are light or dark, as in all pictures.
+1. The arrangement is as in `buffer_map`: a row is a bucket, and each rank's part is drawn below the rank's number.
+2. Spans that are too narrow to be seen are joined, up to the next border between ranks; each box's title names its
+   content and its padding.
+3. Colors are Okabe and Ito's, which the color-blind can tell apart; paper and text are light or dark, as in all
+   pictures.
 
 >>> from shardmath.buffers import Param, distributed_optimizer
 >>> picture = buffer_svg(distributed_optimizer([Param("a.w", (90,))], data_parallel_world_size=2), 2, title="a < b")
@@ -40,18 +41,18 @@ from shardmath.display.pictures.text import count, count_more
 __all__ = ["LEFT", "RIGHT", "buffer_svg"]
 
 LEFT, RIGHT, TOP = 92, 132, 104
-"""Pixels beside and above the rows."""
+"""Pixels to the left and right of, and above the rows."""
 ROW, PITCH = 30, 46
-"""Pixels of a row, and from one to the next."""
+"""Pixels of a row, and from one row to the next."""
 NARROW, SLIT = 4.0, 1.0
-"""Pixels below which parameters, and padding, are drawn with what is beside them."""
+"""Pixels below which parameters, and padding, are joined with their neighbors."""
 BLUES = (("#56b4e9", "#000"), ("#0072b2", "#fff"))
-"""Fill and text of parameters, in turns."""
+"""Fill and text of parameters, alternating."""
 SEVERAL = ("#c8c8c8", "#000")
 HATCHED = ("url(#shardmath-padding)", "padding")
 """Fill of padding, and its name in the heading."""
 APART = 5
-"""Pixels between borders, at least."""
+"""The least pixels between borders."""
 
 LEGEND = (
     (BLUES[0][0], ""),
@@ -59,7 +60,7 @@ LEGEND = (
     (SEVERAL[0], "several, too narrow"),
     HATCHED,
 )
-"""Fills and what they mean; a fill without words shares those of the next."""
+"""Fills and their meaning; a fill without words has the meaning of the next."""
 
 HATCH = (
     '<defs><pattern id="shardmath-padding" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -75,9 +76,9 @@ def buffer_svg(
     most: int = 12,
     title: str = "flat buffer",
 ) -> str:
-    """The same as a self-contained SVG of `width` pixels: a row a bucket, ranks from left to right.
+    """A flat buffer as a self-contained SVG of `width` pixels: one row per bucket, ranks from left to right.
 
-    Raises ParamLayoutError where ranks do not divide a bucket evenly.
+    Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
     ranks, wide, most = read_arguments(layout, shards, width, 480, most)
     room = wide - LEFT - RIGHT
@@ -108,25 +109,25 @@ def _rows(buckets: Sequence[Bucket], ranks: int, room: int, bottom: int) -> Iter
 
 
 def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) -> Iterator[str]:
-    """The title, the numbers of the buffer, and what colours mean."""
+    """The title, the summary of the buffer, and the meaning of colors."""
     yield words(0, 18, title, font_size=14, font_weight="bold")
     summary = summarize(layout, ranks)
     for number, line in enumerate(summary[:2]):
         yield words(0, 36 + 15 * number, line)
     x = 0.0
-    for fill, what in LEGEND:
+    for fill, meaning in LEGEND:
         yield _rect(x, 63, 18, 12, fill)
-        yield words(x + 23, 73, what)
+        yield words(x + 23, 73, meaning)
         x += 19
-        if what:
-            x += len(what) * LETTER + 18
+        if meaning:
+            x += len(meaning) * LETTER + 18
     yield _line(f"M{x:.6g} 62v14", 1.2)
     border = "border between ranks" if step == 1 else f"border, every {step} ranks"
     yield words(x + 8, 73, border)
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
-    """A rectangle, with a title that shows under the mouse."""
+    """A rectangle with a tooltip."""
     edge = {"stroke": "#fff", "stroke_width": 0.5}
     if fill == HATCHED[0]:
         edge = {"stroke": VERMILION, "stroke_width": 0.8}
@@ -134,7 +135,7 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, title: str
 
 
 def _line(path: str, thick: float) -> str:
-    """A black line in a white one, which shows on everything."""
+    """A black line inside a white one, which is visible on every color."""
     return (
         f'<path d="{path}" stroke="#fff" stroke-width="{thick + 1.2:.3g}" opacity="0.7"/>'
         f'<path d="{path}" stroke="#000" stroke-width="{thick:.3g}"/>'
@@ -142,7 +143,7 @@ def _line(path: str, thick: float) -> str:
 
 
 def _rank_numbers(ranks: int, room: int) -> Iterator[str]:
-    """The numbers of the ranks, or of some; each in the middle of its room where all are there."""
+    """The numbers of the ranks: in the middle of each rank's part if all have room, else at the start of some."""
     digits = len(str(ranks))
     step = every(ranks, room, 8 + LETTER * digits)
     middle = 0.5 if step == 1 else 0
@@ -155,7 +156,7 @@ def _rank_numbers(ranks: int, room: int) -> Iterator[str]:
 
 
 def _count_groups(ranks: int, room: int) -> int:
-    """How many ranks, or groups of them, are drawn apart."""
+    """The number of groups of ranks between which borders are drawn."""
     return -(-ranks // every(ranks, room, APART))
 
 
@@ -183,7 +184,7 @@ def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
 
 
 def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
-    """Names, which hide the borders behind them."""
+    """The names of a bucket's spans, which hide the borders behind them."""
     hide = {
         "text_anchor": "middle",
         "paint_order": "stroke",
@@ -197,7 +198,7 @@ def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
 
 
 def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float, tuple[str, str]]]:
-    """What is drawn, from where, how wide, and the colours of box and text."""
+    """Each box of a bucket: its span, left edge, width, and the colors of box and text."""
     if not bucket.numel:
         return
     turn = 0
@@ -216,7 +217,7 @@ def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float
 
 
 def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[BucketSpan]:
-    """The spans, where those too narrow to see are one, from one border between `groups` to the next."""
+    """The spans; those too narrow to be seen are joined, but not across the borders between `groups`."""
     run: list[BucketSpan] = []
     for span in bucket.spans:
         least = SLIT if span.padding else NARROW
@@ -240,7 +241,7 @@ def _is_beyond(bucket: Bucket, first: BucketSpan, span: BucketSpan, groups: int)
 
 
 def _merge(run: Sequence[BucketSpan]) -> BucketSpan:
-    """The spans as one: that of a parameter that is alone, or several with their padding."""
+    """The spans as one span, of one parameter or of several with their padding."""
     start = run[0].start
     end = run[-1].end
     params = [span for span in run if span.several]
@@ -256,7 +257,7 @@ def _merge(run: Sequence[BucketSpan]) -> BucketSpan:
 
 
 def _tooltip(bucket: Bucket, span: BucketSpan) -> str:
-    """What a box is, where it lies and who has it."""
+    """A box's content, position and ranks."""
     ranks = bucket.held_by(span)
     noun = "ranks" if "-" in ranks else "rank"
     where = f"{count(span.numel, 'element')} at {bucket.within(span)}, {noun} {ranks}"
@@ -271,7 +272,7 @@ def _tooltip(bucket: Bucket, span: BucketSpan) -> str:
 
 
 def _label(span: BucketSpan, wide: float) -> str:
-    """As much of the end of its name as there is room for, in whole parts."""
+    """The longest label that has room, "" if none has."""
     letters = int((wide - 6) / LETTER)
     for text in _list_labels(span):
         if len(text) <= letters:
@@ -280,7 +281,7 @@ def _label(span: BucketSpan, wide: float) -> str:
 
 
 def _list_labels(span: BucketSpan) -> Iterator[str]:
-    """What may be written on a box, the longest first."""
+    """The possible labels of a box, the longest first: ends of its name, or the number of parameters."""
     if span.several > 1:
         yield f"{span.several:,} parameters"
         yield f"{span.several:,}"

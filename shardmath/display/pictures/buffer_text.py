@@ -1,10 +1,10 @@
-"""Buffer maps: flat buffers as text for people, what lies where and how much is padding; strings only.
+"""Buffer maps: flat buffers as text for people, with the positions of parameters and the amount of padding.
 
-1. A row is a bucket, and its columns are ranks: rank r of n has the r-th n-th of every bucket, so that below a rank
-   stands what that rank holds. Rows are equally long, whatever their buckets hold; numbers beside them say that.
-2. What no parameter has is padding, between parameters as at the end of a bucket; shares are of elements.
-3. The first `most` buckets are drawn. The `most` largest parameters of each have a letter, and a line that says where
-   they lie: in the buffer, and in the flat array of the first rank that has some of them.
+1. A row is a bucket, and its columns are ranks: rank r of n holds the r-th of n equal parts of every bucket, which is
+   drawn below the rank's number. Rows are equally long for buckets of any size; numbers next to them tell the size.
+2. Elements of no parameter are padding, between parameters and at the end of a bucket; shares are of elements.
+3. The first `most` buckets are drawn. The `most` largest parameters of each have a letter, and a line with their
+   position in the buffer, and in the flat array of the first rank that holds some of them.
 
 >>> from shardmath.buffers import Param, distributed_optimizer
 >>> params = [Param("w", (20, 10)), Param("b", (100,)), Param("emb", (300,), shared_embedding=True)]
@@ -76,12 +76,12 @@ class BucketSpan(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.end - self.start
 
 
 class Bucket(NamedTuple):
-    """One bucket to be drawn: where it lies, and its spans in order of their addresses, without a gap."""
+    """One bucket to be drawn: its position in the buffer, and its spans in order, without gaps."""
 
     number: int
     start: int
@@ -96,15 +96,15 @@ class Bucket(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Elements of padding."""
+        """The number of padding elements."""
         return sum(span.padding for span in self.spans)
 
     def within(self, span: BucketSpan) -> str:
-        """Where in the buffer it lies."""
+        """The position of the span in the buffer."""
         return f"[{self.start + span.start:,}, {self.start + span.end:,})"
 
     def held_by(self, span: BucketSpan) -> str:
-        """The ranks that have some of it."""
+        """The ranks that hold some of the span."""
         if not span.numel:
             return "none"
         first = span.start * self.ranks // self.numel
@@ -112,7 +112,7 @@ class Bucket(NamedTuple):
         return str(first) if first == last else f"{first}-{last}"
 
     def at(self, span: BucketSpan) -> int:
-        """Where it begins in the flat array of the first rank that has some of it."""
+        """The beginning of the span in the flat array of the first rank that holds some of it."""
         size = max(self.numel // self.ranks, 1)
         return self.start // self.ranks + span.start % size
 
@@ -120,33 +120,31 @@ class Bucket(NamedTuple):
 def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
     """The first `most` buckets."""
     borders = layout.bucket_indices[:most]
-    held = _list_params(layout, borders)
+    params = _list_params(layout, borders)
     buckets = []
     for number, (start, end) in enumerate(borders):
         numel = end - start
-        spans = tuple(_fill_gaps(held[number], numel))
-        bucket = Bucket(number, start, numel, spans, ranks)
-        buckets.append(bucket)
+        spans = tuple(_fill_gaps(params[number], numel))
+        buckets.append(Bucket(number, start, numel, spans, ranks))
     return buckets
 
 
 def _list_params(
     layout: PerBufferParamLayout, borders: Sequence[tuple[int, int]]
 ) -> list[list[BucketSpan]]:
-    """The parameters of each of these buckets, the first of the buffer."""
-    held: list[list[BucketSpan]] = [[] for _ in borders]
+    """The parameters in each of the buffer's first buckets, given by their borders."""
+    by_bucket: list[list[BucketSpan]] = [[] for _ in borders]
     shapes = layout.shapes or [None] * len(layout.placed)
     for (name, where), shape in zip(layout.placed, shapes, strict=True):
         start, end, number = where
         if number < len(borders):
             first, _ = borders[number]
-            span = BucketSpan(start - first, end - first, name, shape)
-            held[number].append(span)
-    return held
+            by_bucket[number].append(BucketSpan(start - first, end - first, name, shape))
+    return by_bucket
 
 
 def _fill_gaps(spans: Iterable[BucketSpan], numel: int) -> Iterator[BucketSpan]:
-    """The spans in order, and padding wherever there is none."""
+    """The spans in order, with padding in all gaps."""
     end = 0
     for span in sorted(spans, key=_PLACE):
         if span.start > end:
@@ -158,38 +156,38 @@ def _fill_gaps(spans: Iterable[BucketSpan], numel: int) -> Iterator[BucketSpan]:
 
 
 _PLACE = itemgetter(0, 1)
-"""Start and end of a span, by which spans are sorted."""
+"""The sort key of spans: start and end."""
 
 
 def make_gap(start: int, end: int) -> BucketSpan:
-    """Padding."""
+    """A span of padding."""
     return BucketSpan(start, end, padding=end - start, several=0)
 
 
-# What a buffer holds, in numbers
+# The content of a buffer, in numbers
 
 
 def _filled_below(layout: PerBufferParamLayout) -> Callable[[Ints], Ints]:
-    """The function from positions to how many elements of parameters lie below each."""
+    """A function from positions to the numbers of parameters' elements below each position."""
     filled = [(start, end) for _, (start, end, _) in layout.placed if end > start]
     filled.sort()
     starts, ends = np.array(filled or [(0, 0)], np.int64).T
     sizes = ends - starts
     before = sizes.cumsum() - sizes
 
-    def below(at: Ints) -> Ints:
-        # The last parameter that starts at or before a position, or the first.
-        started = np.searchsorted(starts, at, side="right")
+    def below(positions: Ints) -> Ints:
+        # The last parameter that starts at or before each position; if there is none, the first one.
+        started = np.searchsorted(starts, positions, side="right")
         last = np.maximum(started - 1, 0)
-        within = np.clip(at - starts[last], 0, sizes[last])
-        found: Ints = before[last] + within
-        return found
+        within = np.clip(positions - starts[last], 0, sizes[last])
+        filled_below: Ints = before[last] + within
+        return filled_below
 
     return below
 
 
 def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], Ints]:
-    """Elements of padding of each bucket, and of each rank."""
+    """The padding elements of each bucket, and of each rank."""
     below = _filled_below(layout)
     by_bucket = []
     by_rank = np.zeros(ranks, np.int64)
@@ -203,13 +201,13 @@ def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int],
 
 
 def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
-    """Lines on the whole buffer: how much it holds, how much of that is padding, and where most of it is."""
+    """Lines about the whole buffer: its size, its padding, and the ranks and the bucket with most padding."""
     by_bucket, by_rank = _count_padding(layout, ranks)
     params = count(len(layout.placed), "parameter")
     buckets = count(len(by_bucket), "bucket")
     numel = count(layout.numel, "element")
-    part = show_share(layout.padding, layout.numel)
-    padding = f"{layout.padding:,} of them padding ({part})"
+    share = show_share(layout.padding, layout.numel)
+    padding = f"{layout.padding:,} of them padding ({share})"
     lines = [f"{params} in {buckets}: {numel}, {padding}"]
     lines.append(_compare_ranks(layout, by_rank))
     if len(by_bucket) > 1 and layout.padding:
@@ -218,17 +216,16 @@ def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
 
 
 def _name_worst(layout: PerBufferParamLayout, padding: Sequence[int]) -> str:
-    """Which bucket has the largest share of padding, given how much each has."""
+    """A line about the bucket with the largest share of padding, given each bucket's padding."""
     sizes = [end - start for start, end in layout.bucket_indices]
-    parts = [own / size if size else 0.0 for own, size in zip(padding, sizes, strict=True)]
-    largest = max(parts)
-    worst = parts.index(largest)
-    part = show_share(padding[worst], sizes[worst])
-    return f"bucket with the largest share of padding: {worst:,}, {part}"
+    shares = [amount / size if size else 0.0 for amount, size in zip(padding, sizes, strict=True)]
+    worst = shares.index(max(shares))
+    share = show_share(padding[worst], sizes[worst])
+    return f"bucket with the largest share of padding: {worst:,}, {share}"
 
 
 def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
-    """What each rank has."""
+    """A line about the size of each rank's part, and the least and the most padding."""
     ranks = len(by_rank)
     least = int(by_rank.argmin())
     most = int(by_rank.argmax())
@@ -245,7 +242,7 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Shards, width and `most`. Raises ParamLayoutError."""
+    """The checked arguments: shards, width and `most`. Raises ParamLayoutError for invalid ones."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
@@ -261,67 +258,63 @@ def read_arguments(
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
     """The buckets of a buffer that `shards` ranks share, as bars of `width` characters and a list of parameters.
 
-    Of all buckets it says the share of padding; of the first `most` it shows what lies where. A buffer that every rank
-    has all of has one shard. Raises ParamLayoutError where ranks do not divide a bucket evenly.
+    The share of padding is of all buckets; the first `most` buckets are drawn. A buffer that every rank holds whole has
+    one shard. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
     ranks, wide, most = read_arguments(layout, shards, width, 16, most)
     lines = [*summarize(layout, ranks), KEY]
     for bucket in list_buckets(layout, ranks, most):
-        drawn = _draw_bucket(bucket, wide, most)
-        lines += ["", *drawn]
+        lines += ["", *_draw_bucket(bucket, wide, most)]
     for line in count_more(len(layout.bucket_indices), most, "bucket"):
         lines += ["", line]
     return "\n".join(lines)
 
 
 def _draw_bucket(bucket: Bucket, width: int, most: int) -> Iterator[str]:
-    """The lines of a bucket: what it holds, a bar, and its largest parameters."""
+    """The lines of a bucket: a heading, a bar, and its largest parameters."""
     listed = _pick_largest(bucket, most)
     names = [span.name for span in listed]
     letters = dict(zip(names, LETTERS, strict=False))
     yield _head_bucket(bucket)
     yield from _draw_bar(bucket, letters, width)
     rows = [("", "elements", "ranks", "at", "shape", "parameter")]
-    for span in listed:
-        letter = letters[span.name]
-        row = _describe(bucket, span, letter)
-        rows.append(row)
+    rows += [_make_row(bucket, span, letters[span.name]) for span in listed]
     yield from align(rows)
     yield from count_more(len(bucket.params), len(listed), "parameter")
 
 
 def _pick_largest(bucket: Bucket, most: int) -> list[BucketSpan]:
-    """At most so many of the parameters, in order."""
+    """The largest parameters, at most `most`, in order of position."""
     room = min(most, len(LETTERS))
     listed = heapq.nlargest(room, bucket.params, key=lambda span: span.numel)
     listed.sort(key=_PLACE)
     return listed
 
 
-def _describe(bucket: Bucket, span: BucketSpan, letter: str) -> tuple[str, str, str, str, str, str]:
+def _make_row(bucket: Bucket, span: BucketSpan, letter: str) -> tuple[str, str, str, str, str, str]:
     """The row of a parameter in the list."""
     elements = bucket.within(span)
     ranks = bucket.held_by(span)
-    at = f"{bucket.at(span):,}"
+    offset = f"{bucket.at(span):,}"
     name = replace_unprintable(span.name)
-    return letter, elements, ranks, at, shape_of(span), name
+    return letter, elements, ranks, offset, shape_of(span), name
 
 
 def _head_bucket(bucket: Bucket) -> str:
-    """Where a bucket lies and how much it holds."""
+    """The heading of a bucket: its position, parameters and padding."""
     where = bucket.within(BucketSpan(0, bucket.numel))
     params = count(len(bucket.params), "parameter")
-    part = show_share(bucket.padding, bucket.numel)
-    return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({part})"
+    share = show_share(bucket.padding, bucket.numel)
+    return f"bucket {bucket.number:,} {where}: {params}, {bucket.padding:,} padding ({share})"
 
 
 def shape_of(span: BucketSpan) -> str:
-    """The shape of the span's parameter as people read it."""
+    """The shape of the span's parameter as text; "?" if unknown."""
     return "?" if span.shape is None else str(span.shape)
 
 
 def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
-    """The numbers of the ranks, and what lies below each."""
+    """The line of the ranks' numbers, and the line of the elements below them."""
     each = width // bucket.ranks
     if each < 4:
         ruler = _ticks(bucket.ranks, width)
@@ -337,35 +330,33 @@ def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str,
 
 
 def _ticks(ranks: int, width: int) -> str:
-    """Ranks' numbers where there is room for some only: each stands at its rank's first character."""
+    """The numbers of some ranks, if there is no room for all; each stands at its rank's first character."""
     step = every(ranks, width, len(str(ranks)) + 3)
-    out = [" "] * width
+    ruler = [" "] * width
     for rank in range(0, ranks, step):
-        at = rank * width // ranks
+        start = rank * width // ranks
         text = f"|{rank}" if rank else "0"
-        out[at : at + len(text)] = text
-    # The last number may go beyond the end.
-    return "".join(out[:width])
+        ruler[start : start + len(text)] = text
+    # The last number may extend beyond the end.
+    return "".join(ruler[:width])
 
 
 def _draw_cells(bucket: Bucket, letters: dict[str, str], width: int) -> str:
-    """What has most of each of `width` equal parts of the bucket."""
-    found: list[Counter[str]] = [Counter() for _ in range(width)]
+    """The sign that fills most of each of `width` equal cells of the bucket."""
+    amounts: list[Counter[str]] = [Counter() for _ in range(width)]
     for number, span in enumerate(bucket.spans):
         other = OTHERS[number % 2]
         sign = PADDING if span.padding else letters.get(span.name, other)
-        for cell, amount in _spread(span, bucket.numel, width):
-            in_cell = found[cell]
-            in_cell[sign] += amount
-    signs = map(_pick_sign, found)
-    return "".join(signs)
+        for cell, amount in _measure_overlaps(span, bucket.numel, width):
+            amounts[cell][sign] += amount
+    return "".join(map(_pick_sign, amounts))
 
 
-def _spread(span: BucketSpan, numel: int, width: int) -> Iterator[tuple[int, int]]:
-    """How much of it lies in which of `width` equal parts of a bucket of so many elements."""
+def _measure_overlaps(span: BucketSpan, numel: int, width: int) -> Iterator[tuple[int, int]]:
+    """(cell, amount) of each overlap of a span with one of `width` equal cells of a bucket of `numel` elements."""
     if not span.numel:
         return
-    # In units of which a cell has `numel` and an element `width`, all borders are integers.
+    # In units of 1/width of an element, a cell is `numel` long and all borders are integers.
     lo = span.start * width
     hi = span.end * width
     for cell in range(lo // numel, -(-hi // numel)):
@@ -376,7 +367,7 @@ def _spread(span: BucketSpan, numel: int, width: int) -> Iterator[tuple[int, int
 
 
 def _pick_sign(cell: Counter[str]) -> str:
-    """What a part of a bucket has most of."""
+    """The sign with the largest amount in a cell; padding for an empty cell."""
     if not cell:
         return PADDING
     return max(cell, key=cell.__getitem__)

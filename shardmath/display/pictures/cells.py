@@ -1,11 +1,11 @@
-"""Cells: a layout cut into boxes that the same ranks hold, as many as a picture has room for.
+"""Cells: a layout divided into boxes that the same ranks hold, up to the number that a picture has room for.
 
-1. A dimension is cut into **stretches** wherever its holders change; a **cell** is a stretch of each dimension, and all
-   of it is held by the same ranks.
-2. The last two dimensions are the rows and columns of a **panel**; there is one panel for each stretch of those before.
-3. Where there are more stretches than a picture has room for, the middle ones are left out, and those that are shown
-   are as they are: nothing is averaged. What is left out shows as a gap between the stretches.
-4. Holders are listed by addend: one tuple of ranks for each addend of a Partial layout, one tuple without any.
+1. A dimension is cut into **stretches** wherever its holders change; a **cell** is a product of one stretch per
+   dimension, and all its elements are held by the same ranks.
+2. The last two dimensions are the rows and columns of a **panel**; there is one panel for each stretch of the others.
+3. If a picture has no room for all stretches, the middle ones are left out, and become a gap. The other stretches are
+   exact: nothing is averaged.
+4. Holders are listed by addend: one tuple of ranks for each addend of a Partial layout, a single tuple otherwise.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
-"""Who holds a cell: by addend, ranks ascending; empty where nobody does."""
+"""The holders of a cell: ascending ranks by addend; empty if no rank holds it."""
 
 MOST_PIECES = 12
 """Segments of a dimension of a local tensor that are drawn."""
@@ -59,7 +59,7 @@ MOST_NAMED = 8
 
 
 class Panel(NamedTuple):
-    """A slice of the tensor: `lead` of the dimensions before the last two, its rows, columns, and who holds each cell.
+    """A slice of the tensor: `lead` of the dimensions before the last two, its rows, columns, and each cell's holders.
 
     A tensor of one dimension has one row, one without dimensions one cell.
     """
@@ -71,56 +71,49 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """The panels that are drawn, and how many there are in all."""
+    """The panels that are drawn, and the number of all panels."""
 
     panels: tuple[Panel, ...]
     slices: int
 
 
 class _Strip(NamedTuple):
-    """Stretches of a dimension and, by stretch and position in the mesh, who holds them."""
+    """Stretches of a dimension, and flags by stretch and position in the mesh: which ranks hold them."""
 
     spans: tuple[Stretch, ...]
     held: Bools
 
 
 _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
-"""A stretch, and the parts of the dimension that have it."""
+"""A stretch, and the numbers of the dimension's parts that contain it."""
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """At most so many cells of the layout, in its order."""
-    owned = [_cut_dimension(dim) for dim in layout.dims]
+    """The layout's panels, with at most `most` cells together."""
+    owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
     *before, rows, columns = _make_strips(layout, shown)
-    names = _Names(layout)
+    finder = _HolderFinder(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
     for lead, held in itertools.islice(leads, MOST_PANELS):
-        holders = names.of_panel(held, rows, columns)
-        panel = Panel(lead, rows.spans, columns.spans, holders)
-        panels.append(panel)
+        holders = finder.of_panel(held, rows, columns)
+        panels.append(Panel(lead, rows.spans, columns.spans, holders))
     return Panels(tuple(panels), slices)
 
 
 def _make_strips(layout: Layout, shown: Sequence[list[_Owned]]) -> list[_Strip]:
-    """A strip for each dimension; a tensor of fewer than two is drawn as one row, or as one cell."""
+    """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all hold."""
     mesh = layout.mesh
-    strips = []
-    for owned, dim in zip(shown, layout.dims, strict=True):
-        strip = _make_strip(owned, dim, mesh)
-        strips.append(strip)
-    position = (0, 1)
-    everybody = np.ones((1, mesh.size), bool)
-    everywhere = _Strip((position,), everybody)
-    missing = [everywhere] * (2 - len(strips))
-    return missing + strips
+    strips = [_make_strip(owned, dim, mesh) for owned, dim in zip(shown, layout.dims, strict=True)]
+    held_by_all = _Strip(((0, 1),), np.ones((1, mesh.size), bool))
+    return [held_by_all] * (2 - len(strips)) + strips
 
 
 def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
-    """The stretches of each dimension that are shown, so that there are at most so many cells."""
-    kept = [one[:MOST_PANELS] for one in owned[:-2]]
+    """The stretches of each dimension that are drawn, so that there are at most `most` cells."""
+    kept = [stretches[:MOST_PANELS] for stretches in owned[:-2]]
     drawn = min(slices, MOST_PANELS)
     panels = max(drawn, 1)
     room = max(most // panels, 1)
@@ -129,14 +122,13 @@ def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[l
     if len(last_two) > 1:
         rows, columns = map(len, last_two)
         limits = list(_find_limits(rows, columns, room))
-    for one, limit in zip(last_two, limits, strict=False):
-        shown = _drop_middle(one, limit)
-        kept.append(shown)
+    for stretches, limit in zip(last_two, limits, strict=False):
+        kept.append(_drop_middle(stretches, limit))
     return kept
 
 
 def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
-    """The stretches, and who holds each."""
+    """The stretches, and the ranks that hold each."""
     divided = partition(dim)
     by_rank = divided.by_rank(mesh)
     known: dict[tuple[int, ...], Bools] = {}
@@ -151,8 +143,8 @@ def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
     return _Strip(stretches, table)
 
 
-def _cut_dimension(dim: Dimension) -> list[_Owned]:
-    """Where the parts of the dimension begin and end, and which of them have what is between."""
+def _divide_dimension(dim: Dimension) -> list[_Owned]:
+    """The stretches of the dimension between the borders of its parts, and the parts that contain each."""
     divided = partition(dim)
     start, stop, _, part = list_spans(divided.parts)
     ends = [0, dim.size]
@@ -162,46 +154,38 @@ def _cut_dimension(dim: Dimension) -> list[_Owned]:
     first = borders.searchsorted(start)
     last = borders.searchsorted(stop)
     stretch, segment = ranges(first, last)
-    holding: list[list[int]] = [[] for _ in borders[1:]]
-    places = stretch.tolist()
-    owners = part[segment].tolist()
-    for at, owner in zip(places, owners, strict=True):
-        holding[at].append(owner)
-    parts = [tuple(sorted(found)) for found in holding]
-    return _join_alike(borders, parts)
+    owners: list[list[int]] = [[] for _ in borders[1:]]
+    for number, owner in zip(stretch.tolist(), part[segment].tolist(), strict=True):
+        owners[number].append(owner)
+    return _merge_equal(borders, [tuple(sorted(parts)) for parts in owners])
 
 
-def _join_alike(borders: Ints, holding: Sequence[tuple[int, ...]]) -> list[_Owned]:
-    """The stretches between borders, where neighbours that are held alike are one."""
-    out: list[_Owned] = []
-    places = itertools.pairwise(borders.tolist())
-    for (start, stop), parts in zip(places, holding, strict=True):
-        if out:
-            before, same = out[-1]
-            if same == parts:
-                start, _ = before
-                out.pop()
-        stretch = (start, stop)
-        out.append((stretch, parts))
-    return out
+def _merge_equal(borders: Ints, owners: Sequence[tuple[int, ...]]) -> list[_Owned]:
+    """The stretches between borders; neighbors with the same owners are merged."""
+    merged: list[_Owned] = []
+    for (start, stop), parts in zip(itertools.pairwise(borders.tolist()), owners, strict=True):
+        if merged and merged[-1][1] == parts:
+            (start, _), _ = merged.pop()
+        merged.append(((start, stop), parts))
+    return merged
 
 
 def _list_leads(
     strips: Sequence[_Strip], ranks: int
 ) -> Iterator[tuple[tuple[Stretch, ...], Bools]]:
-    """The stretches of the leading dimensions, the last fastest, and who holds each."""
+    """The products of stretches of the leading dimensions, the last fastest, and flags of the ranks that hold each."""
     pairs = [zip(strip.spans, strip.held, strict=True) for strip in strips]
     for chosen in itertools.product(*pairs):
         lead = []
         held = np.ones(ranks, bool)
-        for span, here in chosen:
+        for span, span_held in chosen:
             lead.append(span)
-            held &= here
+            held &= span_held
         yield tuple(lead), held
 
 
 def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
-    """How many rows and columns are shown, so that there are at most so many cells."""
+    """The numbers of rows and columns that are drawn, so that there are at most `most` cells."""
     if rows * columns <= most:
         return rows, columns
     side = math.isqrt(most)
@@ -213,15 +197,15 @@ def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
 
 
 def _drop_middle(stretches: list[_Owned], most: int) -> list[_Owned]:
-    """The first and the last of the stretches, at most so many."""
+    """The first and the last stretches, together at most `most`."""
     if len(stretches) <= most:
         return stretches
     tail = most // 2
     return stretches[: most - tail] + stretches[len(stretches) - tail :]
 
 
-class _Names:
-    """The ranks of a layout by the positions that hold something; the same positions are named once."""
+class _HolderFinder:
+    """Finds Holders from flags by position in the mesh; equal flags give one shared value."""
 
     def __init__(self, layout: Layout) -> None:
         mesh = layout.mesh
@@ -233,16 +217,16 @@ class _Names:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Who holds each cell of a panel, of which these positions hold some."""
+        """The holders of each cell of a panel; `held` flags the ranks that hold its leading stretches."""
         panel = []
-        for here in rows.held:
-            row = held & here
-            cells = [self.of_cell(row & there) for there in columns.held]
+        for row_held in rows.held:
+            held_here = held & row_held
+            cells = [self.of_cell(held_here & column_held) for column_held in columns.held]
             panel.append(tuple(cells))
         return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
-        """Who holds a cell."""
+        """The holders of a cell."""
         key = np.packbits(held).tobytes()
         if key not in self.known:
             self.known[key] = self._by_addend(held)
@@ -252,11 +236,8 @@ class _Names:
         """The ranks of each addend, ascending."""
         ranks = self.ranks[held]
         addend = self.addend[held]
-        holders = []
-        for number in np.unique(addend):
-            own = np.sort(ranks[addend == number])
-            holders.append(tuple(own.tolist()))
-        return tuple(holders)
+        by_addend = [np.sort(ranks[addend == number]) for number in np.unique(addend)]
+        return tuple(tuple(holders.tolist()) for holders in by_addend)
 
 
 def idle_ranks(layout: Layout) -> list[int]:
@@ -265,30 +246,27 @@ def idle_ranks(layout: Layout) -> list[int]:
     idle = np.zeros(mesh.size, bool)
     for dim in layout.dims:
         divided = partition(dim)
-        is_empty = [part.size == 0 for part in divided.parts]
-        empty = np.array(is_empty, bool)
-        by_rank = divided.by_rank(mesh)
-        idle |= empty[by_rank]
+        is_empty = np.array([part.size == 0 for part in divided.parts], bool)
+        idle |= is_empty[divided.by_rank(mesh)]
     ranks = np.array(mesh.ranks, np.int64)
-    found = ranks[idle]
-    return sorted(found.tolist())
+    return sorted(ranks[idle].tolist())
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """The local stretches of a dimension, holes too, and the global positions of each; the first of many."""
+    """The first local stretches of a dimension, and the global positions of each as text; "" for a hole."""
     pieces = []
     texts = []
-    at = 0
+    end = 0
     for local, start, size in runs.segments[:MOST_PIECES]:
-        if local > at:
-            pieces.append((at, local))
+        if local > end:
+            pieces.append((end, local))
             texts.append("")
-        at = local + size
-        pieces.append((local, at))
+        end = local + size
+        pieces.append((local, end))
         texts.append(f"{start}:{start + size}")
     length = len(runs)
-    if at < length and len(runs.segments) <= MOST_PIECES:
-        pieces.append((at, length))
+    if end < length and len(runs.segments) <= MOST_PIECES:
+        pieces.append((end, length))
         texts.append("")
     return pieces, texts
 
@@ -309,7 +287,7 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """The holders in so many letters, or how many they are; nothing where even that has no room."""
+    """The holders in at most `letters` characters, or else their number; "" if even that is too long."""
     if not holders:
         return ""
     count = sum(map(len, holders))
@@ -323,7 +301,7 @@ def write_label(holders: Holders, op: str | None, letters: int) -> str:
 
 
 def _list_names(holders: Holders, op: str | None) -> tuple[str, ...]:
-    """The holders by name, with and without spaces; nothing for too many."""
+    """The holders by name, with and without spaces; nothing if there are too many addends."""
     if len(holders) > MOST_NAMED:
         return ()
     texts = [show_ranks(one, noun=False, joined_from=3, most=4) for one in holders]
@@ -337,5 +315,5 @@ def _list_names(holders: Holders, op: str | None) -> tuple[str, ...]:
 
 
 def _bracket_several(text: str) -> str:
-    """Ranks as an addend: several are in brackets."""
+    """Ranks as an addend, in brackets if there are several."""
     return f"({text})" if "," in text or "-" in text else text

@@ -42,8 +42,8 @@ def svg(
 ) -> str:
     """A picture as SVG: a document, or an element of a page if `inline`.
 
-    `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the one of a plan whose layouts are drawn.
-    Raises ShardError for anything else.
+    `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the tensor of a plan whose layouts are drawn.
+    Raises ShardError for values of other types.
     """
     where = None if topology is None else checked(topology)
     if isinstance(value, Layout):
@@ -58,17 +58,17 @@ def svg(
 
 
 def html(value: object) -> str:
-    """What a notebook shows: the picture, or the text of a value that has none."""
+    """The HTML that a notebook shows: a value's picture, or its text if it has no picture."""
     if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"
 
 
 def grid(layout: Layout, most: int = 64) -> str:
-    """Which ranks hold each element of a 1-d or 2-d tensor, as a grid; `.` where nobody does, `+` where more than one.
+    """The rank that holds each element of a 1-d or 2-d tensor, as a grid; `.` for no rank, `+` for more than one.
 
-    Of more than `most` rows or columns the middle ones are left out, and a line says so. Raises LayoutError for more
-    dimensions, and for what is not a layout.
+    If there are more than `most` rows or columns, the middle ones are left out, and a line says so. Raises LayoutError
+    for other numbers of dimensions, and for anything but a layout.
 
     >>> from shardmath.layouts.algebra.mesh import Mesh
     >>> print(grid(Layout((3, 4), Mesh(tp=2), "n (2 tp h)")))
@@ -95,7 +95,7 @@ def grid(layout: Layout, most: int = 64) -> str:
 
 
 def _mark_gaps(cells: list[list[str]], rows: Ints, columns: Ints) -> list[str]:
-    """Put dots where rows and columns are left out; lines that say which those are."""
+    """Insert dots for rows and columns that are left out; return lines that name these."""
     notes = []
     gap = _find_gap(rows)
     if gap:
@@ -110,27 +110,25 @@ def _mark_gaps(cells: list[list[str]], rows: Ints, columns: Ints) -> list[str]:
 
 
 def _align_right(cells: list[list[str]]) -> Iterator[str]:
-    """The rows, all cells as wide as the widest."""
-    widths = [len(x) for line in cells for x in line]
-    width = max(widths, default=1)
-    for line in cells:
-        padded = [x.rjust(width) for x in line]
-        yield " ".join(padded)
+    """The rows as lines, with all cells as wide as the widest."""
+    width = max((len(cell) for row in cells for cell in row), default=1)
+    for row in cells:
+        yield " ".join(cell.rjust(width) for cell in row)
 
 
 def _name_gap(what: str, positions: Ints, gap: int) -> str:
-    """Which positions are left out before the one numbered `gap`."""
+    """A line that names the positions left out before index `gap`."""
     first = positions[gap - 1] + 1
     last = positions[gap] - 1
     return f"{what} {first} to {last} are left out"
 
 
 MOST_SIDE = 1 << 12
-"""Rows and columns of a grid."""
+"""The largest value of `most`."""
 
 
 def _choose_positions(size: int, most: int) -> Ints:
-    """The positions of a dimension that are drawn: at most so many, the first and the last."""
+    """The positions of a dimension that are drawn: at most `most`, the first and the last ones."""
     if size <= most:
         return np.arange(size)
     tail = most // 2
@@ -140,7 +138,7 @@ def _choose_positions(size: int, most: int) -> Ints:
 
 
 def _find_gap(positions: Ints) -> int:
-    """Before which of the positions something is left out; 0 for nothing."""
+    """The index of the position before which others are left out; 0 if none are."""
     steps = np.diff(positions)
     if not (steps > 1).any():
         return 0
@@ -148,14 +146,14 @@ def _find_gap(positions: Ints) -> int:
 
 
 def _name_cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
-    """The rank that holds each element at these rows and columns, `.` for nobody, `+` for several."""
+    """The rank that holds each element at these rows and columns, `.` for no rank, `+` for several."""
     ranks = np.array(layout.mesh.ranks, np.int64)
     across = _mark_held(layout.dims[-1], layout.mesh, columns)
     down = np.ones((1, len(ranks)), np.int64)
     if layout.ndim == 2:
         down = _mark_held(layout.dims[0], layout.mesh, rows)
-    # A sum over ranks of (holds the row) * (holds the column) counts the holders; where there is
-    # one, the sum weighted by rank is that rank.
+    # A sum over ranks of (holds the row) * (holds the column) counts the holders. If there is one, the sum weighted by
+    # rank is its rank.
     holders = down @ across.T
     weighted = (down * ranks) @ across.T
     cells = weighted.astype(str)
@@ -177,14 +175,14 @@ def _mark_held(dim: Dimension, mesh: Mesh, positions: Ints) -> Ints:
 
 
 def _find_held(part: Runs, positions: Ints) -> Bools:
-    """Whether the part has each of the positions."""
+    """Whether the part contains each of the positions."""
     segments = np.array(part.segments, np.int64).reshape(-1, 3)
     order = segments[:, 1].argsort()
     _, start, size = segments[order].T
     stop = start + size
-    # The last segment that begins at or before a position is the one that may have it.
-    at = start.searchsorted(positions, "right") - 1
-    # A part without segments has a stop too.
+    # Only the last segment that begins at or before a position can contain it.
+    segment = start.searchsorted(positions, "right") - 1
+    # A stop for index -1, so that a part without segments can be indexed, too.
     stops = np.append(stop, 0)
-    found: Bools = (at >= 0) & (positions < stops[at])
-    return found
+    is_held: Bools = (segment >= 0) & (positions < stops[segment])
+    return is_held

@@ -1,14 +1,14 @@
-"""Elements: SVG as strings: colours, elements, drawings made of them, scales, and documents.
+"""Elements: SVG as strings: elements, drawings made of them, scales, colors, and documents.
 
-1. A `Drawing` is elements in a box of pixels from (0, 0). Drawings are put beside and below each other, and become a
+1. A `Drawing` is elements in a box of pixels from (0, 0). Drawings are combined with `beside` and `below`, and become a
    `document`.
-2. Text takes the colour of what is around it (`currentColor`). A document that stands alone has a colour and a paper
-   of its own, light or dark as whoever looks at it prefers; one inside a page takes the page's.
+2. Text has the color of its surroundings (`currentColor`). A standalone document has its own text and background
+   colors, light or dark as the viewer prefers; a document inside a page has the page's.
 3. Fonts are monospaced, so that a text's width is known: `LETTER` pixels per character.
-4. A document has a title and a description for people who do not see it; boxes have titles of their own.
-5. Colours are such that the colour-blind can tell them apart. Up to eight things have those of Okabe and Ito; more have
-   evenly spaced ones of viridis, in their order. Amounts have one of five shades: blues inside a node, oranges between
-   nodes. What is written on a colour is black or white, whichever has more contrast.
+4. A document has a title and a description for people who do not see it; boxes have titles, too.
+5. Colors can be told apart by the color-blind. Up to eight things have the colors of Okabe and Ito; more things have
+   evenly spaced colors of viridis, in order. Amounts have one of five shades: blues inside a node, oranges between
+   nodes. Text on a color is black or white, whichever has more contrast.
 
 >>> palette(2), ink("#0072b2"), shade(0.5), shade(1, crossing=True)
 (('#56b4e9', '#e69f00'), '#fff', '#6baed6', '#a63603')
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 LETTER = 6.65
-"""Pixels of a character at the size that documents have, 11 pixels."""
+"""Pixels of a character at the font size of documents, 11 pixels."""
 
 LINE = 16
 """Pixels from one line of text to the next."""
@@ -60,13 +60,13 @@ MARGIN = 12
 MOST_LETTERS = 140
 """Characters of a text."""
 MOST_TITLE = 240
-"""Characters of what shows under the mouse."""
+"""Characters of a tooltip."""
 MOST_DESCRIBED = 2000
 """Characters of the title and of the description of a document."""
 
 FONT = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 
-# An SVG is the root of a document that stands alone, and never of a page that it is put into.
+# `svg:root` matches only standalone documents, never an SVG inside a page.
 THEMES = (
     "svg:root{color:#1f2328;background:#fff}"
     "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3;background:#0d1117}}"
@@ -82,9 +82,9 @@ class Drawing(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """Text that XML may hold."""
-    held = [c if c.isprintable() or c == "\n" else "\ufffd" for c in text]
-    return escape("".join(held))
+    """The text escaped for XML, without unprintable characters."""
+    printable = [c if c.isprintable() or c == "\n" else "\ufffd" for c in text]
+    return escape("".join(printable))
 
 
 def brief(text: str, most: int) -> str:
@@ -93,7 +93,7 @@ def brief(text: str, most: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate, in as few characters as tell it apart."""
+    """A coordinate with at most two decimals, as short as possible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -117,24 +117,23 @@ def box(
 
 
 def _written(attributes: Mapping[str, object]) -> str:
-    """Attributes as they stand in an element, a space before each."""
+    """Attributes in XML, with a space before each."""
     texts = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
     return "".join(texts)
 
 
 def moved(drawing: Drawing, x: float, y: float) -> str:
-    """The drawing as one element, elsewhere."""
+    """The drawing as one element, moved to (x, y)."""
     inside = "\n".join(drawing.parts)
     return f'<g transform="translate({number(x)} {number(y)})">\n{inside}\n</g>'
 
 
 def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """From left to right, tops aligned."""
+    """The drawings from left to right, tops aligned."""
     parts = []
     x = 0.0
     for drawing in drawings:
-        part = moved(drawing, x, 0)
-        parts.append(part)
+        parts.append(moved(drawing, x, 0))
         x += drawing.width + gap
     width = max(x - gap, 0)
     heights = [drawing.height for drawing in drawings]
@@ -142,21 +141,17 @@ def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(drawings: Sequence[Drawing]) -> Drawing:
-    """Three beside each other, row below row."""
-    rows = []
-    for i in range(0, len(drawings), 3):
-        row = beside(drawings[i : i + 3], 16)
-        rows.append(row)
+    """The drawings in rows of three."""
+    rows = [beside(drawings[i : i + 3], 16) for i in range(0, len(drawings), 3)]
     return below(rows, 10)
 
 
 def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """From top to bottom, left sides aligned."""
+    """The drawings from top to bottom, left sides aligned."""
     parts = []
     y = 0.0
     for drawing in drawings:
-        part = moved(drawing, 0, y)
-        parts.append(part)
+        parts.append(moved(drawing, 0, y))
         y += drawing.height + gap
     height = max(y - gap, 0)
     widths = [drawing.width for drawing in drawings]
@@ -176,7 +171,7 @@ def lines(texts: Iterable[str], **attributes: object) -> Drawing:
 
 
 def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) -> str:
-    """The drawing as a document that stands alone, or as an element of a page if `inline`."""
+    """The drawing as a standalone document, or as an element of a page if `inline`."""
     width = number(drawing.width + 2 * MARGIN)
     height = number(drawing.height + 2 * MARGIN)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -200,17 +195,17 @@ Stretch: TypeAlias = tuple[int, int]
 """Positions start..stop-1 of a dimension."""
 
 ELEMENT = 28.0
-"""Pixels of an element, where there are few."""
+"""Pixels of an element, if there are few."""
 MOST_PIXELS = 640.0
-"""Pixels of a panel's columns or rows, where stretches that are to be seen need more."""
+"""Pixels that a panel's columns or rows may take so that all stretches can be seen."""
 SEEN = 4.0
-"""Pixels of a stretch, at least, while there is room."""
+"""The least pixels of a stretch, while there is room."""
 GAP = 22.0
-"""Pixels of what is left out."""
+"""Pixels of a gap for positions that are left out."""
 
 
 class Scale(NamedTuple):
-    """Where each stretch of a dimension is drawn, and how much room all of it takes."""
+    """Where each stretch of a dimension is drawn, its size, and the total size, in pixels."""
 
     at: tuple[float, ...]
     size: tuple[float, ...]
@@ -218,7 +213,7 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """Stretches to scale; a gap for what is left out between them."""
+    """Stretches to scale, with a gap wherever positions between them are left out."""
     total = sum(stop - start for start, stop in spans)
     each = min(ELEMENT, room / max(total, 1))
     least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
@@ -240,7 +235,7 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Borders of stretches that have room for their number: the last one always, others from the left."""
+    """(pixel, position) of the borders whose numbers have room: always the last one, others from the left."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -256,7 +251,7 @@ def list_ticks(
 
 
 def _list_borders(spans: Sequence[Stretch], scale: Scale) -> list[tuple[float, int]]:
-    """(where it is drawn, the position) of each border; where two stretches meet, the later's."""
+    """(pixel, position) of each border; where two stretches meet, of the later one."""
     borders = {}
     for (_, stop), at, size in zip(spans, scale.at, scale.size, strict=True):
         end = at + size
@@ -267,14 +262,14 @@ def _list_borders(spans: Sequence[Stretch], scale: Scale) -> list[tuple[float, i
 
 
 def _half(position: int, across: bool) -> float:
-    """Half of the pixels that a number takes along the dimension."""
+    """Half of the pixels that a position's number takes along the dimension."""
     if not across:
         return 6.5
     return (len(str(position)) * LETTER + 6) / 2
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two such that so many ranks have room."""
+    """The least power of two such that every `step`-th of the ranks has `room` pixels in the width."""
     step = 1
     while step < ranks and step * width / ranks < room:
         step *= 2
@@ -306,32 +301,28 @@ VIRIDIS = (
     "#addc30",
     "#fde725",
 )
-"""Evenly spaced, dark to light."""
+"""Evenly spaced colors of viridis, dark to light."""
 
 BLUES = ("#deebf7", "#9ecae1", "#6baed6", "#3182bd", "#08519c")
 ORANGES = ("#feedde", "#fdbe85", "#fd8d3c", "#e6550d", "#a63603")
-"""ColorBrewer's, light to dark."""
+"""ColorBrewer's shades, light to dark."""
 
 
 def palette(count: int) -> tuple[str, ...]:
-    """That many colours."""
+    """That many distinct colors."""
     if count <= len(OKABE_ITO):
         return OKABE_ITO[:count]
     return tuple(_blend(i / (count - 1)) for i in range(count))
 
 
 def _blend(share: float) -> str:
-    """The colour of viridis at this share of its length."""
-    at = share * (len(VIRIDIS) - 1)
-    left = min(int(at), len(VIRIDIS) - 2)
-    rest = at - left
-    dark = _channels(VIRIDIS[left])
-    light = _channels(VIRIDIS[left + 1])
-    out = "#"
-    for a, b in zip(dark, light, strict=True):
-        mixed = round(a + (b - a) * rest)
-        out += f"{mixed:02x}"
-    return out
+    """The color of viridis at this share of its length."""
+    index = share * (len(VIRIDIS) - 1)
+    left = min(int(index), len(VIRIDIS) - 2)
+    rest = index - left
+    pairs = zip(_channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1]), strict=True)
+    mixed = [round(dark + (light - dark) * rest) for dark, light in pairs]
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def _channels(colour: str) -> bytes:
@@ -340,7 +331,7 @@ def _channels(colour: str) -> bytes:
 
 
 def _linear(channel: int) -> float:
-    """The light of a channel of sRGB."""
+    """The linear intensity of a channel of sRGB."""
     value = channel / 255
     return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
@@ -349,12 +340,12 @@ def ink(fill: str) -> str:
     """Black or white, whichever shows better on `#rrggbb` (WCAG's relative luminance)."""
     red, green, blue = map(_linear, _channels(fill))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    # Black has a contrast of (luminance + .05) / .05, white one of 1.05 / (luminance + .05).
+    # The contrast of black is (luminance + .05) / .05, of white 1.05 / (luminance + .05).
     return "#000" if luminance > 0.179 else "#fff"
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """The shade of an amount that is this share, above 0 and at most 1, of the largest."""
+    """The shade of an amount, given as its share of the largest amount, above 0 and at most 1."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

@@ -1,10 +1,10 @@
-"""Layout pictures: which ranks hold which elements, drawn as SVG.
+"""Layout pictures: the elements of a tensor and the ranks that hold them, drawn as SVG.
 
-1. A box is a cell: a box of elements that the same ranks hold. Its colour stands for its set of holders, its label and
-   its title name them. A dashed box is held by nobody.
-2. Positions are to scale, except that no stretch is narrower than can be seen. Where there are too many cells the
-   middle is left out, and a line says so.
-3. `0 + 1` are the addends of a sum, `max(0, 1)` of another reduction; `0, 1` hold the same.
+1. Each box is a cell: elements that the same ranks hold. Its color stands for its set of holders; its label and its
+   title name them. A dashed box is held by no rank.
+2. Positions are to scale, except that every stretch is wide enough to be seen. If there are too many cells, the middle
+   ones are left out, and a line says so.
+3. `0 + 1` are the addends of a sum, `max(0 | 1)` of another reduction; `0, 1` hold the same elements.
 4. Tensors of more than two dimensions are drawn slice by slice. Local tensors with holes are drawn below.
 """
 
@@ -55,11 +55,11 @@ from shardmath.layouts.layout import Layout
 __all__ = ["colours_of", "draw_layout", "layout_svg"]
 
 WIDE, HIGH = 336.0, 224.0
-"""Pixels of a panel's columns and rows, where there are many elements."""
+"""Pixels of a panel's columns and rows, if there are many elements."""
 EDGED = 7.0
-"""Pixels from which a box has an edge."""
+"""Pixels from which on a box has an edge."""
 LEFT, TOP = 48.0, 20.0
-"""Pixels beside and above a panel, for the positions where stretches begin."""
+"""Pixels to the left of and above a panel, for the positions at which stretches begin."""
 MOST_LEGEND = 8
 MOST_DESCRIBED = 16
 """Ranks in the description for people who do not see the picture."""
@@ -80,12 +80,12 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
 
 
 def about(layout: Layout) -> str:
-    """What the picture shows, for people who do not see it."""
-    held = _parts_by_rank(layout)
+    """The description of the picture for people who do not see it."""
+    by_dimension = _parts_by_rank(layout)
     described = layout.mesh.ranks[:MOST_DESCRIBED]
     texts = []
     for i, rank in enumerate(described):
-        runs = " by ".join(_shortened(parts[i]) for parts in held)
+        runs = " by ".join(_shortened(parts[i]) for parts in by_dimension)
         texts.append(f"rank {rank} holds {runs or 'the scalar'}")
     more = layout.mesh.size - len(texts)
     if more:
@@ -94,13 +94,13 @@ def about(layout: Layout) -> str:
 
 
 def _parts_by_rank(layout: Layout) -> list[list[Runs]]:
-    """For each dimension what each rank holds, in mesh order."""
-    out = []
+    """The Runs of each rank in mesh order, for each dimension."""
+    by_dimension = []
     for dim in layout.dims:
         parts = partition(dim)
         numbers = parts.by_rank(layout.mesh).tolist()
-        out.append([parts.parts[i] for i in numbers])
-    return out
+        by_dimension.append([parts.parts[i] for i in numbers])
+    return by_dimension
 
 
 def _shortened(runs: Runs) -> str:
@@ -110,10 +110,10 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colours: Colours, wide: float = WIDE) -> Drawing:
-    """The layout with its heading, its panels of `wide` pixels, and what there is to say about them."""
-    panels = [_Panel(layout, cut, colours, wide) for cut in cells.panels]
+    """The layout with its heading, its panels of `wide` pixels, legend and notes."""
+    panels = [_PanelDrawer(layout, panel, colours, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
-    # What stands above and below a panel is not wider than the panel: a plan draws the heat map beside it.
+    # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.
     letters = int((LEFT + wide) / LETTER)
     head = lines(_wrap_heading(layout, letters), font_weight="bold")
     legend = _legend(layout, panels, colours, letters)
@@ -127,21 +127,21 @@ def draw_layout(layout: Layout, cells: Panels, colours: Colours, wide: float = W
 
 
 def _wrap_heading(layout: Layout, letters: int) -> list[str]:
-    """The layout, and below it the mesh if both have no room on one line."""
+    """The layout and its mesh, on separate lines if one line is too short."""
     text = str(layout)
     if len(text) <= letters:
         return [text]
-    held, _, mesh = text.partition(" on ")
-    return _wrap([held, f"on {mesh}"], letters)
+    notation, _, mesh = text.partition(" on ")
+    return _wrap([notation, f"on {mesh}"], letters)
 
 
 def _wrap(texts: Iterable[str], letters: int) -> list[str]:
-    """The texts in lines of at most so many letters."""
+    """The texts in lines of at most `letters` characters."""
     return [line for text in texts for line in textwrap.wrap(text, letters)]
 
 
-def _number_notes(panels: Sequence[_Panel]) -> Iterator[str]:
-    """What the numbers in the boxes are."""
+def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
+    """A note on the numbers in the boxes, if there are any."""
     numbered = [panel for panel in panels if panel.labelled]
     if numbered:
         step = numbered[0].step
@@ -149,25 +149,24 @@ def _number_notes(panels: Sequence[_Panel]) -> Iterator[str]:
 
 
 def colours_of(several: Iterable[Panels]) -> Colours:
-    """A colour for each set of holders, in the order of their first ranks."""
+    """A color for each set of holders, in the order of their first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
-    found = _distinct(panels)
-    colours = palette(len(found))
-    return dict(zip(found, colours, strict=True))
+    distinct = _list_holders(panels)
+    return dict(zip(distinct, palette(len(distinct)), strict=True))
 
 
-def _distinct(panels: Iterable[Panel]) -> list[Holders]:
-    """The sets of holders, nobody left out, in the order of their first ranks."""
-    found: set[Holders] = set()
+def _list_holders(panels: Iterable[Panel]) -> list[Holders]:
+    """The distinct sets of holders except the empty one, in the order of their first ranks."""
+    distinct: set[Holders] = set()
     for panel in panels:
         for row in panel.holders:
-            found.update(row)
-    found.discard(())
-    return sorted(found)
+            distinct.update(row)
+    distinct.discard(())
+    return sorted(distinct)
 
 
-class _Place(NamedTuple):
-    """A cell: its row and column, and where its box is drawn."""
+class _CellBox(NamedTuple):
+    """A cell: its row and column, and the box in which it is drawn."""
 
     row: int
     column: int
@@ -177,8 +176,8 @@ class _Place(NamedTuple):
     height: float
 
 
-class _Panel:
-    """One panel, and the sets of holders that it names."""
+class _PanelDrawer:
+    """One panel to be drawn, and the sets of holders that its labels name."""
 
     def __init__(self, layout: Layout, panel: Panel, colours: Colours, wide: float) -> None:
         self.layout = layout
@@ -188,10 +187,10 @@ class _Panel:
         self.rows = scale_stretches(panel.rows, HIGH)
         self.labelled: set[Holders] = set()
         self.step = 1
-        """Of how many boxes one is labelled."""
+        """One in `step` boxes is labeled."""
 
     def draw(self) -> Drawing:
-        """Boxes under the positions at which they begin."""
+        """The boxes, below and to the right of the positions at which they begin."""
         left = LEFT if self.layout.ndim > 1 else 0.0
         parts = [*self._ticks(left), *self._boxes(left)]
         if self.layout.partial:
@@ -203,13 +202,13 @@ class _Panel:
         return self._under_lead(drawing)
 
     def _hatch(self, left: float) -> str:
-        """A box over the panel that says that its cells are addends."""
+        """A hatched box over the panel, which marks its cells as addends."""
         width = self.columns.total
         height = self.rows.total
         return box(left, TOP, width, height, fill="url(#shardmath-addends)", pointer_events="none")
 
     def _under_lead(self, drawing: Drawing) -> Drawing:
-        """The drawing under the slice of the leading dimensions that it is of."""
+        """The drawing below its slice of the leading dimensions."""
         if not self.panel.lead:
             return drawing
         slices = [f"{start}:{stop}" for start, stop in self.panel.lead]
@@ -222,16 +221,14 @@ class _Panel:
         ndim = self.layout.ndim
         if ndim:
             y = TOP - 6
-            for at, position in list_ticks(self.panel.columns, self.columns, across=True):
-                x = left + at
-                yield _number(x, y, position, "middle")
+            for offset, position in list_ticks(self.panel.columns, self.columns, across=True):
+                yield _write_position(left + offset, y, position, "middle")
         if ndim > 1:
             x = left - 6
-            for at, position in list_ticks(self.panel.rows, self.rows, across=False):
-                y = TOP + at + 4
-                yield _number(x, y, position, "end")
+            for offset, position in list_ticks(self.panel.rows, self.rows, across=False):
+                yield _write_position(x, TOP + offset + 4, position, "end")
 
-    def _places(self) -> Iterator[_Place]:
+    def _cell_boxes(self) -> Iterator[_CellBox]:
         """Each cell, row by row."""
         rows = self.rows
         columns = self.columns
@@ -239,22 +236,22 @@ class _Panel:
             height = rows.size[i]
             for j, x in enumerate(columns.at):
                 width = columns.size[j]
-                yield _Place(i, j, x, TOP + y, width, height)
+                yield _CellBox(i, j, x, TOP + y, width, height)
 
     def _boxes(self, left: float) -> Iterator[str]:
         """A box for each cell."""
         op = self.layout.op
-        for place in self._places():
+        for place in self._cell_boxes():
             holders = self._find_holders(place)
             title = f"{self._box_text(place)} {write_holders(holders, op)}"
             look = self._paint(holders, place)
             yield box(left + place.x, place.y, place.width, place.height, title, **look)
 
-    def _find_holders(self, place: _Place) -> Holders:
-        """Who holds a cell."""
+    def _find_holders(self, place: _CellBox) -> Holders:
+        """The holders of a cell."""
         return self.panel.holders[place.row][place.column]
 
-    def _paint(self, holders: Holders, place: _Place) -> dict[str, str]:
+    def _paint(self, holders: Holders, place: _CellBox) -> dict[str, str]:
         """The attributes of a box."""
         if not holders:
             return {"fill": "none", "stroke": VERMILION, "stroke_dasharray": "3 2"}
@@ -263,19 +260,19 @@ class _Panel:
             fill |= {"stroke": "#fff", "stroke_width": "1"}
         return fill
 
-    def _box_text(self, place: _Place) -> str:
+    def _box_text(self, place: _CellBox) -> str:
         """The box of a cell, as a slice of the tensor."""
         row = self.panel.rows[place.row]
         column = self.panel.columns[place.column]
         spans = (*self.panel.lead, row, column)
-        # A tensor of fewer than two dimensions has a row, or a cell, that is none of its own.
-        own = spans[len(spans) - self.layout.ndim :]
-        slices = [f"{start}:{stop}" for start, stop in own]
+        # A tensor of fewer than two dimensions is drawn with an extra row and column: drop these.
+        real = spans[len(spans) - self.layout.ndim :]
+        slices = [f"{start}:{stop}" for start, stop in real]
         return f"[{', '.join(slices)}]"
 
     def _labels(self, left: float) -> Iterator[str]:
-        """The holders, in those boxes that have room for them; else in every so many boxes."""
-        for place in self._places():
+        """The holders in those boxes that have room for them; if none has, in one of several boxes."""
+        for place in self._cell_boxes():
             letters = int((place.width - 4) / LETTER)
             if place.height >= LINE - 4:
                 yield from self._label(place, left, letters)
@@ -283,7 +280,7 @@ class _Panel:
             yield from self._sparse_labels(left)
 
     def _sparse_labels(self, left: float) -> Iterator[str]:
-        """The holders of every so many boxes, which have room for one number together."""
+        """The holders of one box in each group of boxes that together have room for a number."""
         rows = self.rows
         columns = self.columns
         room = (MOST_SPARSE + 1) * LETTER
@@ -292,15 +289,15 @@ class _Panel:
         down = every(len(rows.at), rows.total, LINE)
         across = every(len(columns.at), columns.total, room)
         self.step = down * across
-        for place in self._places():
-            # The middle of each group, so that no number hangs over the border of the panel.
+        for place in self._cell_boxes():
+            # The middle box of each group, so that no number extends beyond the panel.
             if place.row % down == down // 2 and place.column % across == across // 2:
                 yield from self._label(place, left, MOST_SPARSE, hides=True)
 
     def _label(
-        self, place: _Place, left: float, letters: int, *, hides: bool = False
+        self, place: _CellBox, left: float, letters: int, *, hides: bool = False
     ) -> Iterator[str]:
-        """The holders of a cell in at most so many letters, if they have room; `hides` the borders behind them."""
+        """The holders of a cell in at most `letters` characters, if possible; `hides` covers borders behind them."""
         holders = self._find_holders(place)
         text = write_label(holders, self.layout.op, letters)
         if not text:
@@ -314,8 +311,8 @@ class _Panel:
         yield elements.words(x, y, text, fill=ink(fill), **stroke, **middle)
 
 
-def _number(x: float, y: float, position: int, anchor: str) -> str:
-    """A position beside a panel."""
+def _write_position(x: float, y: float, position: int, anchor: str) -> str:
+    """A position next to a panel."""
     return elements.words(x, y, f"{position}", text_anchor=anchor, opacity="0.75")
 
 
@@ -327,26 +324,26 @@ HATCH = (
 
 
 def _legend(
-    layout: Layout, panels: Sequence[_Panel], colours: Colours, letters: int
+    layout: Layout, panels: Sequence[_PanelDrawer], colours: Colours, letters: int
 ) -> list[Drawing]:
-    """Who has which colour, of those that no box names; the first and the last of many."""
-    found = _distinct(panel.panel for panel in panels)
+    """The colors of holders that no label names; if there are many, the first and the last color of all."""
+    distinct = _list_holders(panel.panel for panel in panels)
     labelled = {holders for panel in panels for holders in panel.labelled}
-    unnamed = [one for one in found if one not in labelled]
+    unnamed = [holders for holders in distinct if holders not in labelled]
     if not unnamed:
         return []
     op = layout.op
     if len(unnamed) <= MOST_LEGEND:
-        entries = [_entry(one, op, colours[one], letters) for one in unnamed]
+        entries = [_entry(holders, op, colours[holders], letters) for holders in unnamed]
         return [below(entries, 0)]
-    ends = (found[0], found[-1])
-    first, last = [_entry(one, op, colours[one], letters) for one in ends]
-    count = lines([f"... {len(found):,} colours in the order of ranks ..."])
+    ends = (distinct[0], distinct[-1])
+    first, last = [_entry(holders, op, colours[holders], letters) for holders in ends]
+    count = lines([f"... {len(distinct):,} colours in the order of ranks ..."])
     return [below([first, count, last], 0)]
 
 
 def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawing:
-    """A colour and what it stands for, in at most so many letters."""
+    """A color and its holders, in at most `letters` characters."""
     named = write_holders(holders, op)
     text = brief(named, letters - 3)
     square = box(0, 3, 12, 12, named, fill=colour)
@@ -356,7 +353,7 @@ def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawi
 
 
 def _notes(layout: Layout, cells: Panels) -> Iterator[str]:
-    """What the boxes do not say by themselves."""
+    """Lines below the boxes: replication, addends, idle ranks, and what is not drawn."""
     empty = 0 in layout.shape
     if empty:
         yield "no elements"
@@ -376,12 +373,12 @@ def _notes(layout: Layout, cells: Panels) -> Iterator[str]:
 
 
 def _has_unheld(panel: Panel) -> bool:
-    """Whether nobody holds some cell of the panel."""
+    """Whether some cell of the panel has no holder."""
     return any(() in row for row in panel.holders)
 
 
 def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
-    """What is not drawn."""
+    """Lines about slices and positions that are not drawn."""
     more = cells.slices - MOST_PANELS
     if cells.slices > len(cells.panels):
         yield f"... and {plural(more, 'more slice')}"
@@ -394,14 +391,14 @@ def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
 
 
 def _name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
-    """The positions between stretches that are drawn."""
+    """Lines about the positions between drawn stretches."""
     for (_, stop), (start, _) in itertools.pairwise(spans):
         if stop != start:
             yield f"gap: {name} {stop:,} to {start - 1:,} are not drawn"
 
 
 def _local_tensors(layout: Layout) -> Drawing:
-    """The local tensors of the first ranks, holes dashed."""
+    """The local tensors of the first ranks, with dashed holes."""
     shown = layout.mesh.ranks[:MOST_LOCAL]
     drawn = [_local_tensor(layout, rank) for rank in shown]
     head = lines(["local tensors; dashed cells are holes, no elements of the tensor"])
@@ -413,7 +410,7 @@ def _local_tensors(layout: Layout) -> Drawing:
 
 
 def _local_tensor(layout: Layout, rank: int) -> Drawing:
-    """The last two dimensions of what a rank stores: what each box holds, and holes."""
+    """The last two dimensions of a rank's local tensor: its stretches of positions, and holes."""
     *before, columns = layout.runs(rank)[-2:]
     down, texts_down = _scale_rows(before)
     spans, texts = list_pieces(columns)
@@ -422,18 +419,16 @@ def _local_tensor(layout: Layout, rank: int) -> Drawing:
     head = f"rank {rank}: {'x'.join(sizes)}"
     parts = [elements.words(0, 12, head)]
     top = LINE + 4
-    for above, y, height in zip(texts_down, down.at, down.size, strict=True):
+    for row_texts, y, height in zip(texts_down, down.at, down.size, strict=True):
         for text, x, width in zip(texts, across.at, across.size, strict=True):
-            held = (*above, text)
-            area = (x, top + y, width, height)
-            parts.append(_piece(held, area))
+            parts.append(_piece((*row_texts, text), (x, top + y, width, height)))
     room = max(across.total, len(head) * LETTER)
     bottom = top + 2 + down.total
     return Drawing(room, bottom, tuple(parts))
 
 
 def _scale_rows(before: Sequence[Runs]) -> tuple[Scale, list[tuple[str, ...]]]:
-    """The rows of boxes, and what each holds of the dimension before the last; one row where there is none."""
+    """The rows of boxes, and each row's positions of the dimension before the last; one row if there is none."""
     if not before:
         return scale_stretches([(0, 1)], HIGH / 2), [()]
     (rows,) = before
@@ -442,7 +437,7 @@ def _scale_rows(before: Sequence[Runs]) -> tuple[Scale, list[tuple[str, ...]]]:
 
 
 def _piece(held: Sequence[str], area: tuple[float, float, float, float]) -> str:
-    """A box of a local tensor that holds these positions of each dimension, or a hole."""
+    """A box of a local tensor with these positions of each dimension; a hole if one of them is ""."""
     if all(held):
         title = f"[{', '.join(held)}]"
         return box(*area, title, fill="currentColor", fill_opacity="0.25", stroke="currentColor")

@@ -1,7 +1,7 @@
-"""Mesh pictures: ranks where their coordinates put them, drawn as SVG.
+"""Mesh pictures: ranks arranged by their coordinates, drawn as SVG.
 
 The last axis goes from left to right, the one before from top to bottom; there is one panel for each coordinate on
-the axes before these. With a topology, ranks of one node have one colour.
+the other axes. With a topology, ranks of one node have one color.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardmath.plans.flows.topology import Topology
 __all__ = ["mesh_svg"]
 
 MOST_SIDE = 16
-"""Coordinates of an axis that are drawn."""
+"""Coordinates per axis that are drawn."""
 MOST_PANELS = 6
 HIGH = 24.0
 TOP = 20.0
@@ -39,14 +39,14 @@ TOP = 20.0
 
 
 class _Look(NamedTuple):
-    """How ranks are drawn: their width, and a colour for each node."""
+    """The width of each rank's box, and a color for each node."""
 
     width: float
     nodes: dict[int, str]
     topology: Topology | None
 
     def fill(self, rank: int) -> tuple[dict[str, str], str]:
-        """The attributes of a rank's box, and the colour of its number."""
+        """The attributes of a rank's box, and the color of its number."""
         if self.topology is None:
             return {"fill": "currentColor", "fill_opacity": "0.1"}, "currentColor"
         colour = self.nodes[self.topology.node(rank)]
@@ -65,18 +65,16 @@ def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = Fal
 def _draw(mesh: Mesh, topology: Topology | None) -> Drawing:
     """The panels under a heading."""
     look = _look(mesh, topology)
-    panels = [_panel(mesh, at, look) for at in _leading(mesh)]
+    panels = [_panel(mesh, coords, look) for coords in _leading(mesh)]
     head = _write_coords(mesh.shape) or "one rank"
     heading = lines([head], font_weight="bold")
-    drawn = in_rows(panels)
-    notes = _notes(mesh, len(panels), topology)
-    parts = [heading, drawn, lines(notes)]
-    filled = [part for part in parts if part.height]
-    return below(filled, 6)
+    notes = lines(_notes(mesh, len(panels), topology))
+    parts = [heading, in_rows(panels), notes]
+    return below([part for part in parts if part.height], 6)
 
 
 def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
-    """The first coordinates on all axes but the last two."""
+    """The first coordinates on all axes except the last two."""
     lead = dict(mesh.axes[:-2])
     coordinates = map(range, lead.values())
     points = itertools.product(*coordinates)
@@ -85,15 +83,14 @@ def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
 
 
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
-    """Room for the longest number, and the colours of the nodes."""
+    """A width that fits the longest number, and the colors of the nodes."""
     longest = str(max(mesh.ranks))
     needed = len(longest) * LETTER + 10
     width = max(26.0, needed)
     if topology is None:
         return _Look(width, {}, None)
     nodes = _list_nodes(mesh, topology)
-    found = palette(len(nodes))
-    colours = dict(zip(nodes, found, strict=True))
+    colours = dict(zip(nodes, palette(len(nodes)), strict=True))
     return _Look(width, colours, topology)
 
 
@@ -104,7 +101,7 @@ def _list_nodes(mesh: Mesh, topology: Topology) -> list[int]:
 
 
 def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
-    """What colours mean, and what is not drawn."""
+    """Lines about the meaning of colors, and about ranks that are not drawn."""
     if topology is not None:
         nodes = _list_nodes(mesh, topology)
         yield f"one colour per node: {plural(nodes, 'node')}"
@@ -117,18 +114,18 @@ def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
         yield f"... of {mesh.size:,} ranks"
 
 
-def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
+def _panel(mesh: Mesh, lead: dict[str, int], look: _Look) -> Drawing:
     """The ranks with these coordinates on the leading axes."""
     axes = mesh.axes[-2:]
     names = [name for name, _ in axes]
     sizes = [n for _, n in axes]
-    # One axis is one row, a mesh without axes one rank.
+    # A mesh of one axis is drawn as one row, a mesh without axes as one rank.
     missing = [1] * (2 - len(axes))
     shape = missing + sizes
     rows, columns = map(_choose_coordinates, shape)
     left = _measure_names(names)
     parts = list(_names(names, rows, columns, left, look.width))
-    selected = mesh.select(**at)
+    selected = mesh.select(**lead)
     ranks = selected.array().reshape(shape)
     for i, j, rank in _place_ranks(ranks, rows, columns):
         x = left + j * look.width
@@ -137,10 +134,9 @@ def _panel(mesh: Mesh, at: dict[str, int], look: _Look) -> Drawing:
     width = left + len(columns) * look.width
     height = TOP + len(rows) * HIGH
     panel = Drawing(width, height, tuple(parts))
-    if not at:
+    if not lead:
         return panel
-    lead = lines([_write_coords(at)])
-    return below([lead, panel], 2)
+    return below([lines([_write_coords(lead)]), panel], 2)
 
 
 def _place_ranks(
@@ -154,7 +150,7 @@ def _place_ranks(
 
 
 def _measure_names(names: Sequence[str]) -> float:
-    """The pixels beside the ranks, for the names of their axes."""
+    """The pixels to the left of the ranks, for the names of their axes."""
     if not names:
         return 0.0
     longest = max(map(len, names))
@@ -162,7 +158,7 @@ def _measure_names(names: Sequence[str]) -> float:
 
 
 def _write_coords(coords: Mapping[str, int]) -> str:
-    """Coordinates in words."""
+    """Coordinates as text, such as dp=0 tp=1."""
     texts = [f"{name}={i}" for name, i in coords.items()]
     return " ".join(texts)
 
@@ -174,7 +170,7 @@ def _names(
     left: float,
     width: float,
 ) -> Iterator[str]:
-    """The names of the two axes, and coordinates above the columns and beside the rows."""
+    """The names of the two axes, and coordinates above the columns and to the left of the rows."""
     above = TOP - 6
     if names:
         yield _beside(left - 6, above, f"{names[-1]} →", "end")
@@ -192,18 +188,18 @@ def _names(
             yield _beside(left - 6, y, text, "end")
 
 
-def _write_coordinate(at: int | None) -> str:
-    """A coordinate, or what stands for those that are not drawn."""
-    return "…" if at is None else str(at)
+def _write_coordinate(coordinate: int | None) -> str:
+    """A coordinate; dots for those that are not drawn."""
+    return "…" if coordinate is None else str(coordinate)
 
 
 def _beside(x: float, y: float, text: str, anchor: str) -> str:
-    """A name or a coordinate beside the ranks."""
+    """A name or a coordinate next to the ranks."""
     return words(x, y, text, text_anchor=anchor, opacity="0.75")
 
 
 def _choose_coordinates(size: int) -> Sequence[int | None]:
-    """The coordinates that are drawn; None stands for those between."""
+    """The coordinates that are drawn; None stands for those left out."""
     if size <= MOST_SIDE:
         return range(size)
     head = MOST_SIDE // 2

@@ -1,10 +1,10 @@
-"""Plan pictures: a tensor before and after, and who sends how much to whom, drawn as SVG.
+"""Plan pictures: a tensor before and after, and a heat map of bytes between ranks, drawn as SVG.
 
-1. In the heat map a row is a sender and a column a receiver; the darker a box, the more bytes. Where there are many
-   ranks, a row or column stands for several that follow each other.
-2. With a topology, gaps part the nodes, and what crosses from node to node is orange; the rest is blue.
-3. What stays on its rank is grey. Sums are over all tensors.
-4. A plan of several tensors shows the layouts of the one named, or the first.
+1. In the heat map a row is a sender and a column a receiver; the darker a box, the more bytes. If there are many ranks,
+   a row or column stands for several consecutive ones.
+2. With a topology, gaps separate the nodes, and bytes that cross from node to node are orange; others are blue.
+3. Bytes that stay on their rank are gray. Sums are over all tensors.
+4. A plan of several tensors shows the layouts of the tensor named, or of the first.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ MOST_WINDOWS = 3
 SIDE = 224.0
 """Pixels of the columns of a tensor."""
 FEW = 8
-"""Rows and columns up to which boxes are large enough for numbers."""
+"""Rows and columns up to which boxes have room for numbers."""
 STAYS = "#b0b0b0"
 NODE_GAP = 6.0
 NODE_NAME = 52
-"""Pixels of the name of a node."""
+"""Pixels of a node's name."""
 TOP = 20.0
 """Pixels above the boxes, for the names of ranks."""
 MOST_NAME = 40
-"""Letters of a line of a tensor's name, if its pictures are narrower."""
+"""Letters per line of a tensor's name, even if its pictures are narrower."""
 MOST_CELLS = 256
-"""Of each layout."""
+"""Cells that are drawn of each layout."""
 
 
 def plan_svg(
@@ -69,8 +69,8 @@ def plan_svg(
 ) -> str:
     """A plan or a program as SVG: a document, or an element of a page if `inline`.
 
-    `topology` marks nodes (default: the value's own), `tensor` is the one whose layouts are drawn. Raises PlanError for
-    what is not a topology, and for a tensor that the plan does not have.
+    `topology` marks nodes (default: the value's own), `tensor` is the tensor whose layouts are drawn. Raises PlanError
+    for anything but a topology, and for a tensor that the plan does not have.
     """
     where = _find_nodes(value) if topology is None else checked(topology)
     name = _choose_tensor(value, tensor)
@@ -99,7 +99,7 @@ def _choose_tensor(plan: Movable, tensor: str | None) -> str:
 
 
 def _draw_sides(plan: Movable, name: str) -> Drawing:
-    """The tensor before and after; one set of holders has one colour in all."""
+    """The tensor before and after, with the same color for the same holders in both."""
     if name not in plan.src:
         return lines([])
     before = plan.src[name]
@@ -120,7 +120,7 @@ def _draw_sides(plan: Movable, name: str) -> Drawing:
 
 
 def _name_tensor(plan: Movable, name: str) -> str:
-    """The tensor that is drawn, and how to draw another."""
+    """The name of the drawn tensor, and a hint how to draw another."""
     if len(plan.src) == 1:
         return name
     return f"{name}, 1 of {len(plan.src):,} tensors; tensor= draws another"
@@ -129,11 +129,10 @@ def _name_tensor(plan: Movable, name: str) -> str:
 def _draw_side(
     head: str, windows: Sequence[Layout], cells: Mapping[Layout, Panels], colours: Colours
 ) -> Drawing:
-    """The first windows of a tensor, under each other."""
+    """The first windows of a tensor, below each other."""
     parts = [lines([head], font_weight="bold")]
     for layout in windows[:MOST_WINDOWS]:
-        window = draw_layout(layout, cells[layout], colours, SIDE)
-        parts.append(window)
+        parts.append(draw_layout(layout, cells[layout], colours, SIDE))
     more = len(windows) - MOST_WINDOWS
     if more > 0:
         parts.append(lines([f"... and {plural(more, 'more window')}"]))
@@ -141,7 +140,7 @@ def _draw_side(
 
 
 def _find_nodes(value: Plan | Transposed | Program) -> Topology | None:
-    """The value's own topology, if somebody said where its nodes are."""
+    """The value's own topology; None if its nodes are only assumed."""
     if isinstance(value, Program) and value.assumes_nodes:
         return None
     return value.topology
@@ -157,7 +156,7 @@ def _describe(moved: TrafficMatrix, where: Topology | None) -> list[str]:
 
 
 def _describe_groups(moved: TrafficMatrix) -> Iterator[str]:
-    """How many ranks a row and a column stand for, if for more than one."""
+    """The number of ranks that a row and a column stand for, if more than one."""
     for what, groups in (("row", moved.senders), ("column", moved.receivers)):
         sizes = [len(group.ranks) for group in groups]
         most = max(sizes, default=1)
@@ -168,8 +167,8 @@ def _describe_groups(moved: TrafficMatrix) -> Iterator[str]:
         yield f"{text}, {fewer:,} of {len(sizes):,} are fewer" if fewer else text
 
 
-class _Axis(NamedTuple):
-    """The rows or the columns of a heat map: where each begins, how large all are, how much room all take."""
+class _HeatAxis(NamedTuple):
+    """The rows or the columns of a heat map: where each begins, the size of each one, and the total size."""
 
     groups: tuple[RankGroup, ...]
     at: tuple[float, ...]
@@ -177,8 +176,8 @@ class _Axis(NamedTuple):
     total: float
 
 
-def _place_groups(groups: tuple[RankGroup, ...], each: float) -> _Axis:
-    """Rows or columns one after the other, with a gap between nodes."""
+def _place_groups(groups: tuple[RankGroup, ...], each: float) -> _HeatAxis:
+    """Rows or columns of size `each`, with a gap between nodes."""
     at = []
     x = 0.0
     node = groups[0].node if groups else None
@@ -188,19 +187,17 @@ def _place_groups(groups: tuple[RankGroup, ...], each: float) -> _Axis:
         node = group.node
         at.append(x)
         x += each
-    return _Axis(groups, tuple(at), each, x)
+    return _HeatAxis(groups, tuple(at), each, x)
 
 
 def _draw_heat(moved: TrafficMatrix, where: Topology | None) -> Drawing:
-    """Who sends how much to whom."""
-    heat = _draw_boxes(moved, where)
+    """The heat map with its heading and legend."""
     head = lines(["bytes from sender (row) to receiver (column)"], font_weight="bold")
-    legend = _draw_legend(moved, where)
-    return below([head, heat, legend], 8)
+    return below([head, _draw_boxes(moved, where), _draw_legend(moved, where)], 8)
 
 
 def _draw_boxes(moved: TrafficMatrix, where: Topology | None) -> Drawing:
-    """A box for each sender and receiver, with their names."""
+    """A box for each pair of sender and receiver, with their names."""
     few = max(moved.sent.shape) <= FEW
     high, wide = (24.0, 54.0) if few else (18.0, 18.0)
     rows = _place_groups(moved.senders, high)
@@ -221,7 +218,7 @@ def _draw_boxes(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     return Drawing(width, height, tuple(parts))
 
 
-def _measure_names(axis: _Axis) -> int:
+def _measure_names(axis: _HeatAxis) -> int:
     """The letters of the longest name."""
     names = map(_group_name, axis.groups)
     return max(map(len, names), default=0)
@@ -234,15 +231,15 @@ def _group_name(group: RankGroup) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _column_names_height(columns: _Axis) -> float:
-    """Names that are wider than their column stand upright."""
+def _column_names_height(columns: _HeatAxis) -> float:
+    """The extra pixels that upright names need: those wider than their column are upright."""
     longest = _measure_names(columns)
     if (longest + 1) * LETTER <= columns.each:
         return 0.0
     return (longest - 2) * LETTER
 
 
-def _row_names(rows: _Axis, left: float, top: float) -> Iterator[str]:
+def _row_names(rows: _HeatAxis, left: float, top: float) -> Iterator[str]:
     """The senders, and their nodes."""
     right = left - 6
     yield words(right, top - 6, "rank", text_anchor="end", opacity="0.75")
@@ -255,8 +252,8 @@ def _row_names(rows: _Axis, left: float, top: float) -> Iterator[str]:
         yield words(0, middle + begin, f"node {node}", opacity="0.75")
 
 
-def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
-    """The receivers, upright where they are too many, and their nodes."""
+def _column_names(columns: _HeatAxis, left: float, top: float) -> Iterator[str]:
+    """The receivers, upright if there are too many, and their nodes."""
     upright = _column_names_height(columns) > 0
     y = top - 6
     for group, at in zip(columns.groups, columns.at, strict=True):
@@ -264,8 +261,7 @@ def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
         name = _group_name(group)
         if upright:
             x = middle + 4
-            turned = f"rotate(-90 {x:.6g} {y:.6g})"
-            yield words(x, y, name, transform=turned)
+            yield words(x, y, name, transform=f"rotate(-90 {x:.6g} {y:.6g})")
         else:
             yield words(middle, y, name, text_anchor="middle")
     for node, begin, end in _node_spans(columns):
@@ -275,8 +271,8 @@ def _column_names(columns: _Axis, left: float, top: float) -> Iterator[str]:
         yield words(left + begin, 12, text, opacity="0.75")
 
 
-def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
-    """Each node that has rows or columns of its own, where it begins and where it ends."""
+def _node_spans(axis: _HeatAxis) -> Iterator[tuple[int, float, float]]:
+    """Each node that has its own rows or columns, with the pixels at which it begins and ends."""
     spans: dict[int, tuple[float, float]] = {}
     for group, at in zip(axis.groups, axis.at, strict=True):
         node = group.node
@@ -290,9 +286,9 @@ def _node_spans(axis: _Axis) -> Iterator[tuple[int, float, float]]:
 
 
 def _boxes(
-    moved: TrafficMatrix, rows: _Axis, columns: _Axis, left: float, top: float
+    moved: TrafficMatrix, rows: _HeatAxis, columns: _HeatAxis, left: float, top: float
 ) -> Iterator[str]:
-    """A box for each pair of groups; one without bytes is only an edge."""
+    """A box for each pair of groups; without bytes, it is not filled."""
     largest = int(moved.sent.max(initial=0))
     edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
     senders = list(map(_group_name, moved.senders))
@@ -306,15 +302,15 @@ def _boxes(
         x = left + columns.at[j]
         y = top + rows.at[i]
         yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
-        shown = sent or stays
-        if has_room and shown:
+        nbytes = sent or stays
+        if has_room and nbytes:
             middle = x + columns.each / 2
             baseline = y + rows.each / 2 + 4
-            yield _write_amount(middle, baseline, shown, fill)
+            yield _write_amount(middle, baseline, nbytes, fill)
 
 
 def _read_pair(moved: TrafficMatrix, row: int, column: int) -> tuple[int, int, int]:
-    """The bytes of a pair of groups: sent, what stays, and what of the sent goes to another node."""
+    """The bytes of a pair of groups: sent, staying, and those of the sent ones that go to another node."""
     sent = moved.sent[row, column]
     stays = moved.stays[row, column]
     far = moved.far[row, column]
@@ -322,7 +318,7 @@ def _read_pair(moved: TrafficMatrix, row: int, column: int) -> tuple[int, int, i
 
 
 def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
-    """The bytes of a pair, on its colour."""
+    """The bytes of a pair, written on its color."""
     text = _few_digits(amount)
     return words(x, y, text, text_anchor="middle", pointer_events="none", fill=ink(fill))
 
@@ -336,7 +332,7 @@ def _few_digits(count: int) -> str:
 
 
 def _amount(sent: int, stays: int, far: int) -> str:
-    """What goes from one to the other, in words."""
+    """The bytes of a pair in words."""
     texts = [f"{stays:,} B stay"] if stays else []
     if sent or not stays:
         texts.append(f"{sent:,} B")
@@ -346,16 +342,14 @@ def _amount(sent: int, stays: int, far: int) -> str:
 
 
 def _fill(sent: int, stays: int, far: int, largest: int) -> str:
-    """The colour of a pair: that of most of its bytes."""
+    """The color of a pair: orange if most of its bytes cross nodes."""
     if sent:
-        share = sent / largest
-        mostly_far = 2 * far > sent
-        return shade(share, crossing=mostly_far)
+        return shade(sent / largest, crossing=2 * far > sent)
     return STAYS if stays else "none"
 
 
 def _draw_legend(moved: TrafficMatrix, where: Topology | None) -> Drawing:
-    """What the shades mean."""
+    """The meaning of the shades."""
     largest = int(moved.sent.max(initial=0))
     most = f"up to {show_bytes(largest)}"
     stays = _draw_entry("stays", (STAYS,))
@@ -370,15 +364,12 @@ def _draw_legend(moved: TrafficMatrix, where: Topology | None) -> Drawing:
 
 
 def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
-    """Shades and what they stand for."""
+    """Shades and their meaning."""
     parts = []
     x = 0
     for fill in shades:
-        square = box(x, 3, 12, 12, fill=fill)
-        parts.append(square)
+        parts.append(box(x, 3, 12, 12, fill=fill))
         x += 12
     x += 6
-    label = words(x, LINE * 0.75, text)
-    parts.append(label)
-    width = x + len(text) * LETTER
-    return Drawing(width, LINE, tuple(parts))
+    parts.append(words(x, LINE * 0.75, text))
+    return Drawing(x + len(text) * LETTER, LINE, tuple(parts))

@@ -1,4 +1,4 @@
-"""Show: values as text for people; strings only. A notebook shows the picture of a value that has one.
+"""Show: values as text for people. A notebook shows a value's picture instead, if it has one.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -43,7 +43,7 @@ __all__ = ["Shown", "align", "buffer_table", "count", "count_more", "replace_unp
 
 
 def count(number: int, what: str) -> str:
-    """How many.
+    """The number with its noun, which is plural unless the number is 1.
 
     >>> count(1, "bucket"), count(5059, "bucket")
     ('1 bucket', '5,059 buckets')
@@ -53,7 +53,7 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """A line that counts what is not shown, if there is any."""
+    """A line that counts the items beyond `most`; no line if there are none."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")
@@ -61,7 +61,7 @@ def count_more(number: int, most: int, what: str) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines in which columns begin one below the other.
+    """Lines with aligned columns.
 
     >>> list(align([("a", "of"), ("three", "w")]))
     ['a      of', 'three  w']
@@ -75,27 +75,26 @@ def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def replace_unprintable(name: str) -> str:
-    """The name on one line, with blanks for what cannot be printed."""
-    signs = [sign if sign.isprintable() else " " for sign in name]
-    return "".join(signs)
+    """The name on one line, with blanks for unprintable characters."""
+    return "".join(character if character.isprintable() else " " for character in name)
 
 
 LEGEND = "sender -> receiver operation [box of the tensor] of [box at the sender] to [box at the receiver], bytes"
-"""What stands where in a transfer's line."""
+"""The order of items in a transfer's line."""
 
 MOST = 1 << 24
-"""Lines; more than anybody reads."""
+"""The most lines that `show` accepts; more than anybody reads."""
 
 
 class Shown(str):
-    """The text of `value`. Its repr is the text itself, and a notebook shows the value's picture, if it has one."""
+    """The text of `value`. Its repr is the text itself; a notebook shows the value's picture, if it has one."""
 
     value: object
 
     def __new__(cls, text: str, value: object = None) -> Shown:
-        made = super().__new__(cls, text)
-        made.value = value
-        return made
+        self = super().__new__(cls, text)
+        self.value = value
+        return self
 
     def __repr__(self) -> str:
         return str(self)
@@ -105,10 +104,10 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """Any value of shardmath as text: a layout as what each rank holds, a plan as what each rank sends and receives.
+    """Any value of shardmath as text: a layout by each rank's elements, a plan by each rank's sent and received bytes.
 
-    At most `most` ranks, and of a plan as many transfers, are listed. A notebook shows meshes, layouts, plans and
-    programs as pictures. Raises ShardError for what is not a value of shardmath.
+    Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
+    pictures. Raises ShardError for anything but a value of shardmath.
     """
     room = as_integer(most, "most", PlanError)
     if not 0 <= room <= MOST:
@@ -118,12 +117,12 @@ def show(value: object, most: int = 32) -> Shown:
 
 @singledispatch
 def _text(value: object, most: int) -> str:
-    """The text of a value, which lists at most so many of its parts."""
+    """The text of a value, with at most `most` items of each list."""
     raise PlanError(f"{shown(value)} is not a value of shardmath; show takes a Layout or a Plan")
 
 
 def _more(number: int, most: int, what: str) -> str:
-    """A line that counts what is not listed."""
+    """A line that counts the items beyond `most`, after a line break; "" if there are none."""
     if number <= most:
         return ""
     return f"\n... and {plural(number - most, f'more {what}')}"
@@ -189,7 +188,7 @@ def _(plan: Plan | Transposed, most: int) -> str:
 
 
 def _transfers(plan: Plan | Transposed, most: int) -> str:
-    """The first transfers, below a line that says what stands where."""
+    """The first transfers, below a line that explains their format."""
     listed = list(itertools.islice(plan.transfers(), most + 1))
     if not listed:
         return ""
@@ -210,19 +209,19 @@ def _(program: Program, most: int) -> str:
     rows = [_program_row(program, rank) for rank in program.ranks[:most]]
     loads = make_table(["rank", "rounds", "messages", "sends", "receives"], rows)
     more = _more(len(program.ranks), most, "rank")
-    operations = {str(one) for one in program.collectives.values()}
-    found = [f"\nas one operation: {one}" for one in sorted(operations)[:most]]
-    return f"{head}\n{loads}{more}{''.join(found)}"
+    operations = sorted({str(collective) for collective in program.collectives.values()})
+    listed = [f"\nas one operation: {operation}" for operation in operations[:most]]
+    return f"{head}\n{loads}{more}{''.join(listed)}"
 
 
 def _program_row(program: Program, rank: int) -> list[object]:
-    """What one rank does: rounds, messages, bytes sent and received."""
+    """A rank, and the numbers of its rounds, messages, and bytes sent and received."""
     rounds = program.for_rank(rank)
     count = sent = received = 0
-    for one in rounds:
-        count += len(one.messages)
-        sent += sum(message.nbytes for message in one.sends)
-        received += sum(message.nbytes for message in one.receives)
+    for turn in rounds:
+        count += len(turn.messages)
+        sent += sum(message.nbytes for message in turn.sends)
+        received += sum(message.nbytes for message in turn.receives)
     return [rank, len(rounds), count, show_bytes(sent), show_bytes(received)]
 
 
@@ -297,9 +296,9 @@ MOST_MEMBERS = 16
 
 
 def buffer_table(layouts: FullParamLayout) -> str:
-    """The buffers of a model, a line each: which parameters share it, how many, elements, padding, gradients' bytes.
+    """A table of a model's buffers: the kind and the number of parameters, elements, padding, and bytes of gradients.
 
-    Raises ParamLayoutError for what is not a FullParamLayout.
+    Raises ParamLayoutError for anything but a FullParamLayout.
     """
     if not isinstance(layouts, FullParamLayout):
         raise ParamLayoutError(
@@ -307,14 +306,10 @@ def buffer_table(layouts: FullParamLayout) -> str:
         )
     rows = []
     for key, layout in layouts.entries:
-        nbytes = _count_bytes([(key, layout)])
-        row = [*_describe(key), *_count([layout]), nbytes]
-        rows.append(row)
+        rows.append([*_describe_key(key), *_sum_sizes([layout]), _sum_bytes([(key, layout)])])
     if len(rows) > 1:
-        several = list(layouts.values())
-        nbytes = _count_bytes(layouts.entries)
-        row = ["all", "", "", "", *_count(several), nbytes]
-        rows.append(row)
+        sums = _sum_sizes(list(layouts.values()))
+        rows.append(["all", "", "", "", *sums, _sum_bytes(layouts.entries)])
     return make_table(HEAD, rows)
 
 
@@ -330,29 +325,28 @@ HEAD = (
     "share",
     "bytes",
 )
-"""Of the columns of a table."""
+"""The columns of a buffer table."""
 
 
-def _describe(key: BufferKey) -> list[str]:
-    """The first columns: what the parameters of a buffer have in common."""
+def _describe_key(key: BufferKey) -> list[str]:
+    """The first columns: the properties that the parameters of a buffer share."""
     expert = "yes" if key.is_expert_parallel else "no"
     managed = "yes" if key.is_managed_by_layer_wise_optimizer else "no"
     return [key.param_dtype, key.grad_dtype, expert, managed]
 
 
-def _count(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
-    """The columns of numbers, of several buffers together."""
-    params = sum(len(one.placed) for one in layouts)
-    buckets = sum(len(one.bucket_indices) for one in layouts)
-    numel = sum(one.numel for one in layouts)
-    padding = sum(one.padding for one in layouts)
+def _sum_sizes(layouts: Sequence[PerBufferParamLayout]) -> list[str]:
+    """The columns of numbers, summed over these buffers."""
+    params = sum(len(layout.placed) for layout in layouts)
+    buckets = sum(len(layout.bucket_indices) for layout in layouts)
+    numel = sum(layout.numel for layout in layouts)
+    padding = sum(layout.padding for layout in layouts)
     texts = [f"{amount:,}" for amount in (params, buckets, numel, padding)]
-    share = show_share(padding, numel)
-    return [*texts, share]
+    return [*texts, show_share(padding, numel)]
 
 
-def _count_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
-    """The bytes of the gradients."""
+def _sum_bytes(entries: Iterable[tuple[BufferKey, PerBufferParamLayout]]) -> str:
+    """The bytes of the gradients of these buffers."""
     total = 0
     for key, layout in entries:
         itemsize = dtypes.itemsize(key.grad_dtype)

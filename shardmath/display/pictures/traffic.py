@@ -1,8 +1,8 @@
-"""Traffic: who sends how many bytes to whom, ranks in groups.
+"""Traffic: bytes by sender and receiver, or by groups of them.
 
-1. A group is of ranks that follow each other: of one node where there are few nodes, else of whole nodes.
-2. A program shows its own streams: what is relayed counts each time that it is sent.
-3. The traffic of an adjoint is that of its plan, transposed.
+1. A group has consecutive ranks: of one node if there are few nodes, else of whole nodes.
+2. The traffic of a program is its streams: relayed bytes count each time that they are sent.
+3. The traffic of an adjoint is its plan's traffic, transposed.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -35,22 +35,22 @@ _T = TypeVar("_T")
 MOST_GROUPS = 24
 """Rows and columns of a heat map."""
 MANY = 2048
-"""Receivers of a line that are counted by group, not one by one."""
+"""Receivers of a line from which on they are counted by group, not one by one."""
 ONE_NODE = 1 << 24
-"""More ranks than any mesh has: without a topology all are on one node."""
+"""Ranks per node without a topology: more than any mesh has, so that all are on one node."""
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share a row or a column, and the node that all of them are on."""
+    """Ranks that share a row or a column, and their common node; None if they have none."""
 
     ranks: tuple[int, ...]
     node: int | None = None
 
 
 class TrafficMatrix(NamedTuple):
-    """Bytes by sender and receiver, or groups of them: int64 of shape (senders, receivers).
+    """Bytes by sender and receiver, or groups of them: int64 arrays of shape (senders, receivers).
 
-    `sent` goes to another rank, and `far` of that to another node; `stays` does not leave its rank.
+    `sent` counts bytes to other ranks, `far` those of them to other nodes, and `stays` bytes that stay on their rank.
     """
 
     senders: tuple[RankGroup, ...]
@@ -63,39 +63,37 @@ class TrafficMatrix(NamedTuple):
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> TrafficMatrix:
-    """What a plan, or a program, sends from where to where, ranks in at most so many groups on each side."""
+    """The traffic of a plan or a program, with at most `most` groups of ranks on each side."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):
-        forward = traffic(value.forward, topology, most)
-        senders, receivers, *tables = forward
-        turned = [table.T for table in tables]
-        return TrafficMatrix(receivers, senders, *turned)
+        senders, receivers, *tables = traffic(value.forward, topology, most)
+        return TrafficMatrix(receivers, senders, *(table.T for table in tables))
     rows = _group_ranks(value.src_ranks, topology, most)
     columns = _group_ranks(value.dst_ranks, topology, most)
-    sums = _Sums(rows, columns, value.lines, topology)
+    sums = _TrafficSums(rows, columns, value.lines, topology)
     sums.add_plan()
     return sums.finish()
 
 
 def _sum_program(program: Program, topology: Topology | None, most: int) -> TrafficMatrix:
-    """What the streams of a program carry."""
+    """The traffic of a program's streams."""
     p = program.plan
     ranks = np.array(p.ranks, np.int64)
     streams = sum_pairs(program)
     sender = ranks[streams.sender]
     receiver = ranks[streams.receiver]
-    # Ranks of the destination send too, where a program relays.
+    # Ranks of the destination also send if a program relays.
     senders = {*p.src_ranks, *sender.tolist()}
     rows = _group_ranks(senders, topology, most)
     columns = _group_ranks(p.dst_ranks, topology, most)
-    sums = _Sums(rows, columns, p.lines, topology)
+    sums = _TrafficSums(rows, columns, p.lines, topology)
     sums.add(sender, receiver, streams.nbytes)
     return sums.finish()
 
 
-class _Sums:
-    """Bytes by group of senders and group of receivers, while they are added up."""
+class _TrafficSums:
+    """Running sums of bytes by group of senders and group of receivers."""
 
     def __init__(
         self,
@@ -117,24 +115,22 @@ class _Sums:
         self.members: dict[int, Ints] = {}
 
     def finish(self) -> TrafficMatrix:
-        """The sums, with what stays where it is."""
+        """The sums, including bytes that stay on their rank."""
         self._add_stays()
         return TrafficMatrix(self.rows, self.columns, self.sent, self.stays, self.far)
 
     def add(self, sender: Ints, receiver: Ints, nbytes: Ints) -> None:
-        """Bytes that go from ranks to ranks."""
-        at = (self.row[sender], self.column[receiver])
-        np.add.at(self.sent, at, nbytes)
-        node = sender // self.per_node
-        other = receiver // self.per_node
-        distant = nbytes * (other != node)
-        np.add.at(self.far, at, distant)
+        """Add bytes by sender and receiver."""
+        pair = (self.row[sender], self.column[receiver])
+        np.add.at(self.sent, pair, nbytes)
+        is_far = sender // self.per_node != receiver // self.per_node
+        np.add.at(self.far, pair, nbytes * is_far)
 
     def add_plan(self) -> None:
-        """All that a plan sends."""
+        """Add all bytes that a plan sends."""
         demands = self.demands
-        for line, held in enumerate(demands.holders.tolist()):
-            holders = demands.sets[held]
+        for line, holder_set in enumerate(demands.holders.tolist()):
+            holders = demands.sets[holder_set]
             first, stop = demands.first[line : line + 2].tolist()
             asking = demands.count[first:stop].sum()
             blocks = range(first, stop)
@@ -147,54 +143,48 @@ class _Sums:
                 self._add_from_one(holder, block)
 
     def _add_from_one(self, holder: int, block: int) -> None:
-        """A block that one rank sends to all receivers, who may be many, as may be such blocks."""
-        asking = int(self.demands.receivers[block])
-        receivers = self._find_members(asking)
+        """Add a block that one rank sends to all receivers; fast, since both blocks and receivers may be many."""
+        receivers = self._find_members(int(self.demands.receivers[block]))
         node = holder // self.per_node
         first = node * self.per_node
         stop = first + self.per_node
-        # Ranks ascend, so those of the holder's node are side by side.
+        # Receivers ascend, so those on the holder's node are consecutive.
         begin, end = receivers.searchsorted([first, stop])
         on_node = receivers[begin:end]
         itself = on_node[on_node == holder]
-        everybody = self._count_by_column(receivers)
-        others = everybody - self._count_by_column(itself)
-        distant = everybody - self._count_by_column(on_node)
+        total = self._count_by_column(receivers)
         nbytes = int(self.demands.nbytes[block])
         row = self.row[holder]
-        self.sent[row] += nbytes * others
-        self.far[row] += nbytes * distant
+        self.sent[row] += nbytes * (total - self._count_by_column(itself))
+        self.far[row] += nbytes * (total - self._count_by_column(on_node))
 
     def _count_by_column(self, ranks: Ints) -> Ints:
-        """How many of the ranks are in each column."""
+        """The number of ranks in each column."""
         return np.bincount(self.column[ranks], minlength=len(self.columns))
 
     def _add_stays(self) -> None:
-        """What ranks have and need: blocks of which they are a holder and a receiver."""
+        """Add the blocks that ranks both hold and need."""
         demands = self.demands
-        blocks_of_line = np.diff(demands.first)
-        holders_of_block = np.repeat(demands.holders, blocks_of_line)
-        for block, held in enumerate(holders_of_block.tolist()):
-            asking = int(demands.receivers[block])
-            receivers = demands.sets[asking]
-            if demands.count[block] == len(receivers):
+        holder_sets = np.repeat(demands.holders, np.diff(demands.first))
+        for block, holder_set in enumerate(holder_sets.tolist()):
+            receiver_set = int(demands.receivers[block])
+            if demands.count[block] == len(demands.sets[receiver_set]):
                 continue  # no receiver is a holder
-            both = self._find_common(held, asking)
-            at = (self.row[both], self.column[both])
-            np.add.at(self.stays, at, demands.nbytes[block])
+            both = self._find_common(holder_set, receiver_set)
+            pair = (self.row[both], self.column[both])
+            np.add.at(self.stays, pair, demands.nbytes[block])
 
-    def _find_common(self, held: int, asking: int) -> Ints:
-        """The ranks of one set that are in another."""
-        holders = self._find_members(held)
-        receivers = self._find_members(asking)
-        last = len(receivers) - 1
-        at = receivers.searchsorted(holders)
-        found = receivers[np.minimum(at, last)]
-        common: Ints = holders[found == holders]
+    def _find_common(self, holder_set: int, receiver_set: int) -> Ints:
+        """The ranks that are in both sets."""
+        holders = self._find_members(holder_set)
+        receivers = self._find_members(receiver_set)
+        # Receivers ascend: a holder is one of them if it equals the receiver at its insertion point.
+        index = np.minimum(receivers.searchsorted(holders), len(receivers) - 1)
+        common: Ints = holders[receivers[index] == holders]
         return common
 
     def _find_members(self, number: int) -> Ints:
-        """A set of ranks as an array."""
+        """The set of ranks with this number, as an array."""
         if number not in self.members:
             ranks = self.demands.sets[number]
             self.members[number] = np.array(ranks, np.int64)
@@ -202,17 +192,15 @@ class _Sums:
 
 
 def _pair_line(demands: Demands, line: int, blocks: range) -> tuple[Ints, Ints, Ints]:
-    """Senders, receivers and bytes of a line, along which both have stretches one after the other."""
-    held = demands.holders[line]
-    holders = np.array(demands.sets[held], np.int64)
+    """Senders, receivers and bytes of a line, along which senders and receivers both have consecutive stretches."""
+    holders = np.array(demands.sets[demands.holders[line]], np.int64)
     first = int(demands.cut_first[line])
     last = first + len(holders)
     cuts = demands.cuts[first : last + 1]
     receivers, ends = _lay_out_receivers(demands, line, blocks)
-    # Between two neighbouring borders of either kind there is one sender and one receiver. Of several stretches that
-    # begin at one place all but the last are empty.
-    every_border = np.concatenate((cuts, ends))
-    borders = np.unique(every_border)
+    # Between two neighboring borders of either kind there is one sender and one receiver. If several stretches begin at
+    # the same border, all except the last are empty, so searching from the right finds the last.
+    borders = np.unique(np.concatenate((cuts, ends)))
     starts = borders[:-1]
     sender = cuts.searchsorted(starts, "right") - 1
     receiver = ends.searchsorted(starts, "right") - 1
@@ -221,7 +209,7 @@ def _pair_line(demands: Demands, line: int, blocks: range) -> tuple[Ints, Ints, 
 
 
 def _lay_out_receivers(demands: Demands, line: int, blocks: range) -> tuple[Ints, Ints]:
-    """The receivers of a line, block by block, and where each one's bytes begin; at last where all end."""
+    """The receivers of a line, block by block, and the borders between their bytes, including both ends."""
     receivers: list[int] = []
     end = 0
     ends = [end]
@@ -235,28 +223,24 @@ def _lay_out_receivers(demands: Demands, line: int, blocks: range) -> tuple[Ints
 
 
 def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tuple[RankGroup, ...]:
-    """The ranks, ascending, in at most so many groups."""
+    """The ranks, ascending, in at most `most` groups."""
     nodes = [sorted(ranks)]
     if where is not None:
         by_node = where.nodes(ranks)
         nodes = [list(members) for members in by_node.values()]
-    divide = _join_nodes if len(nodes) > most else _chop_nodes
+    divide = _merge_nodes if len(nodes) > most else _split_nodes
     parts = divide(nodes, most)
     return tuple(_make_group(part, where) for part in parts)
 
 
-def _join_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
-    """Groups of as many nodes each."""
+def _merge_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
+    """At most `most` groups of equally many nodes."""
     each = -(-len(nodes) // most)
-    groups = []
-    for several in _chop(nodes, each):
-        ranks = itertools.chain.from_iterable(several)
-        groups.append(list(ranks))
-    return groups
+    return [list(itertools.chain.from_iterable(several)) for several in _chop(nodes, each)]
 
 
-def _chop_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
-    """Groups of as many ranks each, of one node, as few as it takes."""
+def _split_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
+    """At most `most` groups, each of ranks of one node, equally large and as small as possible."""
     size = 1
     while _count_parts(nodes, size) > most:
         size += 1
@@ -267,7 +251,7 @@ def _chop_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
 
 
 def _count_parts(nodes: list[list[int]], size: int) -> int:
-    """How many groups of so many ranks each, of one node, there are."""
+    """The number of groups if each has at most `size` ranks of one node."""
     counts = [-(-len(node) // size) for node in nodes]
     return sum(counts)
 
@@ -279,7 +263,7 @@ def _chop(values: list[_T], size: int) -> list[list[_T]]:
 
 
 def _make_group(ranks: Sequence[int], where: Topology | None) -> RankGroup:
-    """These ranks as a row or a column."""
+    """The group of these ranks, with their node if they share one."""
     if where is None:
         return RankGroup(tuple(ranks))
     first = where.node(ranks[0])

@@ -1,15 +1,15 @@
 """Chrome: traces as files in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-1. A place is a process, a track is a thread, and a span is an event of phase "X"; times are microseconds
-   with three decimals. What is measured of a rank stands above its model.
-2. A link of two spans is drawn as an arrow, from the end at which bytes leave to the one at which they arrive.
-3. What the format has no word for (clock and votes) stands under "shardmath".
-4. `read` takes what `write` has written, and refuses anything else.
+1. A place is a process, a track is a thread, and a span is an event of phase "X"; times are microseconds with three
+   decimals. A measured rank stands above its model.
+2. A link between two spans is drawn as an arrow from the sending end to the receiving end.
+3. The key "shardmath" has data that the format cannot express: the clock and the votes.
+4. `read` accepts only files that `write` wrote.
 
 The format is Google's "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU),
-as Perfetto reads it (src/trace_processor/importers/json): it stops at the first key beside the events that it does not
-know, so that ours come last; it names threads by their number alone, so that no two places have a number in common;
-and arrows have integers for names.
+as Perfetto reads it (src/trace_processor/importers/json). Perfetto stops at the first unknown key next to the events,
+so our key comes last. It identifies threads only by number, so numbers are unique across places. Arrows are identified
+by integers.
 
 >>> span = Span(Place(3), "moves", "move 1", 0.5e-3, 1e-3)
 >>> print(spell(Trace((span,))))
@@ -40,21 +40,21 @@ __all__ = ["read", "spell", "write", "write_text"]
 VERSION = 1
 
 MODELLED = 1 << 30
-"""Added to a rank for the number of its model's process: numbers of processes have 31 bits, ranks at most 24."""
+"""Added to a rank to number its model's process: numbers of processes have 31 bits, ranks at most 24."""
 
 FIRST_THREAD = 1 << 29
-"""The number of the first track: one of a process's own number is taken for its main thread, and put first."""
+"""The number of the first track: a thread with its process's number would be shown first, as the main thread."""
 
 DECIMALS = 3
-"""Of microseconds."""
+"""Decimals of times in microseconds."""
 
 LINK = "link"
 
 LINK_BYTES = 6
-"""Of the numbers of links: JavaScript's integers have 53 bits."""
+"""Bytes of the numbers of links: JavaScript's integers have 53 bits."""
 
 LEAST_US = 0.001
-"""Before the end of a span, so as to be in it."""
+"""Microseconds before the end of a span at which an arrow ends, so as to be inside the span."""
 
 Event: TypeAlias = dict[str, Any]
 
@@ -63,12 +63,12 @@ _Numbers: TypeAlias = dict[tuple[Place, str], int]
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace to a file. Raises ShardError where that cannot be."""
+    """Write the trace to a file. Raises ShardError if the file cannot be written."""
     write_text(spell(trace), path)
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write the text to a file. Raises ShardError where that cannot be."""
+    """Write the text to a file. Raises ShardError if the file cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -82,28 +82,28 @@ def spell(trace: Trace) -> str:
     events = [*_name_places(numbers)]
     for span in trace.spans:
         events += _make_events(span, numbers)
-    rows = ",\n".join(map(_spell, events))
-    told = _spell(_tell(trace))
-    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n],"shardmath":{told}}}'
+    rows = ",\n".join(map(_to_json, events))
+    metadata = _to_json(_make_metadata(trace))
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{rows}\n],"shardmath":{metadata}}}'
 
 
-def _spell(value: object) -> str:
+def _to_json(value: object) -> str:
     """The value as JSON on one line."""
     return json.dumps(value, separators=(",", ":"))
 
 
-def _tell(trace: Trace) -> Event:
-    """What is to be known of the trace besides its events."""
-    told: Event = {"version": VERSION, "left_out": trace.left_out}
+def _make_metadata(trace: Trace) -> Event:
+    """The version, the clock and the count of left-out calls."""
+    metadata: Event = {"version": VERSION, "left_out": trace.left_out}
     clock = trace.clock
     if clock is not None:
         votes = [[vote.name, round(vote.at_s * 1e9)] for vote in clock.votes]
-        told["clock"] = [clock.rank, clock.machine, clock.began_ns, votes]
-    return told
+        metadata["clock"] = [clock.rank, clock.machine, clock.began_ns, votes]
+    return metadata
 
 
 def _number_tracks(trace: Trace) -> _Numbers:
-    """Threads by track, in the order in which tracks first appear."""
+    """The thread number of each track, in the order in which tracks first appear."""
     tracks = dict.fromkeys((span.place, span.track) for span in trace.spans)
     return {track: number for number, track in enumerate(tracks, FIRST_THREAD)}
 
@@ -113,7 +113,7 @@ def _find_process(place: Place) -> int:
 
 
 def _name_places(numbers: _Numbers) -> Iterator[Event]:
-    """What names places and tracks, and puts them in order."""
+    """Events that name places and tracks, and set their order."""
     named = set()
     for (place, track), number in numbers.items():
         process = {"ph": "M", "pid": _find_process(place)}
@@ -131,40 +131,36 @@ def _make_names(where: Event, what: str, name: str, order: int) -> Iterator[Even
 
 
 def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
-    """The event of a span, and its end of an arrow."""
-    process = _find_process(span.place)
-    thread = numbers[span.place, span.track]
-    where = {"pid": process, "tid": thread}
+    """The event of a span, and the event of its end of an arrow if it has a link."""
+    where = {"pid": _find_process(span.place), "tid": numbers[span.place, span.track]}
     about = dict(span.about)
     if span.link:
         about[LINK] = span.link
     begin = _count_us(span.begin_s)
-    # The end is rounded, not the duration: no span ends later than the next begins.
+    # Round the end, not the duration, so that no span ends later than the next one begins.
     end = _count_us(span.end_s)
-    lasting = round(end - begin, DECIMALS)
+    duration = round(end - begin, DECIMALS)
     yield {
         "ph": "X",
         **where,
         "name": span.name,
         "cat": "model" if span.place.is_model else "rank",
         "ts": begin,
-        "dur": lasting,
+        "dur": duration,
         "args": about,
     }
     if span.link:
-        yield {**_make_arrow(span, begin, lasting), **where}
+        yield {**_make_arrow(span, begin, duration), **where}
 
 
-def _make_arrow(span: Span, begin: float, lasting: float) -> Event:
-    """The end of an arrow, which is bound to the span that is there at its time."""
-    text = span.link.encode()
-    known = blake2b(text, digest_size=LINK_BYTES).digest()
-    number = int.from_bytes(known)
-    arrow: Event = {"name": "message", "cat": LINK, "id": number}
+def _make_arrow(span: Span, begin: float, duration: float) -> Event:
+    """An end of an arrow, which Perfetto binds to the span at the same time."""
+    link_digest = blake2b(span.link.encode(), digest_size=LINK_BYTES).digest()
+    arrow: Event = {"name": "message", "cat": LINK, "id": int.from_bytes(link_digest)}
     if span.track.startswith("to "):
         return {"ph": "s", "ts": begin, **arrow}
-    # A receive is posted before its message is sent, and an arrow goes forward in time.
-    inside = max(lasting - LEAST_US, 0)
+    # A receive may be posted before its message is sent, but an arrow must go forward in time.
+    inside = max(duration - LEAST_US, 0)
     last = round(begin + inside, DECIMALS)
     return {"ph": "f", "bp": "e", "ts": last, **arrow}
 
@@ -177,7 +173,7 @@ def _count_us(seconds: float) -> float:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a file that `write` wrote. Raises ShardError for any other."""
+    """Read a trace that `write` wrote. Raises ShardError for any other file."""
     name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:
@@ -189,16 +185,16 @@ def read(path: str | os.PathLike[str]) -> Trace:
     except ShardError:
         raise
     except BROKEN as error:
-        what = f"{name} is no trace that shardmath has written"
+        what = f"{name} is not a trace that shardmath wrote"
         why = word_error(error)
         raise ShardError(f"{what} ({why}); give what smt.trace wrote") from error
 
 
 def _parse(given: Any) -> Trace:
-    """The trace. Raises anything for what is none."""
-    told = given["shardmath"]
-    if told["version"] != VERSION:
-        what = f"the trace is of version {told['version']!r}, this reads {VERSION}"
+    """The trace. Raises an exception of any class for anything that `write` does not write."""
+    metadata = given["shardmath"]
+    if metadata["version"] != VERSION:
+        what = f"the trace is of version {metadata['version']!r}, this reads {VERSION}"
         raise ShardError(f"{what}; read it by the shardmath that wrote it")
     places: dict[int, Place] = {}
     tracks: dict[tuple[int, int], str] = {}
@@ -209,7 +205,7 @@ def _parse(given: Any) -> Trace:
             _note_name(event, places, tracks)
         elif kind == "X":
             spans.append(_read_span(event, places, tracks))
-    return Trace(tuple(spans), _read_clock(told), _check_count(told["left_out"]))
+    return Trace(tuple(spans), _read_clock(metadata), _check_count(metadata["left_out"]))
 
 
 def _note_name(event: Event, places: dict[int, Place], tracks: dict[tuple[int, int], str]) -> None:
@@ -238,15 +234,12 @@ def _read_span(
     return Span(place, track, _check_text(event["name"]), begin, seconds, about, link)
 
 
-def _read_clock(told: Event) -> Clock | None:
-    if "clock" not in told:
+def _read_clock(metadata: Event) -> Clock | None:
+    if "clock" not in metadata:
         return None
-    rank, machine, began_ns, votes = told["clock"]
-    heard = []
-    for name, at_ns in votes:
-        vote = Vote(_check_text(name), _check_int(at_ns) / 1e9)
-        heard.append(vote)
-    return Clock(_check_count(rank), _check_text(machine), _check_int(began_ns), tuple(heard))
+    rank, machine, began_ns, pairs = metadata["clock"]
+    votes = tuple(Vote(_check_text(name), _check_int(at_ns) / 1e9) for name, at_ns in pairs)
+    return Clock(_check_count(rank), _check_text(machine), _check_int(began_ns), votes)
 
 
 def _check_text(value: object) -> str:

@@ -1,10 +1,10 @@
 """Merging: traces of several ranks as one, their clocks aligned.
 
-1. Ranks of one machine have one clock, which is left alone.
-2. Ranks of several machines took part in votes, and all leave a vote at about the same time, when they have heard the
-   last one. So a machine's clock is moved by the median of how much later than the others its ranks say that they left
-   the votes that they had in common. That is right but for the time of a message.
-3. Machines without a vote in common keep the time of day that they had.
+1. Ranks of one machine share a clock, so their times are not changed relative to each other.
+2. All ranks leave a vote at about the same time, when they have received the last rank's vote. So a machine's clock is
+   shifted by the median difference between the times at which its ranks and others left their common votes. The
+   remaining error is about the time of a message.
+3. Machines without a common vote keep their time of day.
 
 >>> from shardmath.display.traces.spans import Place, Vote
 >>> def rank(number: int, machine: str, voted_s: float) -> Trace:
@@ -26,23 +26,23 @@ from shardmath.display.traces.spans import Clock, Span, Trace
 __all__ = ["merge"]
 
 _Votes: TypeAlias = Mapping[str, Sequence[int]]
-"""Of one machine: when its ranks left each vote, in nanoseconds since 1970 as it counts them."""
+"""The times at which a machine's ranks left each vote, by vote name, in nanoseconds since 1970 on its clock."""
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """The traces of several ranks as one, which begins with its first span.
+    """Merge the traces of several ranks into one, which begins with its first span.
 
-    Raises ShardError for a trace without a clock, as one that was merged already, and for two of one rank.
+    Raises ShardError for a trace without a clock, such as a merged trace, and for two traces of one rank.
     """
     given = list(traces)
     clocks = [_find_clock(trace) for trace in given]
     _check_ranks(clocks)
     ahead = _align(clocks)
     begins = [clock.began_ns - ahead[clock.machine] for clock in clocks]
-    # Seconds since 1970 leave a float no room for nanoseconds.
+    # Subtract as integers: a float of seconds since 1970 has no room for nanoseconds.
     first = min(begins, default=0)
     spans: list[Span] = []
-    in_order = sorted(zip(clocks, begins, given, strict=True), key=lambda one: one[0].rank)
+    in_order = sorted(zip(clocks, begins, given, strict=True), key=lambda item: item[0].rank)
     for _, begin, trace in in_order:
         spans += _shift(trace.spans, (begin - first) / 1e9)
     left_out = sum(trace.left_out for trace in given)
@@ -50,19 +50,19 @@ def merge(traces: Iterable[Trace]) -> Trace:
 
 
 def _begin_at_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans so much later or earlier that the first begins at 0 s."""
+    """The spans shifted so that the first begins at 0 s."""
     earliest = min((span.begin_s for span in spans), default=0.0)
     return tuple(_shift(spans, -earliest))
 
 
 def _shift(spans: Iterable[Span], later: float) -> Iterator[Span]:
-    """The spans so many seconds later."""
+    """The spans, `later` seconds later."""
     for span in spans:
         yield span._replace(begin_s=span.begin_s + later)
 
 
 def _find_clock(trace: Trace) -> Clock:
-    """The trace's clock. Raises ShardError where it has none."""
+    """The trace's clock. Raises ShardError if it has none."""
     if trace.clock is None:
         what = f"a trace without a clock ({trace}) cannot be merged"
         raise ShardError(f"{what}; give those that smt.trace wrote, each once")
@@ -70,7 +70,7 @@ def _find_clock(trace: Trace) -> Clock:
 
 
 def _check_ranks(clocks: Sequence[Clock]) -> None:
-    """Raise ShardError where two are of one rank."""
+    """Raise ShardError if two clocks are of one rank."""
     seen = set()
     for clock in clocks:
         if clock.rank in seen:
@@ -80,16 +80,17 @@ def _check_ranks(clocks: Sequence[Clock]) -> None:
 
 
 def _align(clocks: Sequence[Clock]) -> dict[str, int]:
-    """By machine, how many nanoseconds its clock is ahead of that of the first rank."""
+    """The nanoseconds by which each machine's clock is ahead of the first rank's clock."""
     machines = _gather_votes(clocks)
     waiting = list(machines)
     ahead: dict[str, int] = {}
     while waiting:
-        # One that has voted with those that are aligned; the first rank's to begin with.
+        # Align a machine that shares a vote with aligned ones; if none does, the first one keeps its time.
         for machine in waiting:
-            found = _compare(machines[machine], [(machines[one], ahead[one]) for one in ahead])
-            if found:
-                ahead[machine] = round(statistics.median(found))
+            aligned = [(machines[other], ahead[other]) for other in ahead]
+            differences = _compare_votes(machines[machine], aligned)
+            if differences:
+                ahead[machine] = round(statistics.median(differences))
                 break
         else:
             machine = waiting[0]
@@ -99,7 +100,7 @@ def _align(clocks: Sequence[Clock]) -> dict[str, int]:
 
 
 def _gather_votes(clocks: Sequence[Clock]) -> dict[str, _Votes]:
-    """The votes of each machine, that of the first rank first."""
+    """The votes of each machine; the first rank's machine comes first."""
     machines: dict[str, dict[str, list[int]]] = {}
     for clock in sorted(clocks, key=lambda clock: clock.rank):
         votes = machines.setdefault(clock.machine, {})
@@ -109,13 +110,16 @@ def _gather_votes(clocks: Sequence[Clock]) -> dict[str, _Votes]:
     return dict(machines)
 
 
-def _compare(mine: _Votes, others: Sequence[tuple[_Votes, int]]) -> list[int]:
-    """How much later than others' ranks, of whose clocks one knows how far they are ahead, ours say that they left."""
-    found = []
-    for theirs, ahead in others:
-        for name in mine.keys() & theirs.keys():
-            # The medians of each: of ranks that were late to notice there may be several.
-            here = statistics.median(mine[name])
-            there = statistics.median(theirs[name])
-            found.append(round(here - there) + ahead)
-    return found
+def _compare_votes(votes: _Votes, aligned: Sequence[tuple[_Votes, int]]) -> list[int]:
+    """The nanoseconds by which a machine is ahead, by each vote in common with an aligned machine.
+
+    `aligned` has the other machines' votes, and by how much their clocks are ahead.
+    """
+    differences = []
+    for other_votes, other_ahead in aligned:
+        for name in votes.keys() & other_votes.keys():
+            # Medians, because several ranks may have noticed the end of a vote late.
+            left = statistics.median(votes[name])
+            other_left = statistics.median(other_votes[name])
+            differences.append(round(left - other_left) + other_ahead)
+    return differences

@@ -1,10 +1,9 @@
-"""Model: what a program does, in the times of its model.
+"""Model: the timeline of a program in its cost model.
 
-1. The model is that of `certify`: a round is as long as its fullest link takes, and one latency; rounds follow each
-   other.
+1. The cost model is `certify`'s: a round lasts one latency plus the time of its fullest link; rounds follow each other.
 2. In a round, messages that share a link go one after the other at the link's full rate, in the order in which the rank
-   posts them. What is left of the round is waiting for other ranks' links.
-3. A plan is taken as `certify` takes it: each transfer from its own sender, in one round per addend.
+   posts them. For the rest of the round the rank waits for other ranks' links.
+3. A plan is modeled as in `certify`: each transfer from its own sender, in one round per addend.
 
 >>> from shardmath import Layout, Mesh, Topology, certify, plan
 >>> p = plan(Layout((1 << 20,), Mesh(tp=2), "(tp n)"), Layout((1 << 20,), Mesh(tp=2, ranks=(2, 3)), "(tp n)"))
@@ -45,16 +44,16 @@ from shardmath.plans.programs.program import Program
 __all__ = ["model"]
 
 _Times: TypeAlias = NDArray[np.float64]
-"""By phase, slot and turn, from when to when."""
+"""(begin, end) in seconds, indexed by phase, slot and turn."""
 
 
 def model(
     plan: Plan | Program, *, topology: Topology | None = None, ranks: Iterable[int] | None = None
 ) -> Trace:
-    """What the ranks (default: all) do when `plan` is compiled, and when, in seconds from where its first round begins.
+    """The modeled timeline of the ranks (default: all) that run `plan`, in seconds from the start of its first round.
 
-    A program runs on its own topology, a plan on the one given, or its own. Raises PlanError as `certify` does, and for
-    what is not a rank.
+    A program runs on its own topology; a plan runs on `topology`, by default its own. Raises PlanError as `certify`
+    does, and for anything but ranks.
     """
     prog = find_running(plan, topology)
     times = time_rounds(prog.topology, sum_round_loads(prog))
@@ -68,7 +67,7 @@ def model(
 
 
 def _list_ranks(given: Iterable[int]) -> list[int]:
-    """The ranks. Raises PlanError for what is none."""
+    """The ranks, ascending and distinct. Raises PlanError for anything else."""
     chosen = set()
     for rank in listed(given, "ranks", PlanError):
         number = as_integer(rank, "a rank", PlanError)
@@ -79,14 +78,13 @@ def _list_ranks(given: Iterable[int]) -> list[int]:
 def _draw_rounds(
     rank: int, rounds: Sequence[Round], times: _Times, where: Topology
 ) -> Iterator[Span]:
-    """The rounds in which the rank sends or receives; each says the size of the nodes, which may be assumed."""
+    """The rounds in which the rank sends or receives, with the size of the nodes, which may be assumed."""
     place = Place(rank, is_model=True)
     about = {"ranks per node": where.ranks_per_node}
-    for one in rounds:
-        if one.sends or one.receives:
-            begin, end = times[one.step].tolist()
-            name = name_step(one.step)
-            yield Span(place, "rounds", name, begin, end - begin, about)
+    for turn in rounds:
+        if turn.sends or turn.receives:
+            begin, end = times[turn.step].tolist()
+            yield Span(place, "rounds", name_step(turn.step), begin, end - begin, about)
 
 
 def _draw_messages(
@@ -94,11 +92,11 @@ def _draw_messages(
 ) -> Iterator[Span]:
     """The messages of the rank, at the rate of its links."""
     place = Place(rank, is_model=True)
-    for one in rounds:
-        begin, _ = times[one.step].tolist()
-        # Seconds for which each link has been busy: (to another node, outgoing).
+    for turn in rounds:
+        begin, _ = times[turn.step].tolist()
+        # Seconds for which each link has been busy, by (to another node, outgoing).
         busy: dict[tuple[bool, bool], float] = {}
-        for message in (*one.sends, *one.receives):
+        for message in (*turn.sends, *turn.receives):
             is_far = where.node(message.src_rank) != where.node(message.dst_rank)
             link = is_far, message.src_rank == rank
             before = busy.get(link, 0.0)
@@ -117,10 +115,10 @@ def _draw_message(place: Place, message: Message, begin: float, lasting: float) 
 
 
 def _sort_tracks(spans: Iterable[Span]) -> list[Span]:
-    """The spans, track by track: those with one peer beside each other."""
+    """The spans sorted by peer, and then by direction."""
 
     def find_peer(span: Span) -> tuple[int, str]:
-        way, _, peer = span.track.partition(" ")
-        return int(peer), way
+        direction, _, peer = span.track.partition(" ")
+        return int(peer), direction
 
     return sorted(spans, key=find_peer)

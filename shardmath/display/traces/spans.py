@@ -1,9 +1,9 @@
-"""Spans: what takes time on a rank, and traces made of it.
+"""Spans: intervals of a rank's work, and traces made of them.
 
-1. A span is on a **track** of a **place**: a rank as it was measured, or as the model has it. Spans of
-   one track follow each other, so that every track reads from left to right.
+1. A span is on a **track** of a **place**: a measured rank, or a rank in the model. Spans of one track do not overlap,
+   so that every track reads from left to right.
 2. A message is on the tracks of both its ends, "to 3" and "from 0", under one **link**.
-3. Times are seconds from where the trace begins, which a `Clock` says.
+3. Times are seconds from the beginning of the trace, which a `Clock` records.
 
 >>> from shardmath.plans.programs.messages import make_message
 >>> message = make_message((0, 0, 0), 0, 3, 1, ())
@@ -25,19 +25,19 @@ from shardmath.plans.programs.messages import Message, Step
 __all__ = ["Clock", "Place", "Span", "Trace", "Vote", "describe_message", "name_step", "name_track"]
 
 About: TypeAlias = Mapping[str, object]
-"""What is told of a span: values that JSON has."""
+"""Details of a span, by name: values that JSON can express."""
 
 TOLERANCE_S = 2e-9
-"""By which spans may seem to overlap: files have whole nanoseconds."""
+"""Seconds by which spans may seem to overlap: files have whole nanoseconds."""
 
 ROUNDING = 1e-9
-"""By what share of a time, since times are sums of many."""
+"""Share of a time by which spans may seem to overlap, since times are sums with rounding errors."""
 
 NOTHING: About = {}
 
 
 class Place(NamedTuple):
-    """A rank as it was measured, or as the model has it."""
+    """A measured rank, or a rank in the model."""
 
     rank: int
     is_model: bool = False
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something on a track that begins at `begin_s` and lasts `seconds`; a message has its `link` at both ends."""
+    """An interval of work on a track: `seconds` from `begin_s` on; a message has the same `link` at both ends."""
 
     place: Place
     track: str
@@ -59,12 +59,12 @@ class Span(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """When it is over."""
+        """The time at which the span ends."""
         return self.begin_s + self.seconds
 
 
 class Vote(NamedTuple):
-    """A vote by a name that all its ranks have for it, and when this one had heard all others."""
+    """A vote, with the same name on all its ranks, and the time at which this rank had received all others."""
 
     name: str
     at_s: float
@@ -72,9 +72,9 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The clock of a measured rank: when its trace began, in nanoseconds since 1970, and its votes.
+    """The clock of a measured rank: the beginning of its trace, in nanoseconds since 1970, and its votes.
 
-    Ranks of one `machine` have one clock.
+    Ranks of one `machine` share a clock.
     """
 
     rank: int
@@ -85,9 +85,9 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Spans from one beginning on; `clock` is that of the rank that measured them, None for several and for a model.
+    """Spans with a common beginning; `clock` is the measuring rank's clock, None for several ranks and for a model.
 
-    `left_out` counts calls that there was no room for. Raises ShardError for spans of one track that overlap.
+    `left_out` counts calls for which there was no room. Raises ShardError for overlapping spans of one track.
     """
 
     spans: tuple[Span, ...]
@@ -95,12 +95,12 @@ class Trace:
     left_out: int = 0
 
     def __post_init__(self) -> None:
-        for before, after in _list_neighbours(self.spans):
+        for before, after in _pair_successive(self.spans):
             room = max(TOLERANCE_S, ROUNDING * abs(before.end_s))
             if after.begin_s < before.end_s - room:
                 what = f"{after.name!r} begins before {before.name!r} ends"
                 where = f"track {after.track!r} of {after.place}"
-                raise ShardError(f"{what}, both on {where}; give each a track of its own")
+                raise ShardError(f"{what}, both on {where}; give each its own track")
 
     def __str__(self) -> str:
         places = {span.place for span in self.spans}
@@ -109,8 +109,8 @@ class Trace:
         return f"{spans} of {plural(places, 'place')} in {ends:.6f} s"
 
 
-def _list_neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
-    """Spans of one track, each with the one after it."""
+def _pair_successive(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
+    """Each span with the next span on its track."""
     tracks: dict[tuple[Place, str], list[Span]] = {}
     for span in spans:
         tracks.setdefault((span.place, span.track), []).append(span)
@@ -120,20 +120,20 @@ def _list_neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
 
 
 def name_track(message: Message, rank: int) -> str:
-    """The track of a message on the rank, one of its two ends."""
+    """The track of a message on `rank`, its sender or its receiver."""
     if rank == message.src_rank:
         return f"to {message.dst_rank}"
     return f"from {message.src_rank}"
 
 
 def name_step(step: Step) -> str:
-    """The round of a step."""
+    """The round of a step in words."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 
 
 def describe_message(message: Message) -> dict[str, object]:
-    """What is told of a message."""
+    """The details of a message's span."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),

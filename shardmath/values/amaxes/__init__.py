@@ -1,10 +1,10 @@
-"""Amaxes: ranks that cut blocks quantise their own parts, exactly as the whole tensor would be.
+"""Amaxes: ranks whose cuts divide blocks quantize their parts, bit for bit as if from the whole tensor.
 
 In reading order:
 
-- `parts`: what a rank holds, and the blocks that it touches;
-- `slots`: which amaxes travel, and who needs them;
-- `amaxes`: what ranks measure, send and make.
+- `parts`: the positions that a rank holds, and the blocks that they touch;
+- `slots`: the amaxes that travel, and the ranks that need them;
+- `amaxes`: measuring amaxes, sending them, and quantizing with them.
 """
 
 from shardmath.values.amaxes.amaxes import Amaxes, plan_amaxes

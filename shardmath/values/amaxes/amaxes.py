@@ -1,14 +1,14 @@
-"""Amaxes: what ranks that cut blocks measure, send each other, and make.
+"""Amaxes: how ranks measure the amaxes of blocks that they cut, exchange them, and quantize their parts.
 
-    measure   of its own part, the amax of each block that a rank touches
-    send      those of blocks that some rank cuts: its slots
-    settle    the largest of all slots of a block that it cuts, which is the block's amax
-    cast      its own part: data, and scales of all blocks that it touches
+    measure   the amax of each block that the rank touches, within its own part
+    send      the amaxes of blocks that some rank cuts: the rank's slots
+    settle    the amax of each block: the largest of its slots if the rank cuts the block
+    cast      the rank's part: its data, and the scales of all blocks that it touches
 
-1. The largest of floats is exact in any order, so parts are those of the whole tensor's data and scales, to the bit.
-2. What travels is a plan like any other, without reductions: it can be proved, and merged with those of other tensors.
-   It is 4 bytes for each slot that a rank receives and does not have. Of what nobody cuts nothing travels.
-3. A whole channel or tensor is a block as well. NVFP4 needs the amax of all of the tensor, too: a slot more per part.
+1. The largest of floats is exact in any order, so results are slices of the whole tensor's data and scales, to the bit.
+2. Slots travel by an ordinary plan without reductions, which can be proved, and merged with those of other tensors: 4
+   bytes for each slot that a rank receives and does not have. Nothing travels for blocks that no rank cuts.
+3. A whole channel or tensor is a block as well. NVFP4 also needs the whole tensor's amax: one more slot per part.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.mxfp8 import MXFP8
@@ -62,13 +62,13 @@ from shardmath.values.transforms.packing import pack
 __all__ = ["Amaxes", "AmaxPiece", "plan_amaxes"]
 
 WHOLE = Blocks((), others=None)
-"""The one block that all of a tensor is."""
+"""The block that is the whole tensor."""
 
 
-class _Place(NamedTuple):
-    """A part, how many blocks it touches in each dimension, and its share in the slots of each kind of block.
+class _RankPart(NamedTuple):
+    """A rank's part, how many blocks it touches in each dimension, and its share in the slots of each kind of block.
 
-    The first kind are those of the scales; the second is the whole tensor, where its amax is needed.
+    The first kind are the blocks of the scales; the second is the whole tensor, if its amax is needed.
     """
 
     part: PartStretches
@@ -77,10 +77,10 @@ class _Place(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of a rank's part, which can be quantised alone where the amaxes of its blocks are known.
+    """A box of a rank's part, which can be quantized separately once the amaxes of its blocks are known.
 
-    `there` is where it is in the tensor, `here` in what the rank holds of it, packed; `blocks` where its blocks are
-    among those that the rank touches, and `targets` where its data and scales are in those of the rank.
+    `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
+    the rank touches, and `targets` its data and scales in the rank's.
     """
 
     there: Box
@@ -92,10 +92,10 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """How ranks that cut blocks of a tensor quantise their parts; made by `plan_amaxes`.
+    """How ranks that cut blocks of a tensor quantize their parts; made by `plan_amaxes`.
 
-    `src` and `dst` are the sides of what travels, by the tensor's `name`, and of no tensor where no block is cut.
-    `layouts` are those of data and scales: the scale of a block is on every rank that holds some of it.
+    `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
+    are those of data and scales: the scale of a block is on every rank that holds some of it.
     """
 
     format: Format
@@ -104,10 +104,10 @@ class Amaxes:
     src: Side = field(repr=False, compare=False)
     dst: Side = field(repr=False, compare=False)
     layouts: tuple[Layout, ...] = field(repr=False, compare=False)
-    _places: Mapping[int, _Place] = field(repr=False, compare=False)
+    _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """The amax of each block that the rank touches, of its own part `x`, a local float32 array of the layout.
+        """The amax of each block that the rank touches, within its part `x`, a local float32 array of the layout.
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
@@ -115,100 +115,93 @@ class Amaxes:
         known = self.find_known(rank)
         if known is not None:
             return known
-        out = np.zeros(self._find_place(rank).shape, np.float32)
+        out = np.zeros(self._find_part(rank).shape, np.float32)
         for piece in self.list_pieces(rank):
             values = packed[piece.here]
-            found = self.format.amax(values, piece.there, self.layout.shape)
+            amax = self.format.amax(values, piece.there, self.layout.shape)
             # Two pieces may have parts of one block.
-            out[piece.blocks] = np.maximum(out[piece.blocks], found)
+            out[piece.blocks] = np.maximum(out[piece.blocks], amax)
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """The amax of each block that the rank touches, where the format says it; None where it is to be measured."""
-        shape = self._find_place(rank).shape
+        """The amax of each block that the rank touches, if the format knows it; None if it must be measured."""
+        shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """The boxes of which the rank's part is made, for those who measure and cast by other means than these."""
-        part = self._find_place(rank).part
+        """The boxes of the rank's part, for backends that measure and cast with their own kernels."""
+        part = self._find_part(rank).part
         shape = self.layout.shape
-        scales = self.format.blocks
-        kinds = [scales, *(one.blocks for one in self.format.parts)]
+        scale_blocks = self.format.blocks
+        kinds = [scale_blocks, *(array.blocks for array in self.format.parts)]
         grids = [touch(part, blocks, shape) for blocks in kinds]
-        sizes = scales.per_dimension(len(shape))
+        sizes = scale_blocks.per_dimension(len(shape))
         for there, here in part.boxes(sizes):
-            found = []
+            located = []
             for blocks, grid in zip(kinds, grids, strict=True):
                 window = make_window(blocks, there, shape)
-                own = grid.locate(window.cover)
-                found.append(own)
-            first, *others = found
-            yield AmaxPiece(there, here, first, tuple(others))
+                located.append(grid.locate(window.cover))
+            first, *targets = located
+            yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """What the rank sends of what it has measured, by local name. Raises PlanError."""
-        place = self._find_place(rank)
-        _check_like(own, place.shape, f"rank {rank}: what it has measured")
-        told = []
-        for share, amaxes in _pair(place, own):
-            slots = amaxes.reshape(-1)[share.sources]
-            told.append(slots)
-        sent = {}
-        for key in self.list_local("source", rank):
-            sent[key] = np.concatenate(told)
-        return sent
+        """The slots that the rank sends, by local name, given its measured amaxes `own`. Raises PlanError."""
+        part = self._find_part(rank)
+        _check_like(own, part.shape, f"rank {rank}: what it has measured")
+        slots = [amaxes.reshape(-1)[share.sources] for share, amaxes in _pair_kinds(part, own)]
+        return {key: np.concatenate(slots) for key in self.list_local("source", rank)}
 
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """The format to go on with, which knows the tensor's amax if it needs it, and the amax of each touched block.
+        """The format to cast with, which knows the tensor's amax if it needs it, and the amax of each touched block.
 
-        `own` is what the rank has measured, `arrived` what it has received, by local name. Raises PlanError.
+        `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
-        place = self._find_place(rank)
-        _check_like(own, place.shape, f"rank {rank}: what it has measured")
+        part = self._find_part(rank)
+        _check_like(own, part.shape, f"rank {rank}: what it has measured")
         row = self._find_arrived(rank, arrived)
         settled = []
-        at = 0
-        for share, amaxes in _pair(place, own):
-            behind = at + len(share.received)
-            slots = row[at:behind]
-            largest = _take_largest(amaxes, share, slots)
-            settled.append(largest)
-            at = behind
-        amax, *of_all = settled or [own]
-        return _tell(self.format, of_all), amax
+        begin = 0
+        for share, amaxes in _pair_kinds(part, own):
+            end = begin + len(share.received)
+            settled.append(_take_largest(amaxes, share, row[begin:end]))
+            begin = end
+        amax, *tensor_amaxes = settled or [own]
+        return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """Data and scales of all blocks that the rank touches, as `layouts` have them, of what `settle` gives.
+        """The rank's data and the scales of all blocks that it touches, as `layouts` have them.
 
-        They are what the rank would have of the whole tensor's. Raises PlanError.
+        `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
+        PlanError.
         """
-        place = self._find_place(rank)
+        part = self._find_part(rank)
         packed = self._read(rank, x)
-        _check_like(amax, place.shape, f"rank {rank}: amaxes")
+        _check_like(amax, part.shape, f"rank {rank}: amaxes")
         shape = self.layout.shape
-        made = tuple(_make_empty(layout, rank) for layout in self.layouts)
+        outputs = tuple(_make_empty(layout, rank) for layout in self.layouts)
         for piece in self.list_pieces(rank):
             values = packed[piece.here]
-            own = amax[piece.blocks]
-            parts = format.quantise(values, amax=own, where=piece.there, shape=shape)
-            for out, target, part in zip(made, piece.targets, parts, strict=True):
+            arrays = format.quantise(
+                values, amax=amax[piece.blocks], where=piece.there, shape=shape
+            )
+            for out, target, array in zip(outputs, piece.targets, arrays, strict=True):
                 # Two pieces have the same scale for a block that is in both.
-                out[target] = part
-        return made
+                out[target] = array
+        return outputs
 
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """`settle` and `cast`."""
+        """`settle`, then `cast`."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 
     def list_local(self, end: str, rank: int) -> list[str]:
-        """The local name of the slots that the rank holds at an end, "source" or "destination"; none without any."""
+        """The local name of the rank's slots at an end, "source" or "destination"; empty if the rank has no slots."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []
@@ -216,12 +209,12 @@ class Amaxes:
         return [key for key, _ in windows.locals(self.name, rank)]
 
     def count_blocks(self, rank: int) -> tuple[int, ...]:
-        """How many blocks the rank touches in each dimension: the shape of what it measures."""
-        return self._find_place(rank).shape
+        """The number of blocks that the rank touches in each dimension: the shape of its measured amaxes."""
+        return self._find_part(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:
-        """How many slots the rank holds at an end."""
-        shares = self._find_place(rank).shares
+        """The number of slots that the rank holds at an end."""
+        shares = self._find_part(rank).shares
         if end == "source":
             return sum(len(share.sent) for share in shares)
         return sum(len(share.received) for share in shares)
@@ -237,24 +230,23 @@ class Amaxes:
         _check_like(row, (count,), f"{label(self.name)}rank {rank}: what has arrived")
         return row
 
-    def _find_place(self, rank: int) -> _Place:
-        found = self._places.get(rank)
-        if found is None:
+    def _find_part(self, rank: int) -> _RankPart:
+        part = self._parts.get(rank)
+        if part is None:
             what = f"{label(self.name)}rank {rank} holds nothing under {self.layout}"
-            raise PlanError(f"{what}; its ranks are {sorted(self._places)}")
-        return found
+            raise PlanError(f"{what}; its ranks are {sorted(self._parts)}")
+        return part
 
     def _read(self, rank: int, x: Floats) -> Floats:
-        """What the rank holds, without holes."""
-        self._find_place(rank)
-        expected = self.layout.local_shape(rank)
+        """The rank's local array without holes. Raises PlanError if it does not fit the layout."""
+        self._find_part(rank)
         what = f"{label(self.name)}rank {rank}: the local array"
-        _check_like(x, expected, what)
+        _check_like(x, self.layout.local_shape(rank), what)
         return pack(self.layout, rank, x)
 
 
 def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
-    """Raise PlanError for what is no float32 array of that shape."""
+    """Raise PlanError for anything but a float32 array of that shape."""
     if not isinstance(array, np.ndarray):
         raise PlanError(f"{what} is {type(array).__name__}; pass an array of float32")
     if array.dtype != np.float32:
@@ -263,42 +255,41 @@ def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
         raise PlanError(f"{what} has shape {array.shape}; pass one of {shape}")
 
 
-def _pair(place: _Place, own: Floats) -> Iterator[tuple[Share, Floats]]:
-    """The shares of a part, and the amaxes of its blocks of that kind."""
-    of_all = np.max(own, initial=0, keepdims=True)
-    return zip(place.shares, (own, of_all), strict=False)
+def _pair_kinds(part: _RankPart, own: Floats) -> Iterator[tuple[Share, Floats]]:
+    """The part's share of each kind of block, with its amaxes of that kind; a format may need only the first."""
+    tensor_amax = np.max(own, initial=0, keepdims=True)
+    return zip(part.shares, (own, tensor_amax), strict=False)
 
 
 def _take_largest(amaxes: Floats, share: Share, slots: Floats) -> Floats:
-    """The amaxes of blocks, of which those that the part cuts have these slots."""
+    """The amaxes, raised to the largest of the received slots for blocks that the part cuts."""
     largest = amaxes.copy()
     row = largest.reshape(-1)
     np.maximum.at(row, share.targets, slots)
     return largest
 
 
-def _tell(format: Format, of_all: Sequence[Floats]) -> Format:
-    """The format, told the amax of the whole tensor where that is settled."""
-    for amax in of_all:
-        assert isinstance(format, NVFP4), "of others nobody asks for it"
+def _with_tensor_amax(format: Format, tensor_amaxes: Sequence[Floats]) -> Format:
+    """The format with the whole tensor's amax, if there is one."""
+    for amax in tensor_amaxes:
+        assert isinstance(format, NVFP4), "no other format has a slot for the tensor"
         largest = amax.item()
-        # A tensor with an Inf has the global scale 1, and so has one of this amax, which is finite.
+        # A tensor with an Inf has the global scale 1, and this finite amax gives the same scale.
         known = float(MOST_OF_ALL) if math.isinf(largest) else largest
         format = replace(format, tensor_amax=known)
     return format
 
 
 def _make_empty(layout: Layout, rank: int) -> Array:
-    """Memory for what the rank has of data, or of scales."""
-    shape = layout.local_shape(rank)
-    return np.zeros(shape, numpy_type(layout.dtype))
+    """A zeroed local array of the rank."""
+    return np.zeros(layout.local_shape(rank), numpy_type(layout.dtype))
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """How the ranks of a layout, which may cut blocks, quantise their parts of the tensor `name`.
+    """Plan how the ranks of a layout, which may cut blocks, quantize their parts of the tensor `name`.
 
-    Raises FormatError as `format.layouts` does, for a Partial layout and a byte of two numbers that is cut; PlanError
-    for a tensor without dimensions, and where nobody holds some of a block.
+    Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
+    a tensor without dimensions, and for a block of which ranks hold some positions but not all.
     """
     name = text(name, "the name of a tensor", PlanError)
     _check_given(format, layout, name)
@@ -306,35 +297,31 @@ def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
     kinds = _list_kinds(format)
     for blocks in kinds:
         _check_held(layout, blocks, name)
-    places, size = _place_ranks(format, layout, kinds)
+    parts, size = _divide_ranks(format, layout, kinds)
     sent = {}
     received = {}
-    for rank, place in places.items():
-        own = [share.sent for share in place.shares]
-        wanted = [share.received for share in place.shares]
-        sent[rank] = _join(own)
-        received[rank] = _join(wanted)
+    for rank, part in parts.items():
+        sent[rank] = _concatenate([share.sent for share in part.shares])
+        received[rank] = _concatenate([share.received for share in part.shares])
     src = lay_slots(name, size, sent)
     dst = lay_slots(name, size, received)
-    return Amaxes(format, layout, name, src, dst, layouts, places)
+    return Amaxes(format, layout, name, src, dst, layouts, parts)
 
 
 def _check_given(format: object, layout: object, name: str) -> None:
-    """Raise PlanError for what cannot be quantised."""
+    """Raise PlanError for arguments that cannot be quantized."""
     if not isinstance(format, Format):
         what = f"{shown(format)} is no format"
         raise PlanError(f"{what}; give one such as formats.MXFP8()")
-    fix = "give the layout of the tensor"
-    one = instance(layout, Layout, fix, PlanError)
-    if not one.ndim:
+    checked = instance(layout, Layout, "give the layout of the tensor", PlanError)
+    if not checked.ndim:
         what = f"{label(name)}{layout} has no dimension"
         raise PlanError(f"{what}; numbers alone are not quantised")
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:
-    """The blocks whose amaxes have to be known of all their positions."""
+    """The kinds of blocks whose amaxes ranks have to exchange."""
     if isinstance(format, FP8) and format.tensor_amax is not None:
-        # Everybody knows it.
         return ()
     if isinstance(format, NVFP4) and format.tensor_amax is None:
         return format.blocks, WHOLE
@@ -342,7 +329,7 @@ def _list_kinds(format: Format) -> tuple[Blocks, ...]:
 
 
 def _check_held(layout: Layout, blocks: Blocks, name: str) -> None:
-    """Raise PlanError for a block of which some is held, and some by nobody."""
+    """Raise PlanError for a block of which ranks hold some positions but not all."""
     sizes = blocks.positions(layout.shape)
     for d, size in enumerate(sizes):
         lost = _find_lost(layout.dims[d], size)
@@ -353,7 +340,7 @@ def _check_held(layout: Layout, blocks: Blocks, name: str) -> None:
 
 
 def _find_lost(dim: Dimension, size: int) -> int | None:
-    """A position that nobody holds, where somebody holds another of its block."""
+    """A position that no rank holds although some rank holds another one of its block; None if there is none."""
     is_held = np.zeros(dim.size, np.bool_)
     for runs in partition(dim).parts:
         for start, stop in list_stretches(runs):
@@ -361,7 +348,7 @@ def _find_lost(dim: Dimension, size: int) -> int | None:
     block_of = np.arange(dim.size) // size
     count = np.bincount(block_of)
     held = np.bincount(block_of, weights=is_held)
-    # A block of which nobody has anything is nobody's business.
+    # A block that no rank holds at all needs no amax.
     is_torn = (held > 0) & (held < count)
     is_lost = is_torn[block_of] & ~is_held
     if not is_lost.any():
@@ -369,29 +356,24 @@ def _find_lost(dim: Dimension, size: int) -> int | None:
     return int(is_lost.argmax())
 
 
-def _place_ranks(
+def _divide_ranks(
     format: Format, layout: Layout, kinds: Sequence[Blocks]
-) -> tuple[dict[int, _Place], int]:
-    """Each rank's place, and how many slots there are."""
+) -> tuple[dict[int, _RankPart], int]:
+    """Each rank's part with its slots, and the number of all slots."""
     shape = layout.shape
-    parts = {}
     # In ascending order, so that slots are the same however the layout is spelled.
-    for rank in sorted(layout.mesh.ranks):
-        held = layout.runs(rank)
-        parts[rank] = read_part(held)
-    # Ranks that hold the same hold the same slots.
-    distinct = list(dict.fromkeys(parts.values()))
+    part_of = {rank: read_part(layout.runs(rank)) for rank in sorted(layout.mesh.ranks)}
+    # Ranks with equal parts share their slots.
+    distinct = list(dict.fromkeys(part_of.values()))
     slots = [number_slots(distinct, blocks, shape) for blocks in kinds]
-    places = {}
+    with_slots = {}
     for part, shares in zip(distinct, join_slots(slots, len(distinct)), strict=True):
         touched = touch(part, format.blocks, shape)
-        places[part] = _Place(part, touched.shape, shares)
-    by_rank = {rank: places[part] for rank, part in parts.items()}
-    size = sum(one.size for one in slots)
-    return by_rank, size
+        with_slots[part] = _RankPart(part, touched.shape, shares)
+    by_rank = {rank: with_slots[part] for rank, part in part_of.items()}
+    return by_rank, sum(kind.size for kind in slots)
 
 
-def _join(slots: Sequence[Ints]) -> Ints:
-    """Slots of several kinds, one after the other."""
-    nothing = np.zeros(0, np.int64)
-    return np.concatenate([*slots, nothing])
+def _concatenate(slots: Sequence[Ints]) -> Ints:
+    """Slots of several kinds in one array, which is empty without any kind."""
+    return np.concatenate([*slots, np.zeros(0, np.int64)])

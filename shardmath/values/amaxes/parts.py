@@ -1,11 +1,11 @@
-"""Parts: what a rank holds of a tensor, and the blocks that it touches.
+"""Parts: the positions of a tensor that a rank holds, and the blocks that they touch.
 
-1. A part is all combinations of some **stretches** of each dimension, whatever lies where in the local tensor. So are
-   shares of fused tensors, and of tensors dealt out in turn.
-2. It **touches** a block of which it has a position, and **cuts** it where it has not all of them. What stands for all
-   of a dimension is touched by every part, one of no position too.
-3. Its boxes begin where a block does, or end in the block in which they begin. So each has the blocks
-   of a tensor of its own, and whoever quantises it need not know where it lies.
+1. A part is the product of some **stretches** of each dimension, wherever these lie in the local tensor. Shares of
+   fused tensors, and of tensors dealt out in turn, are such products too.
+2. A part **touches** a block if it has some of its positions, and **cuts** it if it lacks others. Even an empty part
+   touches a block that is a whole dimension.
+3. Each of its boxes begins where a block begins, or ends in the block in which it begins. So a box has the same
+   blocks as a separate tensor would, and can be quantized without knowing where it lies.
 
 >>> part = PartStretches((((0, 2), (3, 8)),))
 >>> touched = touch(part, Blocks((2,)), (8,))
@@ -34,30 +34,30 @@ __all__ = ["Bools", "Box", "PartStretches", "TouchedBlocks", "read_part", "touch
 Bools: TypeAlias = NDArray[np.bool_]
 Box: TypeAlias = tuple[slice, ...]
 Stretches: TypeAlias = tuple[tuple[int, int], ...]
-"""Ascending (start, stop) of one dimension; (0, 0) where there are none."""
+"""Ascending (start, stop) of one dimension; only (0, 0) if the part is empty."""
 
 
 class PartStretches(NamedTuple):
-    """The stretches of each dimension."""
+    """A part, as the stretches of each dimension."""
 
     dims: tuple[Stretches, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no positions."""
+        """Whether the part has no positions."""
         ends = [spans[-1][1] for spans in self.dims]
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Each box in the tensor, for blocks of these sizes, and where it is among the part's own positions."""
+        """Each box for blocks of these sizes: its positions in the tensor, and those in the packed part."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
-            there, here = zip(*box, strict=True)
-            yield there, here
+            in_tensor, in_part = zip(*box, strict=True)
+            yield in_tensor, in_part
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """The part that these hold, one for each dimension."""
+    """The part that `held` describes, with one Runs for each dimension."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -66,20 +66,18 @@ def read_part(held: Sequence[Runs]) -> PartStretches:
 
 
 def _place_stretches(spans: Stretches, size: int | None) -> list[tuple[slice, slice]]:
-    """Each stretch, cut behind a block of which it has the end alone; and where it is when they are one by one."""
-    at = 0
+    """Each stretch, cut at its first block border; and the same positions when stretches are packed end to end."""
+    begin = 0
     placed = []
-    for start, stop in _cut_first(spans, size):
-        behind = at + stop - start
-        there = slice(start, stop)
-        here = slice(at, behind)
-        placed.append((there, here))
-        at = behind
+    for start, stop in _cut_at_border(spans, size):
+        end = begin + stop - start
+        placed.append((slice(start, stop), slice(begin, end)))
+        begin = end
     return placed
 
 
-def _cut_first(spans: Stretches, size: int | None) -> Iterator[tuple[int, int]]:
-    """The stretches, those apart that come before the first beginning of a block."""
+def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, int]]:
+    """The stretches, each in two if a block begins inside: before the first such border, and after it."""
     for start, stop in spans:
         border = start + -start % (size or 1)
         if start < border < stop:
@@ -89,42 +87,41 @@ def _cut_first(spans: Stretches, size: int | None) -> Iterator[tuple[int, int]]:
 
 
 class TouchedBlocks(NamedTuple):
-    """The blocks that a part touches: in each dimension their numbers, ascending, and whether it has all of each."""
+    """The blocks that a part touches: ascending numbers in each dimension, and whether the part has all of each."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many there are in each dimension."""
+        """The number of touched blocks in each dimension."""
         return tuple(map(len, self.numbers))
 
     @property
     def cut(self) -> Bools:
-        """Of each block, whether the part cuts it."""
+        """Whether the part cuts each block."""
         inside = np.ones(self.shape, np.bool_)
         for has_all in _spread(self.has_all):
             inside &= has_all
         return ~inside
 
     def flat(self, count: tuple[int, ...]) -> Ints:
-        """The number of each block among all, row by row; `count` are all blocks in each dimension."""
-        found: Ints = np.ravel_multi_index(_spread(self.numbers), count)
-        return found
+        """The number of each block in the tensor, row by row; `count` gives the tensor's blocks in each dimension."""
+        numbers: Ints = np.ravel_multi_index(_spread(self.numbers), count)
+        return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Where consecutive blocks of the tensor are among these."""
-        found = []
+        """The indices, among the touched blocks, of a box of consecutive blocks."""
+        located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))
-            behind = first + span.stop - span.start
-            found.append(slice(first, behind))
-        return tuple(found)
+            located.append(slice(first, first + span.stop - span.start))
+        return tuple(located)
 
 
 def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-    """One row per dimension, so that together they broadcast."""
-    # Not np.ix_, which takes positions of what is True.
+    """The rows reshaped, one per dimension, so that they broadcast against each other."""
+    # Not np.ix_, which turns booleans into the positions that are True.
     return tuple(np.meshgrid(*rows, indexing="ij", sparse=True))
 
 
@@ -134,34 +131,30 @@ def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> Touche
     numbers = []
     has_all = []
     for spans, size, n in zip(part.dims, sizes, shape, strict=True):
-        found = _count_blocks(spans, size)
-        is_whole = _find_whole(found, spans, size or n, n)
-        numbers.append(found)
-        has_all.append(is_whole)
+        touched = _list_touched(spans, size)
+        numbers.append(touched)
+        has_all.append(_find_whole(touched, spans, size or n, n))
     return TouchedBlocks(tuple(numbers), tuple(has_all))
 
 
-def _count_blocks(spans: Stretches, size: int | None) -> Ints:
-    """The numbers of the blocks of a dimension of which there are positions."""
+def _list_touched(spans: Stretches, size: int | None) -> Ints:
+    """The numbers of a dimension's blocks that the stretches touch, ascending."""
     if size is None:
         return np.zeros(1, np.int64)
     ranges = []
     for start, stop in spans:
-        first = start // size
-        behind = -(-stop // size)
-        ranges.append(np.arange(first, behind))
-    # Two stretches may have parts of one block.
-    together = np.concatenate(ranges)
-    return np.unique(together)
+        ranges.append(np.arange(start // size, -(-stop // size)))
+    # Two stretches may touch the same block.
+    return np.unique(np.concatenate(ranges))
 
 
 def _find_whole(numbers: Ints, spans: Stretches, size: int, n: int) -> Bools:
-    """Of these blocks of a dimension of n, whether all of each is in the stretches."""
+    """Whether the stretches have all of each of these blocks, in a dimension of n positions."""
     first = numbers * size
     # The last block may be shorter, and ends with the dimension.
-    behind = np.minimum(first + size, n)
+    end = np.minimum(first + size, n)
     is_whole = np.zeros(len(numbers), np.bool_)
-    # Stretches do not meet, so a block that is there is in one of them.
+    # Stretches never touch each other, so a whole block lies in one of them.
     for start, stop in spans:
-        is_whole |= (start <= first) & (behind <= stop)
+        is_whole |= (start <= first) & (end <= stop)
     return is_whole

@@ -1,9 +1,9 @@
-"""Changes: which elements changed since the last move, and where each of them goes.
+"""Changes: routing of the elements that changed since the last move.
 
 In reading order:
 
-- `boxes`: which boxes of a tensor cells lie in, for many cells at once;
-- `windows`: a box of a tensor whose cells have numbers of their own;
+- `boxes`: the boxes of a tensor that contain given cells, for many cells at once;
+- `windows`: a box of a tensor whose cells are numbered separately;
 - `routing`: from cells of sources to elements of messages;
 - `placing`: from elements of messages to cells of memory.
 """

@@ -1,10 +1,10 @@
-"""Boxes: which boxes of a tensor cells lie in, and where in them, for many cells at once.
+"""Boxes: a search for the boxes of a tensor that contain given cells, for many cells at once.
 
 1. Cells are numbered row by row. The borders of all boxes cut each dimension into intervals, and a grid of the
-   intervals says which boxes cover each of its fields. Boxes may overlap: a cell is found in each that covers it.
-2. Dimensions that every box covers whole are one with the dimension before: boxes of whole rows are intervals.
-3. Where borders of unlike boxes would make a grid much larger than there are boxes, half of the boxes have a grid of
-   their own. So memory and time depend on how many boxes and cells there are, and never on the tensor's size.
+   intervals lists the boxes that cover each of its fields. Boxes may overlap: a cell is found in each that covers it.
+2. A dimension that every box covers whole is merged with the dimension before: boxes of whole rows become intervals.
+3. If a grid would have many more fields than boxes, each half of the boxes gets a separate grid. So memory and time
+   depend on the number of boxes and cells, and never on the tensor's size.
 
 >>> halves = index_boxes((4, 6), np.array([[0, 0], [0, 3]]), np.array([[4, 3], [4, 3]]))
 >>> found = halves.find(np.array([1, 10, 23]))
@@ -28,15 +28,14 @@ __all__ = ["Boxes", "Found", "index_boxes", "unravel"]
 Shape: TypeAlias = tuple[int, ...]
 
 FIELDS_PER_BOX = 8
-"""How many fields a grid may have for each of its boxes before it is divided."""
-
+"""Fields that a grid may have for each of its boxes before it is divided."""
 
 FEW = 16
-"""Borders that are all compared with each coordinate, rather than searched among."""
+"""Up to so many borders are compared with each coordinate, rather than searched."""
 
 
 class Found(NamedTuple):
-    """Which of the cells that were asked for, which box it is in, and its number there, row by row."""
+    """Matches of cells and boxes: the index of the cell, the box, and the cell's number in the box, row by row."""
 
     cell: Ints
     box: Ints
@@ -44,9 +43,9 @@ class Found(NamedTuple):
 
 
 class _Grid(NamedTuple):
-    """Intervals of each dimension, by their borders; the boxes that cover each field, row by row.
+    """The borders of intervals in each dimension, and the boxes that cover each field, row by row.
 
-    `is_simple` where one box covers each field, as where receivers divide a tensor among them.
+    `is_simple` if one box covers each field, as when receivers divide a tensor among them.
     """
 
     borders: tuple[Ints, ...]
@@ -57,7 +56,7 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of a tensor of this shape: rows of `low` and `size` are boxes, columns dimensions."""
+    """Boxes of a tensor of this shape; `low` and `size` have a row per box and a column per dimension."""
 
     shape: Shape
     low: Ints
@@ -65,14 +64,14 @@ class Boxes:
     grids: tuple[_Grid, ...]
 
     def find(self, cells: Ints) -> Found:
-        """The boxes that cover these cells."""
+        """Find the boxes that cover these cells."""
         along = unravel(cells, self.shape)
-        found = [self._find_in(grid, along) for grid in self.grids]
-        cell, box, place = zip(*found, strict=True)
-        return Found(_join(cell), _join(box), _join(place))
+        matches = [self._find_in(grid, along) for grid in self.grids]
+        cell, box, place = zip(*matches, strict=True)
+        return Found(_concatenate(cell), _concatenate(box), _concatenate(place))
 
     def _find_in(self, grid: _Grid, along: Sequence[Ints]) -> Found:
-        """The boxes of one grid that cover cells with these coordinates."""
+        """Find the boxes of one grid that cover cells with these coordinates."""
         cell, along, field = _find_fields(grid, along)
         if grid.is_simple:
             box = grid.boxes[field]
@@ -85,7 +84,7 @@ class Boxes:
         return Found(cell[owner], box, self._find_places(along, box))
 
     def _find_places(self, along: Sequence[Ints], box: Ints) -> Ints:
-        """The number of each cell in its own box, row by row, from its coordinates in the tensor."""
+        """The number of each cell in its box, row by row, given its coordinates in the tensor."""
         place = np.zeros(len(box), np.int64)
         for k, coordinate in enumerate(along):
             if k:
@@ -98,7 +97,7 @@ class Boxes:
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
-    """The boxes [low, low + size) of a tensor, made ready to be asked."""
+    """Index the boxes [low, low + size) of a tensor for searches."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
     grids = _make_grids(numbers, low, low + size)
@@ -110,19 +109,19 @@ def unravel(cells: Ints, shape: Shape) -> list[Ints]:
     along = []
     rest = cells
     for n in reversed(shape[1:]):
-        # Not divmod: numpy divides by one number in vectors, and takes remainders one by one.
+        # Not divmod: numpy vectorizes a division by one number, but not the remainder.
         quotient = rest // n
         along.append(rest - quotient * n)
         rest = quotient
     return [rest, *reversed(along)]
 
 
-def _join(columns: Sequence[Ints]) -> Ints:
+def _concatenate(columns: Sequence[Ints]) -> Ints:
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _join_dimensions(shape: Shape, low: Ints, size: Ints) -> tuple[Shape, Ints, Ints]:
-    """The same boxes with as few dimensions as do, at least one."""
+    """The same boxes in the fewest dimensions that describe them, at least one."""
     if not shape:
         # A scalar is a row of one cell.
         one = np.ones((len(low), 1), np.int64)
@@ -130,7 +129,7 @@ def _join_dimensions(shape: Shape, low: Ints, size: Ints) -> tuple[Shape, Ints, 
     lengths = list(shape)
     lows = list(low.T)
     sizes = list(size.T)
-    # From the last dimension on, since what is joined lies together in memory.
+    # Start from the last dimension: a dimension can only be merged into the one before it.
     for k in range(len(shape) - 1, 0, -1):
         n = lengths[k]
         is_whole = sizes[k] == n
@@ -143,29 +142,27 @@ def _join_dimensions(shape: Shape, low: Ints, size: Ints) -> tuple[Shape, Ints, 
 
 
 def _make_grids(numbers: Ints, low: Ints, high: Ints) -> Iterator[_Grid]:
-    """Grids of these boxes, one where it is small enough."""
-    ends = []
+    """One grid of these boxes if it is small enough, else grids of halves of them."""
+    borders = []
     for begin, end in zip(low.T, high.T, strict=True):
-        both = np.concatenate([begin, end])
+        ends = np.concatenate([begin, end])
         # Without boxes a dimension has one border, and no interval.
-        if not len(both):
-            both = np.zeros(1, np.int64)
-        ends.append(np.unique(both))
-    fields = math.prod(len(each) - 1 for each in ends)
+        borders.append(np.unique(ends) if len(ends) else np.zeros(1, np.int64))
+    fields = math.prod(len(ends) - 1 for ends in borders)
     most = FIELDS_PER_BOX * len(numbers)
     if fields <= most or not len(numbers):
-        yield _make_grid(numbers, low, high, ends)
+        yield _make_grid(numbers, low, high, borders)
         return
-    first = _choose_half(low, ends)
+    first = _choose_half(low, borders)
     for half in (first, ~first):
         yield from _make_grids(numbers[half], low[half], high[half])
 
 
-def _choose_half(low: Ints, ends: Sequence[Ints]) -> Bools:
-    """The half of the boxes that begin first along the dimension with the most borders."""
-    counts = [len(each) for each in ends]
-    most = counts.index(max(counts))
-    order = low[:, most].argsort(kind="stable")
+def _choose_half(low: Ints, borders: Sequence[Ints]) -> Bools:
+    """Flags of the half of the boxes that begin first along the dimension with the most borders."""
+    counts = [len(ends) for ends in borders]
+    dimension = counts.index(max(counts))
+    order = low[:, dimension].argsort(kind="stable")
     middle = len(order) // 2
     half = np.zeros(len(order), bool)
     half[order[:middle]] = True
@@ -173,11 +170,11 @@ def _choose_half(low: Ints, ends: Sequence[Ints]) -> Bools:
 
 
 def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: Sequence[Ints]) -> _Grid:
-    """The grid of these borders."""
+    """The grid with these borders."""
+    # (field, owner) pairs: box `owner` covers `field`. Each dimension multiplies the fields that a box covers.
     field = np.zeros(len(numbers), np.int64)
     owner = np.arange(len(numbers))
     fields = 1
-    # Dimension by dimension, each box is in more fields.
     for k, ends in enumerate(borders):
         intervals = len(ends) - 1
         first = ends.searchsorted(low[owner, k])
@@ -195,7 +192,7 @@ def _make_grid(numbers: Ints, low: Ints, high: Ints, borders: Sequence[Ints]) ->
 
 
 def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Sequence[Ints], Ints]:
-    """Which cells are in the grid, their coordinates, and in which of its fields each is."""
+    """The indices of the cells inside the grid, their coordinates, and the field of each."""
     inside = np.arange(len(along[0]))
     field = np.zeros(len(inside), np.int64)
     for k, ends in enumerate(grid.borders):
@@ -214,10 +211,10 @@ def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Sequence[Int
 
 
 def _count_borders(ends: Ints, along: Ints) -> Ints:
-    """How many of these ascending borders each coordinate has reached."""
+    """The number of these ascending borders that each coordinate has reached."""
     if len(ends) > FEW:
         return ends.searchsorted(along, "right")
-    # A search guesses which half is next, and half of the guesses are wrong; to count is to compare in vectors.
+    # A binary search mispredicts half of its branches; counting compares whole vectors.
     count = np.zeros(len(along), np.int8)
     for end in ends:
         reached = along >= end

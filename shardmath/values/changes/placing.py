@@ -1,10 +1,10 @@
 """Placing: from elements of messages to cells of memory.
 
-1. Memory is rows of cells. A destination tensor lies in one of them, from some cell on, in steps; tensors that are
-   views of one, as of fused weights, lie in the same.
-2. The elements of a message come in ascending order of their numbers. So those of a piece stand together, and only
-   the borders of pieces are searched for.
-3. Elements are given row by row of memory, so that each row is written once.
+1. Memory is rows of cells. A destination tensor lies in one row, from some cell on, in steps; tensors that are views
+   of one storage, such as parts of fused weights, lie in the same row.
+2. The elements of a message come in ascending order of their numbers. So the elements of a piece are contiguous, and
+   only the borders of pieces are searched for.
+3. Elements are yielded by row of memory, so that each row is written once.
 
 >>> from shardmath import Layout, Mesh, plan
 >>> from shardmath.plans.programs.part import make_parts
@@ -35,7 +35,7 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """How a tensor lies: in which row of memory, from which of its cells on, and how many cells are between two."""
+    """A tensor's position in memory: the row, the tensor's first cell in it, and strides in cells by dimension."""
 
     row: int
     start: int
@@ -43,15 +43,15 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """A row of memory, which of the elements come into it, and into which of its cells."""
+    """A row of memory, the indices of the elements that are written to it, and their cells in it."""
 
     row: int
     which: Ints
     cell: Ints
 
 
-class _Piece(NamedTuple):
-    """A piece where it arrives: its first element in the message, and from which cell on it lies, in which steps."""
+class _ReceivedPiece(NamedTuple):
+    """A received piece: its elements [first, past) of the message, and its row, first cell and steps in memory."""
 
     row: int
     first: int
@@ -61,10 +61,9 @@ class _Piece(NamedTuple):
 
 
 class _Arriving(NamedTuple):
-    """The pieces of a message, in the order of their rows of memory.
+    """The pieces of a message, sorted by row of memory.
 
-    `sizes` and `steps` are by dimension and piece. A piece of fewer dimensions than others has some of one
-    cell in front.
+    `sizes` and `steps` are indexed by dimension and piece. Pieces with fewer dimensions have leading ones of size 1.
     """
 
     rows: Offsets
@@ -77,13 +76,13 @@ class _Arriving(NamedTuple):
 
 
 class Receivers:
-    """What comes into a rank's destination tensors, which lie like these, in these messages."""
+    """Places, in a rank's destination tensors, of the elements of these messages."""
 
     def __init__(self, lying: Mapping[str, Lying], messages: Sequence[Message]) -> None:
         self._arriving = [_index_arriving(lying, message) for message in messages]
 
     def place(self, message: int, elements: Ints) -> Iterator[PlacedRow]:
-        """Where these elements of the message come; their numbers ascend."""
+        """Yield the cells, by row, for these elements of the message, whose numbers ascend."""
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)
@@ -91,19 +90,17 @@ class Receivers:
         cell = _find_cells(arriving, piece, elements[which])
         counts = arriving.rows.sums(end - begin)
         borders = Offsets.of_counts(counts).first.tolist()
-        for name, ends in zip(arriving.names, itertools.pairwise(borders), strict=True):
-            here = slice(*ends)
-            some = which[here]
-            if len(some):
-                yield PlacedRow(name, some, cell[here])
+        for row, (start, stop) in zip(arriving.names, itertools.pairwise(borders), strict=True):
+            if start < stop:
+                yield PlacedRow(row, which[start:stop], cell[start:stop])
 
 
 def _find_cells(arriving: _Arriving, piece: Ints, element: Ints) -> Ints:
-    """The cell of each element, of the piece beside it."""
+    """The cell of each element, given the piece that contains it."""
     cell = arriving.base[piece]
     rest = element - arriving.first[piece]
     first, *others = zip(arriving.sizes, arriving.steps, strict=True)
-    # From the last dimension on, as elements are numbered row by row.
+    # Elements are numbered row by row, so the last dimension's coordinate is the lowest digit.
     for sizes, steps in reversed(others):
         size = sizes[piece]
         quotient = rest // size
@@ -116,53 +113,48 @@ def _find_cells(arriving: _Arriving, piece: Ints, element: Ints) -> Ints:
 
 
 def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
-    """The pieces of one message, made ready to be asked."""
-    pieces = sorted(_list_pieces(lying, message), key=lambda one: one.row)
-    names = as_row([one.row for one in pieces])
-    rows = Offsets.of_sorted(names)
-    sizes, by_dimension = _stack_steps([one.steps for one in pieces])
-    each = names[rows.first[:-1]]
+    """Index the pieces of one message for searches."""
+    pieces = sorted(_list_pieces(lying, message), key=lambda piece: piece.row)
+    row_of_piece = as_row([piece.row for piece in pieces])
+    rows = Offsets.of_sorted(row_of_piece)
+    sizes, steps = _stack_steps([piece.steps for piece in pieces])
+    distinct = row_of_piece[rows.first[:-1]]
     return _Arriving(
         rows=rows,
-        names=tuple(each.tolist()),
-        first=as_row([one.first for one in pieces]),
-        past=as_row([one.past for one in pieces]),
-        base=as_row([one.base for one in pieces]),
+        names=tuple(distinct.tolist()),
+        first=as_row([piece.first for piece in pieces]),
+        past=as_row([piece.past for piece in pieces]),
+        base=as_row([piece.base for piece in pieces]),
         sizes=sizes,
-        steps=by_dimension,
+        steps=steps,
     )
 
 
-def _list_pieces(lying: Mapping[str, Lying], message: Message) -> Iterator[_Piece]:
-    """The pieces of a message, in their order."""
+def _list_pieces(lying: Mapping[str, Lying], message: Message) -> Iterator[_ReceivedPiece]:
+    """The pieces of a message, in the message's order."""
     first = 0
     for piece in message.pieces:
-        here = lying[piece.dst_tensor]
+        tensor = lying[piece.dst_tensor]
         past = first + math.prod(piece.shape)
-        base, steps = _find_steps(piece, here)
-        yield _Piece(here.row, first, past, base, steps)
+        base, steps = _find_steps(piece, tensor)
+        yield _ReceivedPiece(tensor.row, first, past, base, steps)
         first = past
 
 
-def _stack_steps(each: Sequence[Steps]) -> tuple[Ints, Ints]:
-    """Sizes and steps by dimension and piece."""
-    ndim = max(map(len, each), default=1)
-    padded = []
-    for joined in each:
-        missing = ndim - len(joined)
-        before = [(1, 0)] * missing
-        padded.append([*before, *joined])
-    both = np.array(padded, np.int64)
-    by_piece = both.reshape(len(each), ndim, 2)
-    sizes, steps = by_piece.transpose(2, 1, 0)
-    return sizes, steps
+def _stack_steps(by_piece: Sequence[Steps]) -> tuple[Ints, Ints]:
+    """Sizes and steps, as arrays indexed by dimension and piece."""
+    ndim = max(map(len, by_piece), default=1)
+    padded = [[(1, 0)] * (ndim - len(steps)) + list(steps) for steps in by_piece]
+    pairs = np.array(padded, np.int64).reshape(len(by_piece), ndim, 2)
+    sizes, strides = pairs.transpose(2, 1, 0)
+    return sizes, strides
 
 
 def _find_steps(piece: Transfer, lying: Lying) -> tuple[int, Steps]:
-    """The cell of the piece's first element, and the steps from there on."""
+    """The cell of the piece's first element, and the steps through its cells."""
     base = lying.start
     steps = []
-    for one, size, step in zip(piece.dst_slices, piece.shape, lying.strides, strict=True):
-        base += one.start * step
+    for span, size, step in zip(piece.dst_slices, piece.shape, lying.strides, strict=True):
+        base += span.start * step
         steps.append((size, step))
     return base, join_steps(steps)

@@ -1,10 +1,10 @@
 """Routing: from cells of sources to elements of messages.
 
-1. The elements of a message are numbered piece by piece, each piece row by row, alike at both ends. So a number stands
-   for one element of one tensor, however either end stores it: fused, strided, padded, or as a window.
-2. A cell goes into each message that has it, for each receiver of it once.
-3. Tensors that are cut alike, as experts are, share what says so, and are asked for together.
-4. Nothing is as large as a tensor: work grows with the cells that are asked for.
+1. The elements of a message are numbered piece by piece, each piece row by row, in the same way at both ends. So a
+   number stands for one element of one tensor, however either end stores it: fused, strided, padded, or as a window.
+2. A cell goes into every message that contains it, once for each receiver.
+3. Tensors that are cut identically, such as experts, share one index and are searched together.
+4. No array is as large as a tensor: work grows with the number of cells that are routed.
 
 >>> from shardmath import Layout, Mesh, plan
 >>> from shardmath.plans.programs.part import make_parts
@@ -36,10 +36,10 @@ __all__ = ["AskedCells", "Routed", "Senders", "as_row", "count_elements", "find_
 
 Slices: TypeAlias = tuple[slice, ...]
 BATCH = 1 << 16
-"""Cells that are routed together: what is made of them stays in a cache, in memory that is used again."""
+"""Cells that are routed together: few enough for intermediate arrays to stay in a cache, in reused memory."""
 
 _Borders: TypeAlias = tuple[tuple[int, int], ...]
-"""First and past cell of a box, by dimension."""
+"""(start, stop) of a box, by dimension."""
 
 
 class AskedCells(NamedTuple):
@@ -50,7 +50,7 @@ class AskedCells(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Which of the cells that were given, the piece that it goes in, and its number in that piece's message.
+    """The index of each routed cell, the piece that it goes into, and its element number in that piece's message.
 
     Pieces are numbered message by message.
     """
@@ -61,17 +61,17 @@ class Routed(NamedTuple):
 
 
 def count_elements(message: Message) -> int:
-    """Elements of all pieces of the message."""
+    """The number of elements in all pieces of the message."""
     return sum(math.prod(piece.shape) for piece in message.pieces)
 
 
 def as_row(numbers: Sequence[int]) -> Ints:
-    """The numbers as an array, also where there are none."""
+    """The numbers as an int64 array, even if there are none."""
     return np.array(numbers, np.int64)
 
 
 def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
-    """Of each source tensor from which a piece leaves the smallest box that has all of its pieces."""
+    """The smallest box that contains all sent pieces of a source tensor, for each tensor that has some."""
     listed: dict[str, list[Slices]] = {}
     for message in messages:
         for piece in message.pieces:
@@ -81,51 +81,51 @@ def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
 
 def _find_hull(boxes: Sequence[Slices]) -> Slices:
     hull = []
-    for along in zip(*boxes, strict=True):
-        low = min(one.start for one in along)
-        high = max(one.stop for one in along)
+    for spans in zip(*boxes, strict=True):
+        low = min(span.start for span in spans)
+        high = max(span.stop for span in spans)
         hull.append(slice(low, high))
     return tuple(hull)
 
 
-class _Cut(NamedTuple):
-    """How one tensor, or several alike, are cut into pieces: the numbers of those, by tensor and box."""
+class _CutIndex(NamedTuple):
+    """The boxes into which one or more tensors are cut identically, and the piece number of each tensor's boxes."""
 
     boxes: Boxes
     pieces: list[list[int]]
 
 
-class _Place(NamedTuple):
-    """Which cut a tensor has, and its row of that cut's pieces."""
+class _CutRow(NamedTuple):
+    """The number of a tensor's cut index, and the tensor's row in that index's `pieces`."""
 
     cut: int
     row: int
 
 
 class _Leaving(NamedTuple):
-    """A piece, and its number among those of all messages."""
+    """A piece, and its number among the pieces of all messages."""
 
     number: int
     piece: Transfer
 
 
-class _Part(NamedTuple):
-    """Some cells of a tensor, and the number of their first among all that was asked."""
+class _CellBatch(NamedTuple):
+    """Some cells of a tensor, and the index of the first among all cells to route."""
 
-    place: _Place
+    cut_row: _CutRow
     start: int
     cells: Ints
 
 
 class Senders:
-    """What leaves a rank's source tensors, of these local shapes, in these messages.
+    """Routes of cells from a rank's source tensors, of these local shapes, into these messages.
 
-    `pieces` are the numbers of each message's pieces.
+    `pieces` has the range of piece numbers of each message.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], messages: Sequence[Message]) -> None:
-        self._cuts: list[_Cut] = []
-        self._places: dict[str, _Place] = {}
+        self._cuts: list[_CutIndex] = []
+        self._cut_rows: dict[str, _CutRow] = {}
         self.pieces: list[range] = []
         firsts: list[int] = []
         for message in messages:
@@ -145,35 +145,34 @@ class Senders:
         leaving: Sequence[_Leaving],
         known: dict[object, int],
     ) -> None:
-        """Make what leaves a tensor ready to be asked; `known` are the cuts so far, by what says how they cut."""
+        """Index the pieces that leave a tensor; `known` has the number of each cut so far, by its borders."""
         size = itemsize_of(leaving[0].piece)
         borders = []
-        for one in leaving:
-            ends = [(along.start, along.stop) for along in one.piece.src_slices]
-            borders.append(tuple(ends))
-        alike = shape, size, tuple(borders)
-        number = known.setdefault(alike, len(self._cuts))
+        for _, piece in leaving:
+            borders.append(tuple((span.start, span.stop) for span in piece.src_slices))
+        cut_key = shape, size, tuple(borders)
+        number = known.setdefault(cut_key, len(self._cuts))
         if number == len(self._cuts):
             boxes = _index_borders(shape, borders)
-            self._cuts.append(_Cut(boxes, []))
+            self._cuts.append(_CutIndex(boxes, []))
         rows = self._cuts[number].pieces
-        self._places[key] = _Place(number, len(rows))
-        rows.append([one.number for one in leaving])
+        self._cut_rows[key] = _CutRow(number, len(rows))
+        rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Where these cells go, which are numbered end to end; not one after the other.
+        """Route these cells, which are numbered end to end, in batches of any order.
 
-        Those of one piece keep their order, and stand in few runs.
+        Within a batch, cells of one piece keep their order and form few runs.
         """
         for batch in self._list_batches(asked):
             yield self._route(batch)
 
-    def _list_batches(self, asked: Iterable[AskedCells]) -> Iterator[list[_Part]]:
-        """Parts of tensors that are cut alike, of few enough cells for a cache with what is made of them."""
-        waiting: dict[int, list[_Part]] = {}
+    def _list_batches(self, asked: Iterable[AskedCells]) -> Iterator[list[_CellBatch]]:
+        """Batches of tensors that are cut identically, each small enough for a cache."""
+        waiting: dict[int, list[_CellBatch]] = {}
         counts: Counter[int] = Counter()
         for part in self._list_parts(asked):
-            cut = part.place.cut
+            cut = part.cut_row.cut
             counts[cut] += len(part.cells)
             if counts[cut] > BATCH and cut in waiting:
                 yield waiting.pop(cut)
@@ -181,30 +180,29 @@ class Senders:
             waiting.setdefault(cut, []).append(part)
         yield from waiting.values()
 
-    def _list_parts(self, asked: Iterable[AskedCells]) -> Iterator[_Part]:
-        """Cells of tensors from which something leaves, at most BATCH of each at once."""
+    def _list_parts(self, asked: Iterable[AskedCells]) -> Iterator[_CellBatch]:
+        """The cells of tensors that are sent at all, at most BATCH of one tensor at a time."""
         start = 0
         for key, cells in asked:
-            place = self._places.get(key)
-            if place is not None:
+            cut_row = self._cut_rows.get(key)
+            if cut_row is not None:
                 for first in range(0, len(cells), BATCH):
-                    part = cells[first : first + BATCH]
-                    yield _Part(place, start + first, part)
+                    yield _CellBatch(cut_row, start + first, cells[first : first + BATCH])
             start += len(cells)
 
-    def _route(self, batch: Sequence[_Part]) -> Routed:
-        """Where the cells of a batch go."""
-        cut = self._cuts[batch[0].place.cut]
-        each = [part.cells for part in batch]
-        rows = [cut.pieces[part.place.row] for part in batch]
-        cell, box, element = cut.boxes.find(np.concatenate(each))
-        counts = lengths(each)
+    def _route(self, batch: Sequence[_CellBatch]) -> Routed:
+        """Route the cells of a batch."""
+        cut = self._cuts[batch[0].cut_row.cut]
+        cells = [part.cells for part in batch]
+        rows = [cut.pieces[part.cut_row.row] for part in batch]
+        cell, box, element = cut.boxes.find(np.concatenate(cells))
+        counts = lengths(cells)
         owners = np.arange(len(batch)).repeat(counts)
         owner = owners[cell]
         pieces = np.array(rows, np.int64)
         piece: Ints = pieces[owner, box]
         element += self._firsts[piece]
-        # From numbers in the batch to those among all that was asked.
+        # Turn indices in the batch into indices among all cells to route.
         starts = as_row([part.start for part in batch])
         ends = counts.cumsum()
         cell += (starts + counts - ends)[owner]
@@ -212,7 +210,7 @@ class Senders:
 
 
 def _list_firsts(message: Message) -> Iterator[int]:
-    """The number of the first element of each piece."""
+    """The number of each piece's first element in the message."""
     end = 0
     for piece in message.pieces:
         yield end
@@ -220,22 +218,21 @@ def _list_firsts(message: Message) -> Iterator[int]:
 
 
 def _group_pieces(messages: Iterable[Message]) -> dict[str, list[_Leaving]]:
-    """The pieces of each tensor, as they are numbered over all messages."""
+    """The pieces that leave each tensor, numbered over all messages."""
     leaving: dict[str, list[_Leaving]] = {}
     pieces = (piece for message in messages for piece in message.pieces)
     for number, piece in enumerate(pieces):
-        one = _Leaving(number, piece)
-        leaving.setdefault(piece.src_tensor, []).append(one)
+        leaving.setdefault(piece.src_tensor, []).append(_Leaving(number, piece))
     return leaving
 
 
-def _gather_pieces(routed: Routed, most: int) -> Routed:
-    """The same, each of so many pieces in few runs."""
+def _gather_pieces(routed: Routed, pieces: int) -> Routed:
+    """The same, sorted by piece unless there are already fewer changes of piece than `pieces`."""
     piece = routed.piece
-    # Rows come in few runs as they are; columns alternate.
-    if np.count_nonzero(piece[1:] != piece[:-1]) < most:
+    # Boxes of rows come in few runs already; boxes of columns alternate.
+    if np.count_nonzero(piece[1:] != piece[:-1]) < pieces:
         return routed
-    # Of small integers numpy sorts digits, in time in proportion to their number.
+    # numpy sorts 16-bit integers by radix, in linear time.
     is_small = piece.max() < 1 << 16
     numbers = piece.astype(np.uint16) if is_small else piece
     order = numbers.argsort(kind="stable")
@@ -243,7 +240,7 @@ def _gather_pieces(routed: Routed, most: int) -> Routed:
 
 
 def _index_borders(shape: tuple[int, ...], borders: Sequence[_Borders]) -> Boxes:
-    """Boxes with these borders, made ready to be asked."""
+    """Index the boxes with these borders for searches."""
     ends = np.array(borders, np.int64)
     by_dimension = ends.reshape(len(borders), len(shape), 2)
     low = by_dimension[:, :, 0]

@@ -1,8 +1,8 @@
-"""Windows: a box of a tensor whose cells have numbers of their own, in any order of dimensions.
+"""Windows: a box of a tensor whose cells are numbered separately, in any order of dimensions.
 
-1. A tensor's cells are numbered row by row, and so are a window's, in its own order of dimensions: as they lie in
-   memory, where its memory is read end to end.
-2. Dimensions that lie together are one: a window of whole rows is an interval, and numbers differ by a constant.
+1. A tensor's cells are numbered row by row. A window's cells are numbered likewise, but in its own order of
+   dimensions: the order in which they lie in memory, if its memory is read end to end.
+2. Dimensions that lie together are merged: a window of whole rows is an interval, and numbers differ by a constant.
 
 >>> columns = make_window((2, 3), (slice(0, 2), slice(1, 3)), order=(1, 0))
 >>> columns.number(np.array([0, 1, 2, 3])).tolist()
@@ -27,12 +27,12 @@ from shardmath.values.changes.boxes import unravel
 __all__ = ["ChangedWindow", "join_steps", "make_window"]
 
 Steps: TypeAlias = tuple[tuple[int, int], ...]
-"""Of each dimension its size, and what lies between one cell and the next."""
+"""(size, step) of each dimension; a step is the distance between one cell's number and the next one's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor of this shape; `steps` are between the tensor's numbers, from `first` on."""
+    """A box of a tensor of this shape; `steps` leads through the tensor's cell numbers, beginning at `first`."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -42,7 +42,7 @@ class ChangedWindow:
 
     @property
     def count(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return math.prod(size for size, _ in self.steps)
 
     @property
@@ -51,7 +51,7 @@ class ChangedWindow:
         return step == 1 and not others
 
     def number(self, places: Ints) -> Ints:
-        """The tensor's numbers of cells that have these numbers here."""
+        """The tensor's cell numbers, given the window's (`places`)."""
         if self._is_interval:
             return places + self.first
         cells = np.full(len(places), self.first)
@@ -62,27 +62,27 @@ class ChangedWindow:
         return cells
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Which of the tensor's cells are here, and the numbers that those have."""
+        """The indices of those of the tensor's cells that lie in the window, and their numbers in the window."""
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)
         within = np.ones(len(cells), bool)
-        for coordinate, one in zip(along, self.box, strict=True):
-            within &= coordinate >= one.start
-            within &= coordinate < one.stop
+        for coordinate, span in zip(along, self.box, strict=True):
+            within &= coordinate >= span.start
+            within &= coordinate < span.stop
         which = np.flatnonzero(within)
         places = np.zeros(len(which), np.int64)
         for k in self.order:
-            one = self.box[k]
+            span = self.box[k]
             coordinate = along[k]
-            places *= one.stop - one.start
+            places *= span.stop - span.start
             places += coordinate[which]
-            places -= one.start
+            places -= span.start
         return which, places
 
 
 def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
-    """Which of these are from 0 up to `count`, and those."""
+    """The indices of places in [0, count), and those places."""
     within = places >= 0
     within &= places < count
     if within.all():
@@ -92,29 +92,26 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
-    """The box of a tensor of this shape, its cells numbered in that order of dimensions."""
+    """The window on a box of a tensor of this shape, its cells numbered in that order of dimensions."""
     steps = []
     first = 0
     for k in order:
-        one = box[k]
-        size = one.stop - one.start
-        inside = shape[k + 1 :]
-        step = math.prod(inside)
-        first += one.start * step
-        steps.append((size, step))
-    joined = join_steps(steps)
-    return ChangedWindow(tuple(shape), tuple(box), tuple(order), first, joined)
+        span = box[k]
+        step = math.prod(shape[k + 1 :])
+        first += span.start * step
+        steps.append((span.stop - span.start, step))
+    return ChangedWindow(tuple(shape), tuple(box), tuple(order), first, join_steps(steps))
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """The same cells in as few dimensions as do, at least one."""
+    """The same cells in the fewest dimensions, at least one."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:
             continue
-        _, before = joined[-1] if joined else (0, 0)
-        if before == size * step:
-            # The dimension before goes on where this one ends.
+        _, outer_step = joined[-1] if joined else (0, 0)
+        if outer_step == size * step:
+            # The outer dimension continues where this one ends.
             rows, _ = joined.pop()
             size *= rows
         joined.append((size, step))

@@ -1,12 +1,12 @@
-"""Digests: numbers that stand for what a tensor holds, however it is laid out.
+"""Digests: numbers that identify a tensor's content, however it is laid out.
 
 In reading order:
 
 - `field`: arithmetic modulo a prime, and a random weight for each position;
 - `pieces`: a local array as pieces whose weights are products;
-- `weighing`: the weighted sum of what is in an array;
-- `patches`: what ranks hold, as disjoint patches, and who holds each;
-- `shares`: what each rank adds to a digest, and that replicas are alike;
-- `bounds`: the box in which two sides differ, found by halves of halves;
+- `weighing`: the weighted sum of an array's elements;
+- `patches`: a tensor as disjoint patches, and the ranks that hold each;
+- `shares`: each rank's contribution to a digest, and comparison of replicas;
+- `bounds`: a search for the box in which two sides differ;
 - `content`: `digest_of` and `find_difference`.
 """

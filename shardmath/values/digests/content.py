@@ -1,10 +1,10 @@
-"""Digests of tensors' content, the same under every layout; and where two sides differ.
+"""Digests of tensors' content, the same under every layout; and the box in which two sides differ.
 
-1. A digest depends on the dtype, the global shape, and the bits of every element: not on who holds what,
-   nor in which order, nor on what lies in holes.
+1. A digest depends on the dtype, the global shape, and the bits of every element. It does not depend on which rank
+   holds what, in which order, nor on bytes in holes.
 2. Replicas are compared, and count once.
-3. Sides that are not alike differ in the digest of some part. Asking for digests of ever smaller parts
-   finds the box in which they differ (`bounds`); nothing but digests is compared.
+3. Different tensors have different digests of some part. Comparing digests of ever smaller parts finds the box in
+   which they differ (`bounds`); only digests are compared.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> mesh = Mesh(tp=2)
@@ -57,14 +57,14 @@ _Arrays: TypeAlias = dict[int, dict[int, _Array]]
 """The arrays of one tensor, by rank and window."""
 
 Held: TypeAlias = LayoutOrWindows | Mapping[str, LayoutOrWindows]
-"""How callers say what a side holds: of one tensor, or of several by name."""
+"""The layout, or windows, of one tensor, or of several by name."""
 Given: TypeAlias = Mapping[int, _Array] | Mapping[int, Mapping[str, _Array]]
 """Local arrays by rank; of several tensors or windows, by rank and local tensor name."""
 
 
 @public_in("content")
 class Difference(NamedTuple):
-    """The first tensor that differs, "" for one without a name, and the smallest box with all that does."""
+    """The first tensor that differs ("" if unnamed), and the smallest box that contains every difference."""
 
     name: str
     box: Box
@@ -77,25 +77,24 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """The digest of a tensor from what all ranks hold of it, 0 to 2^61 - 2; of several, by name.
+    """The digest of a tensor, 0 to 2^61 - 2, computed from all ranks' local arrays; of several tensors, by name.
 
-    `arrays` are local arrays by rank, of a mapping or of windows by rank and local name (`name`, or
-    `name[i]` for window i), as `simulate` takes them. Of an array's dtype only the size of an element
-    counts, since numpy lacks some of the layouts'. Tensors that differ have equal digests with a
-    probability below 2^-54 for each seed. Raises DigestError where replicas differ, for a Partial
-    layout, for one that leaves an element to nobody, and for arrays that do not fit.
+    `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
+    window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
+    dtypes. Different tensors have equal digests with a probability below 2^-54 for each seed. Raises DigestError if
+    replicas differ, for a Partial layout, for an element that no rank holds, and for arrays that do not fit.
     """
-    number = as_integer(seed, "seed", DigestError)
+    checked_seed = as_integer(seed, "seed", DigestError)
     side = read_side(held)
-    out = {}
+    digests = {}
     for name, windows in side.items():
         local = _read_arrays(name, windows, arrays, isinstance(held, Mapping))
-        out[name] = _digest(name, windows, local, number)
-    return out if isinstance(held, Mapping) else out[""]
+        digests[name] = _digest(name, windows, local, checked_seed)
+    return digests if isinstance(held, Mapping) else digests[""]
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Each tensor's windows. Raises DigestError for what is none, or has no digest."""
+    """Each tensor's windows. Raises DigestError for values that are not layouts, or that have no digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
@@ -108,8 +107,8 @@ def read_side(held: Held) -> dict[str, Windows]:
 
 
 def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
-    """The digest of one tensor. Raises DigestError where replicas differ."""
-    shares = {rank: list_shares(windows, rank, own, seed) for rank, own in arrays.items()}
+    """The digest of one tensor. Raises DigestError if replicas differ."""
+    shares = {rank: list_shares(windows, rank, local, seed) for rank, local in arrays.items()}
     unlike = find_unlike(windows, shares)
     if unlike is not None:
         box = _bound_unlike(windows, arrays, unlike, seed)
@@ -120,78 +119,78 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Where two sides differ that hold tensors of the same names, shapes and dtypes; None where they do
-    not.
+    """Find the first difference between two sides with tensors of the same names, shapes and dtypes.
 
-    Takes arrays as `digest_of` does, and raises DigestError as it does, and where the sides cannot be
-    compared.
+    Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
+    if the sides cannot be compared.
     """
-    number = as_integer(seed, "seed", DigestError)
-    here = read_side(src)
-    there = read_side(dst)
-    _check_comparable(here, there)
-    for name, windows in here.items():
-        others = there[name]
-        ours = _read_arrays(name, windows, src_arrays, isinstance(src, Mapping))
-        theirs = _read_arrays(name, others, dst_arrays, isinstance(dst, Mapping))
-        mine = _digest(name, windows, ours, number)
-        other = _digest(name, others, theirs, number)
-        if mine != other:
-            ends = _weigh_all(windows, ours, number), _weigh_all(others, theirs, number)
-            return Difference(name, _compare(full(windows[0].shape), *ends))
+    checked_seed = as_integer(seed, "seed", DigestError)
+    src_side = read_side(src)
+    dst_side = read_side(dst)
+    _check_comparable(src_side, dst_side)
+    for name, windows in src_side.items():
+        dst_windows = dst_side[name]
+        src_local = _read_arrays(name, windows, src_arrays, isinstance(src, Mapping))
+        dst_local = _read_arrays(name, dst_windows, dst_arrays, isinstance(dst, Mapping))
+        src_digest = _digest(name, windows, src_local, checked_seed)
+        dst_digest = _digest(name, dst_windows, dst_local, checked_seed)
+        if src_digest != dst_digest:
+            src_weigher = _weigh_all(windows, src_local, checked_seed)
+            dst_weigher = _weigh_all(dst_windows, dst_local, checked_seed)
+            return Difference(name, _compare(full(windows[0].shape), src_weigher, dst_weigher))
     return None
 
 
-def _check_comparable(here: Mapping[str, Windows], there: Mapping[str, Windows]) -> None:
+def _check_comparable(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None:
     """Raise DigestError unless both sides have the same tensors."""
-    if here.keys() != there.keys():
-        alone = sorted(here.keys() ^ there.keys())[:8]
-        raise DigestError(f"one side alone has {alone}; compare sides of the same names")
-    for name, windows in here.items():
-        for layout in there[name]:
+    if src.keys() != dst.keys():
+        unpaired = sorted(src.keys() ^ dst.keys())[:8]
+        raise DigestError(f"one side alone has {unpaired}; compare sides of the same names")
+    for name, windows in src.items():
+        for layout in dst[name]:
             if (layout.shape, layout.dtype) != (windows[0].shape, windows[0].dtype):
                 what = f"{label(name)}: {windows[0]} on one side, {layout} on the other"
                 raise DigestError(f"{what}; compare tensors of one shape and dtype")
 
 
-# Where they differ
+# The box in which sides differ
 
 _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
-"""The digests of boxes."""
+"""Returns the weighted sum of each box."""
 
 
 def _bound_unlike(windows: Windows, arrays: _Arrays, unlike: Unlike, seed: int) -> Box:
     """The box in which a replica differs from the first holder's."""
     ends = []
     for window, rank in (unlike.alike[0], unlike.others[0]):
-        held = list_portions(windows, rank)
-        own = [p for p in held if (p.patch, p.window) == (unlike.patch, window)]
-        ends.append(_weigh({rank: own}, arrays, seed))
+        portions = list_portions(windows, rank)
+        differing = [p for p in portions if (p.patch, p.window) == (unlike.patch, window)]
+        ends.append(_weigh({rank: differing}, arrays, seed))
     return _compare(hull(list_patches(windows)[unlike.patch]), *ends)
 
 
 def _weigh_all(windows: Windows, arrays: _Arrays, seed: int) -> _Weigher:
-    """What a side has in boxes, each patch by its first holder."""
+    """A weigher of a side's boxes, which counts each patch at its first holder."""
     counted = {rank: counted_portions(windows, rank) for rank in arrays}
     return _weigh(counted, arrays, seed)
 
 
 def _weigh(portions: Mapping[int, Sequence[Portion]], arrays: _Arrays, seed: int) -> _Weigher:
-    """What these portions of the ranks have in boxes."""
+    """A weigher of boxes, which counts these portions of each rank."""
 
     def weigh(boxes: list[Box]) -> list[int]:
-        sums = [weigh_boxes(own, arrays[rank], boxes, seed) for rank, own in portions.items()]
+        sums = [weigh_boxes(held, arrays[rank], boxes, seed) for rank, held in portions.items()]
         columns = zip(*sums, strict=True)
         return [sum(column) % PRIME for column in columns]
 
     return weigh
 
 
-def _compare(box: Box, here: _Weigher, there: _Weigher) -> Box:
-    """The smallest box in which two sides differ."""
+def _compare(box: Box, src: _Weigher, dst: _Weigher) -> Box:
+    """The smallest box that contains every difference between two sides inside `box`."""
 
     def differ(boxes: list[Box]) -> list[bool]:
-        return list(map(ne, here(boxes), there(boxes)))
+        return list(map(ne, src(boxes), dst(boxes)))
 
     return find_bounds(box, differ)
 
@@ -200,7 +199,7 @@ def _compare(box: Box, here: _Weigher, there: _Weigher) -> Box:
 
 
 def _read_arrays(name: str, windows: Windows, given: Given, by_name: bool) -> _Arrays:
-    """The tensor's arrays by rank and window. Raises DigestError for those that do not fit."""
+    """The tensor's arrays by rank and window. Raises DigestError for arrays that do not fit."""
     if not isinstance(given, Mapping):
         raise DigestError(f"arrays are {shown(given)}; give a mapping from rank to array")
     named = by_name or len(windows) > 1
@@ -214,7 +213,7 @@ def _read_arrays(name: str, windows: Windows, given: Given, by_name: bool) -> _A
 
 
 def _read_array(given: Given, key: str, rank: int, layout: Layout, named: bool) -> _Array:
-    """One local array. Raises DigestError for one that is missing, or is not the layout's there."""
+    """One local array. Raises DigestError if it is missing, or does not fit the layout."""
     what = f"rank {rank}: array {key!r}" if named else f"the array of rank {rank}"
     held: object = given.get(rank)
     if named and isinstance(held, Mapping):
@@ -228,17 +227,18 @@ def _read_array(given: Given, key: str, rank: int, layout: Layout, named: bool) 
     array = np.asarray(held)
     expected = layout.local_shape(rank)
     if array.shape != expected:
-        there = f"{layout} has {expected} there"
-        raise DigestError(f"{what} has shape {array.shape}, {there}; pass that local array")
+        raise DigestError(
+            f"{what} has shape {array.shape}, {layout} has {expected} there; pass that local array"
+        )
     return view_bits(what, array, layout)
 
 
 BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""What elements of so many bytes are looked at as, none of which changes when it is copied."""
+"""The dtype as which elements of so many bytes are viewed; copies keep the bits of all of them."""
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
-    """The array as bits of the layout's elements. Raises DigestError where it has others."""
+    """View the array as bits of the layout's elements. Raises DigestError if their sizes or byte order differ."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each; {layout} has "

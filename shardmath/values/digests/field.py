@@ -1,12 +1,11 @@
 """The field of 2^61 - 1 elements, and a random weight in it for each position of each dimension.
 
-1. Numbers are int64 in 0 .. PRIME - 1. What is done to them is done by operators alone, so that the
-   arrays may be numpy's or those of another library.
-2. Each bit of an index has a random factor, drawn from the seed and the number of the dimension. The
-   weight of a position is the product of the factors of its bits that are set. So a dimension of
-   10^9 positions has 30 random numbers, and the weights of an aligned block of 2^k positions are one
-   weight times a table.
-3. No factor is 0, so no weight is: the field has no divisors of zero.
+1. Numbers are int64 in 0 .. PRIME - 1. Arithmetic uses only operators, so that arrays may be numpy's or another
+   library's.
+2. Each bit of an index has a random factor, drawn from the seed and the number of the dimension. The weight of a
+   position is the product of the factors of its set bits. So a dimension of 10^9 positions needs 30 random numbers,
+   and the weights of an aligned block of 2^k positions are one weight times a table.
+3. No factor is 0, so no weight is 0: the field has no divisors of zero.
 
 >>> array = np.array([PRIME - 1, 5], np.int64)
 >>> multiply(array, array).tolist(), add_up(array).item()
@@ -37,16 +36,16 @@ __all__ = [
 ]
 
 PRIME = (1 << 61) - 1
-"""A Mersenne prime, the largest of which a product of two can be reduced in int64."""
+"""The largest Mersenne prime for which products of two numbers can be reduced in int64."""
 
 HALF = 31
-"""Bits of the lower part of a number that is cut in two."""
+"""Bits of the lower half of a number that is split in two."""
 
 LOW_HALF = (1 << HALF) - 1
 LOW_QUARTER = (1 << (HALF - 1)) - 1
 
 TABLE_BITS = 12
-"""Weights are looked up by so many bits of the index at a time."""
+"""Bits of an index that one lookup of weights covers."""
 
 INDEX_BITS = 63
 """Of an index in int64."""
@@ -57,13 +56,13 @@ Numbers: TypeAlias = Any
 
 def multiply(a: Numbers, b: Numbers) -> Numbers:
     """The product of numbers of the field, element by element."""
-    # All partial sums are below 2^63: see that the largest is (2^31 - 1)^2 + 2^61 + 2^61.
+    # All partial sums are below 2^63: the largest is (2^31 - 1)^2 + 2^61 + 2^61.
     a_high = a >> HALF
     a_low = a & LOW_HALF
     b_high = b >> HALF
     b_low = b & LOW_HALF
     middle = a_low * b_high + a_high * b_low
-    # 2^62 is 2, and 2^61 is 1: what of the middle is shifted beyond bit 61 comes in at bit 0.
+    # In the field 2^61 is 1 and 2^62 is 2: bits of the middle that are shifted beyond bit 61 reenter at bit 0.
     high = a_high * b_high * 2 + (middle >> (HALF - 1))
     low = a_low * b_low + ((middle & LOW_QUARTER) << HALF)
     return (high + low) % PRIME
@@ -99,12 +98,12 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """The weights of the 2^bits indices that have no bits but these set."""
+    """The weights of the 2^bits indices that have only some of these bits set."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:
-        set_too = multiply(weights, np.int64(factor))
-        weights = np.concatenate((weights, set_too))
+        with_bit = multiply(weights, np.int64(factor))
+        weights = np.concatenate((weights, with_bit))
     weights.flags.writeable = False
     return weights
 
@@ -115,8 +114,8 @@ def weigh_positions(seed: int, dimension: int, index: Ints, shift: int = 0) -> I
     most = int(index.max(initial=0))
     for bit in range(0, max(1, most.bit_length()), TABLE_BITS):
         bits = min(TABLE_BITS, INDEX_BITS - shift - bit)
-        looked_up = table(seed, dimension, shift + bit, bits)
-        here = looked_up[(index >> bit) & (len(looked_up) - 1)]
-        weights = here if weights is None else multiply(weights, here)
+        of_bits = table(seed, dimension, shift + bit, bits)
+        factors = of_bits[(index >> bit) & (len(of_bits) - 1)]
+        weights = factors if weights is None else multiply(weights, factors)
     assert weights is not None, "the range has one bit at least"
     return weights

@@ -1,9 +1,9 @@
-"""Patches: what the ranks of a side hold of one tensor, as disjoint products of ranges, and who holds each.
+"""Patches: one tensor of a side as disjoint products of ranges, and the ranks that hold each.
 
-1. Windows that share no element are looked at one by one; those that do, together.
-2. Each dimension is cut wherever what holds it changes (`overlay`). Ranges that the same parts hold are
-   one set; a patch is a product of sets, one of each dimension, that some rank holds whole.
-3. So ranks that hold the same hold the same patches, and where holdings overlap they have patches in common.
+1. Windows that share elements are divided together, others separately.
+2. Each dimension is cut wherever the parts that hold it change (`overlay`). Ranges that the same parts hold form one
+   set; a patch is a product of sets, one per dimension, that some rank holds whole.
+3. So ranks that hold the same elements hold the same patches, and overlapping holdings have patches in common.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.holdings import windows_of
@@ -53,14 +53,14 @@ class Holder(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """The elements of a product of ranges, and all who hold it."""
+    """A product of ranges, and all its holders."""
 
     ranges: tuple[Ranges, ...]
     holders: tuple[Holder, ...]
 
 
 class Portion(NamedTuple):
-    """A patch as one holder has it: the patch's number, the window, and where its elements lie there."""
+    """A patch at one holder: the patch's number, the window, and the local positions of its elements."""
 
     patch: int
     window: int
@@ -71,82 +71,82 @@ class Portion(NamedTuple):
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
     """All patches of a tensor's windows; they share no element, and none is empty."""
     patches: list[Patch] = []
-    for together in _group_sharing(windows):
-        patches += _cut(windows, together)
-    # In an order that does not depend on how layouts are spelled: ranks may spell them otherwise.
+    for group in _group_sharing(windows):
+        patches += _divide_group(windows, group)
+    # The order must not depend on how layouts are spelled: ranks may spell them differently.
     return tuple(sorted(patches))
 
 
 def _group_sharing(windows: Windows) -> list[list[int]]:
-    """The numbers of windows, those in one list that share elements, or share them with others there."""
+    """The numbers of windows, in groups that are connected by shared elements."""
     group_of = {window: [window] for window in range(len(windows))}
     for i, j in list_sharing(windows):
-        here = group_of[i]
-        there = group_of[j]
-        if here is not there:
-            here += there
-            group_of |= dict.fromkeys(there, here)
+        group = group_of[i]
+        other = group_of[j]
+        if group is not other:
+            group += other
+            group_of |= dict.fromkeys(other, group)
     distinct = {id(group): sorted(group) for group in group_of.values()}
     return sorted(distinct.values())
 
 
 class _Sets(NamedTuple):
-    """The sets of a dimension: their ranges, and by window and part the sets that the part has."""
+    """The sets of a dimension: the ranges of each, and the numbers of each part's sets, by window and part."""
 
     ranges: tuple[Ranges, ...]
     of_part: list[list[list[int]]]
 
 
-def _cut(windows: Windows, together: Sequence[int]) -> list[Patch]:
-    """The patches of these windows."""
-    dims = [_cut_dimension(windows, together, d) for d in range(windows[0].ndim)]
+def _divide_group(windows: Windows, group: Sequence[int]) -> list[Patch]:
+    """The patches of the windows of a group."""
+    dims = [_divide_dimension(windows, group, d) for d in range(windows[0].ndim)]
     holders: dict[tuple[int, ...], list[Holder]] = {}
-    for i, window in enumerate(together):
+    for i, window in enumerate(group):
         layout = windows[window]
-        of_rank = _list_sets(layout, [own.of_part[i] for own in dims])
-        for rank, sets in zip(layout.mesh.ranks, of_rank, strict=True):
+        sets_of_rank = _list_sets(layout, [dim.of_part[i] for dim in dims])
+        for rank, sets in zip(layout.mesh.ranks, sets_of_rank, strict=True):
             for numbers in itertools.product(*sets):
                 holders.setdefault(numbers, []).append(Holder(window, rank))
-    return [_make_patch(dims, numbers, found) for numbers, found in holders.items()]
+    return [_make_patch(dims, numbers, of_patch) for numbers, of_patch in holders.items()]
 
 
 def _make_patch(dims: Sequence[_Sets], numbers: Sequence[int], holders: Sequence[Holder]) -> Patch:
-    """The product of the sets of these numbers."""
-    ranges = tuple(own.ranges[number] for own, number in zip(dims, numbers, strict=True))
+    """The product of one set of each dimension, given by number."""
+    ranges = tuple(dim.ranges[number] for dim, number in zip(dims, numbers, strict=True))
     return Patch(ranges, tuple(sorted(holders)))
 
 
 def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[list[int]]]:
-    """The sets that each rank has of each dimension, in mesh order, given those of each part."""
+    """The sets of each rank by dimension, in mesh order, given the sets of each part."""
     by_rank: list[list[list[int]]] = [[] for _ in layout.mesh.ranks]
     for dim, sets in zip(layout.dims, of_part, strict=True):
         parts = partition(dim).by_rank(layout.mesh)
-        for own, part in zip(by_rank, parts.tolist(), strict=True):
-            own.append(sets[part])
+        for rank_sets, part in zip(by_rank, parts.tolist(), strict=True):
+            rank_sets.append(sets[part])
     return by_rank
 
 
-def _cut_dimension(windows: Windows, together: Sequence[int], dimension: int) -> _Sets:
+def _divide_dimension(windows: Windows, group: Sequence[int], dimension: int) -> _Sets:
     """One dimension of these windows, cut wherever the parts that hold it change."""
-    divided = [partition(windows[i].dims[dimension]) for i in together]
+    divided = [partition(windows[i].dims[dimension]) for i in group]
     parts: list[Runs] = []
-    for own in divided:
-        parts += own.parts
+    for one_window in divided:
+        parts += one_window.parts
     joint = Partition((), tuple(parts), np.arange(len(parts)))
     over = overlay(joint, joint)
     of_part: list[list[int]] = [[] for _ in parts]
     for number, members in enumerate(over.keys):
         for part in members:
             of_part[part].append(number)
-    # The parts of each window, one after the other.
+    # `of_part` has the parts of all windows end to end.
     rest = iter(of_part)
-    by_window = [[next(rest) for _ in own.parts] for own in divided]
+    by_window = [[next(rest) for _ in one_window.parts] for one_window in divided]
     return _Sets(_list_ranges(over), by_window)
 
 
 def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
-    """The ranges of each set of parts, of a dimension that is overlaid with itself."""
-    # Each set meets itself alone: there is one pair for each.
+    """The ranges of each set, from the overlay of a dimension with itself."""
+    # A set overlaps only itself, so each set has one pair in the overlay.
     ranges: list[Ranges] = [()] * len(over.keys)
     borders = itertools.pairwise(over.first.tolist())
     for number, (begin, end) in zip(over.pair_key.tolist(), borders, strict=True):
@@ -159,8 +159,7 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """(patch, window) of all that each rank holds, in the order of patches; ranks that hold nothing are
-    left out."""
+    """(patch, window) of every patch that a rank holds, in order, by rank; without ranks that hold nothing."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:
@@ -170,36 +169,36 @@ def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """What the rank holds of each patch, in the order of `list_held`."""
+    """The rank's portion of each patch that it holds, in the order of `list_held`."""
     patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):
         runs = windows[window].runs(rank)
-        kept = _keep(runs, patches[number].ranges)
+        kept = _punch_holes(runs, patches[number].ranges)
         portions.append(Portion(number, window, kept))
     return tuple(portions)
 
 
-def _keep(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, ...]:
-    """The Runs with holes for all that is outside of the ranges."""
+def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, ...]:
+    """The Runs of all dimensions, with holes for positions outside the ranges."""
     kept = []
-    for own, inside in zip(runs, ranges, strict=True):
-        if own.size == sum(hi - lo for lo, hi in inside):
-            kept.append(own)
+    for dim_runs, inside in zip(runs, ranges, strict=True):
+        if dim_runs.size == sum(hi - lo for lo, hi in inside):
+            kept.append(dim_runs)
             continue
         segments = tuple((lo, lo, hi - lo) for lo, hi in inside)
-        # Positions beyond the last range are holes, too.
-        held = Runs(segments, max(own.extent, inside[-1][1]))
-        kept.append(compose(own, held))
+        # Positions beyond the last range become holes, too.
+        mask = Runs(segments, max(dim_runs.extent, inside[-1][1]))
+        kept.append(compose(dim_runs, mask))
     return tuple(kept)
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
     """The portion with holes outside of the box."""
-    runs = tuple(restrict(own, lo, hi) for own, (lo, hi) in zip(portion.runs, box, strict=True))
-    return portion._replace(runs=runs)
+    pairs = zip(portion.runs, box, strict=True)
+    return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 
 
 def hull(patch: Patch) -> Box:
-    """The smallest box that has all of the patch."""
+    """The smallest box that contains the patch."""
     return tuple((ranges[0][0], ranges[-1][1]) for ranges in patch.ranges)

@@ -1,12 +1,10 @@
 """A local array as pieces, in each of which the weight of a cell is a product over axes.
 
-1. The dimensions are taken from the one whose elements lie closest in memory to the one whose lie
-   farthest apart, until a block of ROW words is full; those outside of it are taken whole, and weighed
-   position by position.
-2. Inside the block, long aligned ranges of positions become two axes, of which the inner one has the
-   same weights everywhere (`field`). What is left over, at the ends of ranges and where ranges are
-   short, is a piece of its own with a weight for each position.
-3. Holes have weight 0, so what lies in them does not matter.
+1. Dimensions are taken in order of distance between their elements in memory, the closest first, until a row of ROW
+   words is full. Dimensions outside of the row are taken whole, and weighed position by position.
+2. Inside the row, long aligned ranges of positions become two axes, whose inner one has the same weights everywhere
+   (`field`). The rest, short ranges and ends of ranges, becomes separate pieces with a weight for each position.
+3. Holes have weight 0, so their content does not matter.
 """
 
 from __future__ import annotations
@@ -27,17 +25,16 @@ ROW = 256
 """Words that are added up at a time: as many as a float64 is exact for (see `weighing`)."""
 
 LONG = 4 * ROW
-"""Words of a range from which on it is long."""
+"""Words from which on a range is long."""
 
 MOST = 256 * ROW
-"""Words, or not many more, for which weights are written out one by one where ranges are short."""
+"""Words, roughly, of a part made of short ranges, whose weights are written out one by one."""
 
 
 class DimensionPart(NamedTuple):
-    """The local positions start .. stop - 1 of a dimension, and which global ones lie there.
+    """The local positions start .. stop - 1 of a dimension, and the segments of global positions that lie there.
 
-    Where `inner` is not 0, the part is one range, whose global start and length are multiples of
-    2^`inner`.
+    If `inner` is not 0, the part is one range, whose global start and length are multiples of 2^`inner`.
     """
 
     start: int
@@ -56,9 +53,9 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """The pieces of a local array; `order` are its dimensions, the closest in memory first, and an
-    element has so many words."""
-    if all(own.segments for own in runs):
+    """The pieces of a local array of `words` words per element; `order` lists its dimensions, the closest in memory
+    first."""
+    if all(dim_runs.segments for dim_runs in runs):
         parts: list[DimensionPart | None] = [None] * len(runs)
         yield from _extend(runs, order, words, parts)
 
@@ -66,21 +63,20 @@ def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Itera
 def _extend(
     runs: Sequence[Runs], order: Sequence[int], inner: int, parts: list[DimensionPart | None]
 ) -> Iterator[Piece]:
-    """The pieces whose parts of the dimensions before these are chosen already; those are `inner`
-    words together."""
+    """The pieces that extend `parts`, already chosen for the dimensions before `order`, which have `inner` words."""
     if not order:
         yield tuple(part for part in parts if part is not None)
         return
     dimension, *rest = order
-    for part in _cut(runs[dimension], inner):
+    for part in _divide_runs(runs[dimension], inner):
         parts[dimension] = part
         yield from _extend(runs, rest, inner * part.size, parts)
 
 
 @memo()
-def _cut(runs: Runs, inner: int) -> tuple[DimensionPart, ...]:
-    """The parts of a dimension of which each position is `inner` words."""
-    whole = _join(runs.segments)
+def _divide_runs(runs: Runs, inner: int) -> tuple[DimensionPart, ...]:
+    """The parts of a dimension whose positions have `inner` words each."""
+    whole = _span_segments(runs.segments)
     longest = max(size for _, _, size in runs.segments)
     few = inner * whole.size <= MOST
     if inner >= ROW or (few and inner * longest < LONG):
@@ -95,13 +91,13 @@ def _cut(runs: Runs, inner: int) -> tuple[DimensionPart, ...]:
             continue
         head, body, tail = _align(segment, 1 << bits)
         parts += _list_short([*short, *head], inner)
-        parts.append(_join([body])._replace(inner=bits))
+        parts.append(_span_segments([body])._replace(inner=bits))
         short = tail
     return (*parts, *_list_short(short, inner))
 
 
 def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[Segment]]:
-    """The segment's whole blocks of global positions, and what is before and after them."""
+    """The segments before, of, and after the whole blocks of global positions in a segment."""
     local, start, size = segment
     before = -start % block
     inside = (size - before) // block * block
@@ -113,21 +109,21 @@ def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[S
 
 
 def _list_short(segments: Sequence[Segment], inner: int) -> list[DimensionPart]:
-    """The segments as parts of at most MOST words or so, each of as many as fit."""
+    """The segments in parts of as many segments as fit into MOST words, at least one."""
     parts = []
     most = max(1, MOST // inner)
-    some: list[Segment] = []
+    waiting: list[Segment] = []
     for segment in segments:
-        if some and segment[0] + segment[2] - some[0][0] > most:
-            parts.append(_join(some))
-            some = []
-        some.append(segment)
-    if some:
-        parts.append(_join(some))
+        if waiting and segment[0] + segment[2] - waiting[0][0] > most:
+            parts.append(_span_segments(waiting))
+            waiting = []
+        waiting.append(segment)
+    if waiting:
+        parts.append(_span_segments(waiting))
     return parts
 
 
-def _join(segments: Sequence[Segment]) -> DimensionPart:
+def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
     """The part from the first of the segments to the last."""
     start = segments[0][0]
     local, _, size = segments[-1]
@@ -136,7 +132,7 @@ def _join(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """The weights along the part's axis, or along its outer and its inner one."""
+    """The weights along the part's axis, or along its outer and its inner axis."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)
@@ -146,11 +142,11 @@ def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ..
 
 
 def _weigh_segments(seed: int, dimension: int, part: DimensionPart) -> Ints:
-    """The weights of the part's positions, where they lie; zeros elsewhere."""
+    """The weights of the part's local positions; zeros in holes."""
     segments = np.array(part.segments, np.int64)
     local, start, size = segments.T
-    here, _ = ranges(local - part.start, local - part.start + size)
-    there, _ = ranges(start, start + size)
+    local_positions, _ = ranges(local - part.start, local - part.start + size)
+    global_positions, _ = ranges(start, start + size)
     weights = np.zeros(part.size, np.int64)
-    weights[here] = weigh_positions(seed, dimension, there)
+    weights[local_positions] = weigh_positions(seed, dimension, global_positions)
     return weights

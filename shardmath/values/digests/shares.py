@@ -1,9 +1,9 @@
-"""Shares: what each rank adds to the digest of a tensor, and that replicas are alike.
+"""Shares: each rank's contribution to the digest of a tensor, and comparison of replicas.
 
-1. A rank's shares are one number for each patch that it holds, computed from what it holds alone.
-2. Every holder of a patch has the same number, or its replica differs. So a patch counts once, and a
-   digest is the sum of its patches' numbers, whatever the patches are.
-3. The dtype and the shape are sealed in at the end, so that zeros of two shapes differ.
+1. A rank's shares are one number per patch that it holds, computed only from its local arrays.
+2. All holders of a patch have the same share, unless their replicas differ. So a patch counts once, and a digest is the
+   sum over patches, however the tensor is divided into patches.
+3. The dtype and the shape are added at the end, so that zeros of different shapes have different digests.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Shares = Mapping[int, Sequence[int]]
 
 
 def label(name: str) -> str:
-    """How errors call a tensor."""
+    """The tensor's name in error messages."""
     return f"tensor {name!r}" if name else "the tensor"
 
 
 def check_digestible(name: str, windows: Windows) -> None:
-    """Raise DigestError for a tensor of addends, and for one of which nobody holds some element."""
+    """Raise DigestError for a Partial tensor, and for one with an element that no rank holds."""
     for layout in windows:
         if layout.partial:
             raise DigestError(
@@ -84,7 +84,7 @@ def list_shares(
 
 
 class Unlike(NamedTuple):
-    """A patch of which two holders have different elements: those like the first, and those unlike it."""
+    """A patch whose replicas differ: the holders that agree with the first one, and those that do not."""
 
     patch: int
     alike: tuple[Holder, ...]
@@ -92,32 +92,32 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """The first patch whose holders do not all have the same; None where replicas are alike."""
-    by_holder = _by_holder(windows, shares)
+    """The first patch whose replicas differ; None if all agree."""
+    by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
-        is_alike = [by_holder[number, holder] == first for holder in patch.holders]
-        if not all(is_alike):
-            pairs = list(zip(patch.holders, is_alike, strict=True))
-            alike = tuple(holder for holder, is_like in pairs if is_like)
-            others = tuple(holder for holder, is_like in pairs if not is_like)
-            return Unlike(number, alike, others)
+        alike: list[Holder] = []
+        others: list[Holder] = []
+        for holder in patch.holders:
+            (alike if by_holder[number, holder] == first else others).append(holder)
+        if others:
+            return Unlike(number, tuple(alike), tuple(others))
     return None
 
 
-def _by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int]:
-    """The shares by patch and holder."""
-    found = {}
+def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder], int]:
+    """The shares by patch number and holder."""
+    by_holder = {}
     for rank, of_rank in shares.items():
         held = list_held(windows).get(rank, ())
         for (patch, window), share in zip(held, of_rank, strict=True):
-            found[patch, Holder(window, rank)] = share
-    return found
+            by_holder[patch, Holder(window, rank)] = share
+    return by_holder
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """The sum of all patches, each by its first holder."""
-    by_holder = _by_holder(windows, shares)
+    """The sum of the shares of all patches, each from its first holder."""
+    by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):
         total += by_holder[number, patch.holders[0]]
@@ -131,7 +131,7 @@ def seal(windows: Windows, total: int) -> int:
 
 @memo()
 def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
-    """What stands for a dtype and a shape."""
+    """The number that is added for a dtype and a shape."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     text = f"shardmath digest of {dtype}{list(shape)}"
@@ -139,17 +139,17 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
     return int.from_bytes(drawn, "little") % PRIME
 
 
-# Where something differs
+# The box in which replicas or sides differ
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """What the rank holds of the patches of which it is the first holder."""
+    """The rank's portions of the patches whose first holder it is."""
     patches = list_patches(windows)
-    own = []
+    counted = []
     for portion in list_portions(windows, rank):
         if patches[portion.patch].holders[0] == Holder(portion.window, rank):
-            own.append(portion)
-    return tuple(own)
+            counted.append(portion)
+    return tuple(counted)
 
 
 def weigh_boxes(
@@ -159,7 +159,7 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """What the portions have in each box."""
+    """The weighted sum of the portions' elements in each box."""
     sums = []
     for box in boxes:
         total = 0
@@ -174,12 +174,13 @@ MAKE_ALIKE = "make replicas alike, or lay them out as addends by Partial"
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """What to say of replicas that are not alike."""
-    here, there = ({holder.rank for holder in some} for some in (unlike.others, unlike.alike))
-    holds = "holds" if len(here) == 1 else "hold"
+    """The error message for replicas that differ."""
+    others = sorted({holder.rank for holder in unlike.others})
+    alike = sorted({holder.rank for holder in unlike.alike})
+    holds = "holds" if len(others) == 1 else "hold"
     return (
-        f"{label(name)}: {show_ranks(sorted(here))} {holds} other bits in {show_box(box)} "
-        f"than {show_ranks(sorted(there))}; {fix}"
+        f"{label(name)}: {show_ranks(others)} {holds} other bits in {show_box(box)} "
+        f"than {show_ranks(alike)}; {fix}"
     )
 
 

@@ -1,16 +1,14 @@
-"""The weighted sum of what is in an array, in one pass, exact.
+"""The weighted sum of an array's elements, in one pass, exact.
 
-The sum over all elements of the product of their positions' weights (`field`) times their bits, modulo
-PRIME.
+The sum over all elements of their bits times the product of their positions' weights (`field`), modulo PRIME.
 
-1. An element is its **words**: 16 bits each, read as signed integers; 8 bits where it has no more. So
-   bits are what counts: -0.0 is not 0.0, and NaNs differ by their payloads.
-2. ROW words at a time are multiplied by weights and added up in float64, which is what matrix products
-   are fast in. A weight is cut in two, of 30 and 31 bits with their signs. Then no sum of 2^8 products
-   of 15 and 30 bits is beyond 2^53, up to which float64 is exact, in whichever order it is added.
-3. Sums of rows are few, and go on in integers.
-4. Blocks of the array are worked on that fit a core's caches, so that no memory of the array's size is
-   needed.
+1. An element consists of **words** of 16 bits, read as signed integers; of one of 8 bits if it has no more. So only
+   bits count: -0.0 is not 0.0, and NaNs differ by their payloads.
+2. ROW words at a time are multiplied by weights and added up in float64, the type in which matrix products are fast. A
+   weight is split into two parts, of 30 and 31 bits with their signs. Then no sum of 2^8 products of 15 and 30 bits
+   exceeds 2^53, up to which float64 is exact, in any order of addition.
+3. Sums of rows are few, and are added up in integers.
+4. The array is processed in blocks that fit a core's caches, so that no memory of the array's size is needed.
 
 >>> from shardmath.layouts.algebra.runs import identity
 >>> ones = np.ones(3, np.int8)
@@ -44,24 +42,24 @@ BLOCK = 1 << 18
 """Words that are float64 at a time: 2 MB."""
 
 ROWS = 1 << 22
-"""Words whose rows' sums are kept before they are weighed: so many that a call of numpy is nothing."""
+"""Words whose row sums are kept before they are weighed: so many that the overhead of numpy calls is negligible."""
 
 FEW = 8
-"""Rows up to which they are multiplied element by element."""
+"""Fewer rows than this are multiplied element by element."""
 
 TOGETHER = 32
-"""Rows that numpy multiplies at a time: OpenBLAS starts its threads for more than 9,216 numbers, and on a
-machine that has other work they wait for each other longer than they work."""
+"""Rows that numpy multiplies at a time: OpenBLAS starts threads for more than 9,216 numbers, and on a busy machine
+threads wait for each other longer than they work."""
 
 Array: TypeAlias = Any
-"""An array of numpy, or of a library that has its operators."""
+"""An array of numpy, or of a library with the same operators."""
 
 
 class Library(Protocol):
-    """What this needs of a library beyond operators, `shape`, `reshape`, `sum` and slices."""
+    """The functions that weighing needs from a library, besides operators, `shape`, `reshape`, `sum` and slices."""
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """How far apart elements lie along each axis, in any unit."""
+        """The distance between elements along each axis, in any unit."""
 
     def transpose(self, array: Array, order: Sequence[int]) -> Array:
         """The axes in another order, without a copy."""
@@ -70,7 +68,7 @@ class Library(Protocol):
         """The words of all elements in row-major order, in float64."""
 
     def products(self, rows: Array, weights: Array) -> Array:
-        """The products of rows and weights, which float64 is exact for, in int64."""
+        """The matrix product of rows and weights, computed exactly in float64, as int64."""
 
     def integers(self, array: Array) -> Array:
         """The numbers in int64."""
@@ -79,7 +77,7 @@ class Library(Protocol):
         """Arrays of one axis end to end."""
 
     def constant(self, array: NDArray[Any], like: Array) -> Array:
-        """An array of numpy as one of the library's, where `like` is."""
+        """A numpy array as one of the library's, on the device of `like`."""
 
 
 class _Numpy:
@@ -118,7 +116,7 @@ NUMPY: Library = _Numpy()
 
 
 def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
-    """The weighted sum of the elements that `runs` places, one Runs for each dimension of the array."""
+    """The weighted sum of an array's elements, whose global positions `runs` gives, one Runs per dimension."""
     if 0 in array.shape:
         return 0
     words = max(1, array.itemsize // WORD_BYTES)
@@ -130,9 +128,9 @@ def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = 
 
 
 def _order_by_distance(array: Array, library: Library) -> list[int]:
-    """The dimensions, those whose elements lie closest together first."""
+    """The dimensions, sorted by the distance between their elements in memory."""
     strides = library.strides(array)
-    # A dimension of one element lies nowhere: it is taken last.
+    # The stride of a dimension of one element means nothing: it comes last.
     keys = [(array.shape[d] == 1, abs(stride), -d) for d, stride in enumerate(strides)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -145,16 +143,16 @@ def _weigh_piece(
     axes = _list_axes(piece, outward)
     lengths = [axis.length for axis in axes]
     index = tuple(slice(part.start, part.stop) for part in piece)
-    # Axes are only cut in two here, of which no library makes a copy.
-    held = library.transpose(array[index], outward).reshape(lengths)
+    # This reshape only splits axes in two, which needs no copy in any library.
+    values = library.transpose(array[index], outward).reshape(lengths)
     outer = _count_outer(lengths, words)
-    weights = [library.constant(_weigh_axis(seed, axis), held) for axis in axes[:outer]]
-    halves = [library.constant(half, held) for half in _weigh_row(seed, axes[outer:], words)]
-    return int(_sum_rows(held, weights, halves, library))
+    weights = [library.constant(_weigh_axis(seed, axis), values) for axis in axes[:outer]]
+    halves = [library.constant(half, values) for half in _weigh_row(seed, axes[outer:], words)]
+    return int(_sum_rows(values, weights, halves, library))
 
 
-class _Axis(NamedTuple):
-    """An axis of a piece: the part of a dimension, or the outer or inner axis of one that is cut in two."""
+class _PieceAxis(NamedTuple):
+    """An axis of a piece: a dimension's part, or the outer (0) or inner (1) axis of a part that is split in two."""
 
     dimension: int
     part: DimensionPart
@@ -162,20 +160,20 @@ class _Axis(NamedTuple):
     length: int
 
 
-def _list_axes(piece: Piece, outward: Sequence[int]) -> tuple[_Axis, ...]:
-    """The axes of the piece, the dimensions in this order."""
+def _list_axes(piece: Piece, outward: Sequence[int]) -> tuple[_PieceAxis, ...]:
+    """The axes of the piece, with its dimensions in this order."""
     axes = []
     for d in outward:
         part = piece[d]
         block = 1 << part.inner
-        axes.append(_Axis(d, part, 0, part.size // block))
+        axes.append(_PieceAxis(d, part, 0, part.size // block))
         if part.inner:
-            axes.append(_Axis(d, part, 1, block))
+            axes.append(_PieceAxis(d, part, 1, block))
     return tuple(axes)
 
 
 def _count_outer(lengths: Sequence[int], words: int) -> int:
-    """How many axes are outside of rows: rows have ROW words or more, where there are as many."""
+    """The number of axes outside of rows: rows get the fewest axes with ROW words or more, or all axes."""
     row = words
     outer = len(lengths)
     while outer and row < ROW:
@@ -184,21 +182,21 @@ def _count_outer(lengths: Sequence[int], words: int) -> int:
     return outer
 
 
-def _weigh_axis(seed: int, axis: _Axis) -> Ints:
+def _weigh_axis(seed: int, axis: _PieceAxis) -> Ints:
     return weigh_part(seed, axis.dimension, axis.part)[axis.number]
 
 
 @memo(256)
 def _weigh_row(
-    seed: int, axes: tuple[_Axis, ...], words: int
+    seed: int, axes: tuple[_PieceAxis, ...], words: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The weights of a row's words, cut in two: the lower part, and the higher one, which counts 2^31."""
+    """The weights of a row's words, split in two: the lower part, and the higher part, in units of 2^31."""
     row = np.ones(1, np.int64)
     factors = [_weigh_axis(seed, axis) for axis in axes]
     factors.append(table(seed, WORDS, 0, (words - 1).bit_length()))
     for factor in factors:
         row = multiply(row[:, None], factor).ravel()
-    # Near 0 on both sides, which saves a bit of each part.
+    # Representatives of both signs around 0 save a bit of each part.
     centered = row - PRIME * (row > PRIME // 2)
     high = (centered + (1 << (HALF - 1))) >> HALF
     low = centered - (high << HALF)
@@ -206,61 +204,55 @@ def _weigh_row(
 
 
 def _sum_rows(
-    held: Array, weights: Sequence[Array], halves: Sequence[Array], library: Library
+    values: Array, weights: Sequence[Array], halves: Sequence[Array], library: Library
 ) -> Numbers:
     """The sum over the outer axes of their weights times the sums of rows."""
-    words = _count_words(held, len(weights), halves)
+    words = math.prod(values.shape[: len(weights)]) * len(halves[0])
     if not weights or words <= ROWS:
-        sums = _sum_words(held, len(weights), halves, library)
+        sums = _sum_words(values, len(weights), halves, library)
         for factor in reversed(weights):
             sums = add_up(multiply(sums, factor))
         return sums
     first, *rest = weights
     if len(first) == 1:
-        inside = _sum_rows(held[0], rest, halves, library)
+        inside = _sum_rows(values[0], rest, halves, library)
         return int(first[0]) * int(inside) % PRIME
     step = max(1, ROWS * len(first) // words)
     total: Numbers = 0
     for start in range(0, len(first), step):
-        some = slice(start, start + step)
-        total += int(_sum_rows(held[some], [first[some], *rest], halves, library))
+        part = slice(start, start + step)
+        total += int(_sum_rows(values[part], [first[part], *rest], halves, library))
     return total % PRIME
 
 
-def _count_words(held: Array, outer: int, halves: Sequence[Array]) -> int:
-    """The words of an array of so many outer axes."""
-    rows: int = math.prod(held.shape[:outer])
-    return rows * len(halves[0])
-
-
-def _sum_words(held: Array, outer: int, halves: Sequence[Array], library: Library) -> Numbers:
-    """The sums of all rows, as the outer axes have them."""
+def _sum_words(values: Array, outer: int, halves: Sequence[Array], library: Library) -> Numbers:
+    """The sums of all rows, in the shape of the outer axes."""
     length = len(halves[0])
     lows = []
     highs = []
-    for block in _list_blocks(held, outer, length):
+    for block in _list_blocks(values, outer, length):
         rows = library.words(block).reshape(-1, length)
         lows.append(_multiply_rows(rows, halves[0], library))
         highs.append(_multiply_rows(rows, halves[1], library))
     low = library.join(lows) % PRIME
     high = library.join(highs) % PRIME
     sums = (double(high, HALF) + low) % PRIME
-    return sums.reshape(held.shape[:outer])
+    return sums.reshape(values.shape[:outer])
 
 
-def _list_blocks(held: Array, outer: int, row: int) -> Iterator[Array]:
-    """The array in blocks of BLOCK words or less, or of a row, along its outer axes."""
-    size = math.prod(held.shape[:outer]) * row
+def _list_blocks(values: Array, outer: int, row: int) -> Iterator[Array]:
+    """The array in blocks of at most BLOCK words, or of one row, along its outer axes."""
+    size = math.prod(values.shape[:outer]) * row
     if not outer or size <= BLOCK:
-        yield held
+        yield values
         return
-    length = held.shape[0]
+    length = values.shape[0]
     step = BLOCK * length // size
     for start in range(0, length, max(1, step)):
         if step > 1:
-            yield held[start : start + step]
+            yield values[start : start + step]
         else:
-            yield from _list_blocks(held[start], outer - 1, row)
+            yield from _list_blocks(values[start], outer - 1, row)
 
 
 def _multiply_rows(rows: Array, weights: Array, library: Library) -> Numbers:
@@ -268,12 +260,12 @@ def _multiply_rows(rows: Array, weights: Array, library: Library) -> Numbers:
     total: Numbers = 0
     begin = 0
     if len(rows) < FEW:
-        # A product of matrices for each ROW words would take longer to call than to compute.
+        # For so few rows, calling a matrix product would take longer than computing it.
         begin = len(weights) // ROW * ROW
         products = rows[:, :begin] * weights[:begin]
         sums = products.reshape(len(rows), -1, ROW).sum(-1)
         total = library.integers(sums).sum(-1)
     for start in range(begin, len(weights), ROW):
-        some = slice(start, start + ROW)
-        total = total + library.products(rows[:, some], weights[some])
+        columns = slice(start, start + ROW)
+        total = total + library.products(rows[:, columns], weights[columns])
     return total

@@ -6,10 +6,10 @@ In reading order:
 - `casting`: numbers of one type as those of another;
 - `exponential`: exp, bit for bit the same in numpy and torch;
 - `floats`: numbers of 8 and 4 bits, to the bit;
-- `blocks`: what shares a scale, legal cuts, and slices of scales;
+- `blocks`: positions that share a scale, legal cuts, and slices of scales;
 - `windows`: parts of a tensor that cut blocks, and the largest magnitudes of blocks;
-- `scales`: how scales lie, which follows from how the tensor does;
-- `format`: what every format knows of itself;
+- `scales`: layouts of scales, derived from the tensor's layout;
+- `format`: the interface of every format;
 - `mxfp8`: blocks of 32 that share a power of two;
 - `fp8`: float32 scales per tile, per channel or per tensor;
 - `nvfp4`: blocks of 16 numbers of 4 bits;

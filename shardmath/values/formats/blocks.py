@@ -1,11 +1,11 @@
-"""Blocks: the positions of a tensor that share one scale, and what of the scales belongs to a slice of the tensor.
+"""Blocks: the positions of a tensor that share one scale, and the scales that belong to a slice of the tensor.
 
-1. A block has so many positions in each of the last dimensions, and one in those before; None stands for the whole
-   dimension. The last block of a dimension may be shorter.
-2. A tensor has scales of as many dimensions, one scale per block.
-3. A slice may begin and end between blocks, and where the dimension ends. Inside a block it is an error, and so is a
-   step. A whole dimension may be cut anywhere: every slice of it has the one scale.
-4. Indices mean what numpy has them mean: negative ones, None, integers, steps, Ellipsis, and fewer than dimensions.
+1. A block has a size in each of the last dimensions, and one position in earlier ones; the size None stands for the
+   whole dimension. The last block of a dimension may be shorter.
+2. Scales have as many dimensions as the tensor, one scale per block.
+3. A slice may begin and end between blocks, and at the end of the dimension. FormatError is raised for a slice that
+   ends inside a block, or has a step there. If the block is a whole dimension, every slice has its one scale.
+4. Indices mean the same as in numpy: negative numbers, None, integers, steps, Ellipsis, and fewer than dimensions.
 
 >>> import numpy as np
 >>> rows = Blocks((32,))
@@ -33,19 +33,19 @@ from shardmath.base.text import plural, shown
 __all__ = ["Blocks", "Index", "Sizes", "find_cuts", "label", "read_shape"]
 
 Sizes: TypeAlias = tuple[int | None, ...]
-"""Positions of a block in the last dimensions, None for the whole of one."""
+"""Positions of a block in the last dimensions, None for a whole dimension."""
 _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
-"""What numpy takes in brackets, without arrays."""
+"""Any index that numpy accepts in brackets, except arrays."""
 Sliced: TypeAlias = tuple[int | slice | None, ...]
 """An index with an item for each dimension, and None for each new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How many positions a block has in each of the last dimensions, and in all `others` before them.
+    """Positions of a block in each of the last dimensions, and in each of the `others` before them.
 
-    Raises FormatError for less than 1.
+    Raises FormatError for sizes below 1.
     """
 
     sizes: Sizes
@@ -62,17 +62,15 @@ class Blocks:
         return " x ".join("all" if n is None else str(n) for n in self.sizes) or "1"
 
     def per_dimension(self, ndim: int, name: str = "") -> Sizes:
-        """The sizes of so many dimensions. Raises FormatError where the block has more."""
+        """The sizes in each of `ndim` dimensions. Raises FormatError if the block has more."""
         if len(self.sizes) > ndim:
             what = f"{label(name)}blocks of {self} have {plural(self.sizes, 'dimension')}"
             raise FormatError(f"{what}, the tensor {ndim}; give it {len(self.sizes)} or more")
         return (self.others,) * (ndim - len(self.sizes)) + self.sizes
 
     def positions(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Positions of a whole block in each dimension of a tensor of that shape."""
-        sizes = self.per_dimension(len(shape))
-        measured = map(_measure, sizes, shape)
-        return tuple(measured)
+        """Positions of a full block in each dimension of a tensor of that shape."""
+        return tuple(map(_resolve_size, self.per_dimension(len(shape)), shape))
 
     def count(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks in each dimension, which is the shape of the scales."""
@@ -83,16 +81,14 @@ class Blocks:
         return tuple(counts)
 
     def cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Where each dimension may be cut so that no block is, both ends included."""
-        blocks = self.positions(shape)
-        both = zip(blocks, shape, strict=True)
-        cuts = [(*range(0, n, block), n) for block, n in both]
-        return tuple(cuts)
+        """The positions at which each dimension may be cut without cutting a block, both ends included."""
+        pairs = zip(self.positions(shape), shape, strict=True)
+        return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index that takes of the scales what belongs to an index of the tensor.
+        """The index of the scales that belong to an index of the tensor.
 
-        Raises FormatError, with the tensor's `name`, where a block is cut, and for what is no index.
+        Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
         sizes = self.per_dimension(len(shape), name)
         out: list[int | slice | None] = []
@@ -100,15 +96,15 @@ class Blocks:
             if d is None:
                 out.append(None)
             elif isinstance(item, slice):
-                out.append(_count_slice(item, shape, sizes[d], d, name))
+                out.append(_slice_scales(item, shape, sizes[d], d, name))
             else:
-                out.append(_count_position(item, shape, sizes[d], d, name))
+                out.append(_find_scale(item, shape, sizes[d], d, name))
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index that takes of the tensor what belongs to an index of the scales; `shape` is the tensor's.
+        """The index of the part of the tensor that belongs to an index of the scales; `shape` is the tensor's.
 
-        One scale, by its number, stands for the slice of its block. Raises FormatError as `scale_slice` does.
+        An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """
         sizes = self.per_dimension(len(shape), name)
         out: list[int | slice | None] = []
@@ -118,7 +114,7 @@ class Blocks:
             elif sizes[d] == 1:
                 out.append(item)
             else:
-                out.append(_spread(item, shape[d], sizes[d], d, name))
+                out.append(_slice_positions(item, shape[d], sizes[d], d, name))
         return tuple(out)
 
 
@@ -132,18 +128,18 @@ def _read_size(size: object) -> int | None:
     return number
 
 
-def _measure(size: int | None, n: int) -> int:
-    """Positions of a block of a dimension of n."""
+def _resolve_size(size: int | None, n: int) -> int:
+    """Positions of a block in a dimension of n positions."""
     return max(n, 1) if size is None else size
 
 
 def label(name: str) -> str:
-    """How messages about a tensor begin."""
+    """The beginning of error messages about a tensor."""
     return f"tensor {name!r}: " if name else ""
 
 
 def read_shape(shape: object) -> tuple[int, ...]:
-    """The sizes as Python's integers. Raises FormatError for what are none."""
+    """The shape as Python's integers. Raises FormatError for anything but sizes."""
     given = listed(shape, "sizes", FormatError)
     sizes = tuple(as_integer(n, f"a size of shape {given}", FormatError) for n in given)
     if min(sizes, default=0) < 0:
@@ -152,7 +148,7 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """The nearest cuts before and after a position inside a block."""
+    """The nearest legal cuts before and after a position inside a block, in a dimension of n positions."""
     below = position - position % block
     return below, min(below + block, n)
 
@@ -163,17 +159,17 @@ def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
 def _list_items(
     index: Index, shape: tuple[int, ...], name: str
 ) -> Iterator[tuple[int | None, int | slice]]:
-    """Each dimension and what is taken of it, an integer or a normal slice; (None, 0) for each new dimension."""
+    """Each dimension with its item, an integer or a normalized slice; (None, 0) for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
-    # By identity: an array, which is refused below, compares element by element.
-    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    # `is`, not ==: an array, which raises below, would compare element by element.
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
     named = sum(item is not None for item in items) - len(dots)
     if len(dots) > 1 or named > len(shape):
         what = f"{label(name)}index {shown(index)} of {plural(shape, 'dimension')}"
         raise FormatError(f"{what} has too many items; write one for each, and ... once")
     # A short index goes on as if it ended with an Ellipsis.
-    at = dots[0] if dots else len(items)
-    items[at : at + 1] = [slice(None)] * (len(shape) - named)
+    insert = dots[0] if dots else len(items)
+    items[insert : insert + 1] = [slice(None)] * (len(shape) - named)
     d = 0
     for item in items:
         if item is None:
@@ -184,7 +180,7 @@ def _list_items(
 
 
 def _read_item(item: _Item, n: int, d: int, name: str) -> int | slice:
-    """The item of a dimension of n positions, none of its numbers negative or left out."""
+    """The item normalized for a dimension of n positions: no number is negative or left out."""
     where = f"{label(name)}dimension {d}"
     if not isinstance(item, slice):
         number = as_integer(item, f"{where}: an index", FormatError)
@@ -195,7 +191,7 @@ def _read_item(item: _Item, n: int, d: int, name: str) -> int | slice:
         start, stop, step = item.indices(n)
     except (TypeError, ValueError):
         fix = "give integers, and a step other than 0"
-        raise FormatError(f"{where}: {shown(item)} is no slice; {fix}") from None
+        raise FormatError(f"{where}: {shown(item)} is not a slice; {fix}") from None
     taken = range(start, stop, step)
     if not taken:
         return slice(start, start, 1)
@@ -205,8 +201,10 @@ def _read_item(item: _Item, n: int, d: int, name: str) -> int | slice:
     return slice(start, None if stop < 0 else stop, step)
 
 
-def _count_slice(item: slice, shape: tuple[int, ...], size: int | None, d: int, name: str) -> slice:
-    """The scales of a slice of a dimension."""
+def _slice_scales(
+    item: slice, shape: tuple[int, ...], size: int | None, d: int, name: str
+) -> slice:
+    """The slice of the scales that belong to a slice of dimension d. Raises FormatError if it cuts a block."""
     if size == 1:
         return item
     if size is None:
@@ -215,7 +213,7 @@ def _count_slice(item: slice, shape: tuple[int, ...], size: int | None, d: int, 
     if item.start == item.stop:
         first = item.start // size
         return slice(first, first, 1)
-    what = f"{label(name)}slice {_write(item)} of dimension {d} ({n} positions)"
+    what = f"{label(name)}slice {_write_slice(item)} of dimension {d} ({n} positions)"
     if item.step != 1:
         fix = "take consecutive positions"
         raise FormatError(f"{what} has a step inside blocks of {size}; {fix}")
@@ -227,31 +225,30 @@ def _count_slice(item: slice, shape: tuple[int, ...], size: int | None, d: int, 
     return slice(item.start // size, -(-item.stop // size), 1)
 
 
-def _write(item: slice) -> str:
-    """The slice as people write it."""
+def _write_slice(item: slice) -> str:
+    """The slice as text, such as 0:4."""
     stop = "" if item.stop is None else item.stop
     step = "" if item.step == 1 else f":{item.step}"
     return f"{item.start}:{stop}{step}"
 
 
-def _count_position(at: int, shape: tuple[int, ...], size: int | None, d: int, name: str) -> int:
-    """The number of the scale of one position, which has to be a block of its own."""
+def _find_scale(position: int, shape: tuple[int, ...], size: int | None, d: int, name: str) -> int:
+    """The number of one position's scale. Raises FormatError unless the position is a whole block."""
     if size is None:
         return 0
     if size == 1:
-        return at
-    one = slice(at, at + 1, 1)
-    found = _count_slice(one, shape, size, d, name)
-    return cast(int, found.start)
+        return position
+    scales = _slice_scales(slice(position, position + 1, 1), shape, size, d, name)
+    return cast(int, scales.start)
 
 
-def _spread(item: int | slice, n: int, size: int | None, d: int, name: str) -> slice:
-    """The positions of the scales that are taken of a dimension of n positions."""
-    block = _measure(size, n)
+def _slice_positions(item: int | slice, n: int, size: int | None, d: int, name: str) -> slice:
+    """The positions that belong to an item of the scales, in a dimension of n positions."""
+    block = _resolve_size(size, n)
     if not isinstance(item, slice):
         item = slice(item, item + 1, 1)
     if item.step != 1:
-        what = f"{label(name)}slice {_write(item)} of the scales of dimension {d}"
+        what = f"{label(name)}slice {_write_slice(item)} of the scales of dimension {d}"
         raise FormatError(f"{what} has a step over blocks of {block}; take consecutive scales")
     start = min(n, item.start * block)
     stop = min(n, item.stop * block)

@@ -1,11 +1,11 @@
-"""Casting: numbers of one type as those of another, in numpy; the oracle of what backends do.
+"""Casting: conversion of numbers between dtypes, in numpy; the oracle for the casts of backends.
 
-1. Fractions are rounded to nearest, ties to even; what is too large becomes an infinity.
-2. float64 and integers go to types of 16 bits by way of float32, and are rounded twice, as torch does.
-3. Every NaN becomes the one quiet NaN without a sign. torch's own have other bits in the middle of a tensor than at its
+1. Floats are rounded to nearest, ties to even; numbers that are too large become infinite.
+2. float64 and integers are cast to 16-bit types by way of float32, and so rounded twice, as torch does.
+3. Every NaN becomes the quiet NaN without a sign. In torch, NaNs in the middle of a tensor differ from those at its
    end: 0xFFFF and 0x7FC0 of bfloat16, on AVX.
-4. Integers that do not fit keep their low bits. Fractions never become integers: what NaN and large ones would be
-   differs from machine to machine.
+4. Integers that do not fit keep their low bits. Floats are never cast to integers: the results for NaN and large
+   numbers differ from machine to machine.
 5. float8 and smaller types need scales, and complex numbers have two parts: neither is cast.
 
 >>> cast_array(np.array([1.00390625, 1.01171875, np.inf], np.float32), "float32", "bfloat16")
@@ -22,7 +22,7 @@ from shardmath.values.formats.elements import Array, numpy_type
 __all__ = ["NAN", "SHORT", "cast_array", "is_float", "refuse_cast"]
 
 EXACT_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
-"""Integers of so many bits are all numbers of the type."""
+"""Bits up to which every integer is a number of the dtype."""
 
 NAN = {
     "bfloat16": 0x7FC0,
@@ -36,12 +36,12 @@ SHORT = ("bfloat16", "float16")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether these are fractions that can be cast."""
+    """Whether this is a float dtype that can be cast."""
     return dtype in EXACT_BITS
 
 
 def refuse_cast(src: str, dst: str, lossy: bool) -> str:
-    """Why numbers of one type are not cast to the other, in words that follow the two; "" where they are."""
+    """The reason why one dtype is not cast to the other, as the end of an error message; "" if it is cast."""
     if src == dst:
         return ""
     for dtype in (src, dst):
@@ -55,12 +55,12 @@ def refuse_cast(src: str, dst: str, lossy: bool) -> str:
 
 
 def _is_number(dtype: str) -> bool:
-    """Whether elements are one number each, which needs no scale."""
+    """Whether each element is one number that needs no scale."""
     return is_float(dtype) or is_integer(dtype) or is_bool(dtype)
 
 
 def _fits(src: str, dst: str) -> bool:
-    """Whether one type has the numbers of the other; fractions are there to be rounded."""
+    """Whether a cast keeps the numbers; rounding of floats does not count as a loss."""
     if is_bool(src) or (is_float(src) and is_float(dst)):
         return True
     if is_bool(dst) or is_float(src):
@@ -74,12 +74,12 @@ def _fits(src: str, dst: str) -> bool:
 
 
 def _value_bits(dtype: str) -> int:
-    """Bits of an integer beside its sign."""
+    """Bits of an integer without its sign."""
     return 8 * ITEMSIZE[dtype] - (not dtype.startswith("u"))
 
 
 def cast_array(array: Array, src: str, dst: str) -> Array:
-    """Elements of the type `src` as those of `dst`; the array itself where the types are one."""
+    """Cast elements of the dtype `src` to `dst`; return the array itself if the dtypes are equal."""
     if src == dst:
         return array
     values = _widen(array) if src == "bfloat16" else array
@@ -87,7 +87,7 @@ def cast_array(array: Array, src: str, dst: str) -> Array:
         if dst in SHORT:
             # numpy would round float64 to float16 once, torch rounds it twice.
             values = values.astype(np.float32)
-        out = _round(values) if dst == "bfloat16" else values.astype(numpy_type(dst))
+        out = _round_to_bfloat16(values) if dst == "bfloat16" else values.astype(numpy_type(dst))
     if not is_float(src) or not is_float(dst):
         return out
     words = out.view(f"uint{8 * ITEMSIZE[dst]}")
@@ -100,10 +100,10 @@ def _widen(words: Array) -> Array:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-def _round(values: Array) -> Array:
-    """float32 as bfloat16: the upper half, one more where the lower half is beyond the middle, or odd at it."""
+def _round_to_bfloat16(values: Array) -> Array:
+    """float32 as bfloat16: the upper half, rounded to nearest by the lower half, ties to even."""
     bits = values.view(np.uint32)
-    # A carry out of the fraction goes into the exponent, which is right, and infinite at the end.
+    # A carry out of the fraction correctly increments the exponent, up to infinity.
     odd = (bits >> 16) & 1
     rounded = (bits + odd + 0x7FFF) >> 16
     return rounded.astype(np.uint16)

@@ -1,8 +1,8 @@
-"""Elements: arrays of element types that numpy has, and of those that it has not.
+"""Elements: numpy arrays of all dtypes, including those that numpy lacks.
 
-1. Elements of a type that numpy lacks are its **words**: uint16 for bfloat16, uint8 for float8.
-2. Arrays of such a type from another library, as of ml_dtypes, are seen as words, without a copy.
-3. Bytes are in this machine's order. Types of another order have the same names, and are refused.
+1. Elements of a dtype that numpy lacks are represented as **words**: uint16 for bfloat16, uint8 for float8.
+2. Arrays of such a dtype from another library, such as ml_dtypes, are viewed as words, without a copy.
+3. Bytes are in this machine's order. Arrays of another byte order raise PlanError.
 
 >>> numpy_type("bfloat16"), numpy_type("float16")
 (dtype('uint16'), dtype('float16'))
@@ -23,32 +23,32 @@ __all__ = ["Array", "describe_type", "numpy_type", "read_elements"]
 Array: TypeAlias = NDArray[Any]
 
 WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
-"""By bytes; all larger types are numpy's own."""
+"""By bytes; numpy has all larger dtypes."""
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
-    """numpy's type of that canonical name, or that of its words."""
+    """numpy's dtype of that canonical name, or the dtype of its words."""
     if hasattr(np, name):
         return np.dtype(name)
     return np.dtype(WORDS[ITEMSIZE[name]])
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """The array as `numpy_type` has it, not copied. Raises PlanError, which says `what` it is, for other elements."""
+    """The array viewed in the dtype `numpy_type(name)`. Raises PlanError, beginning with `what`, for other dtypes."""
     array = np.asarray(given)
     wanted = numpy_type(name)
     if array.dtype == wanted:
         return array
-    # A library's own type has the same name, wherever it comes from.
-    is_alike = array.dtype.name == name and array.dtype.itemsize == wanted.itemsize
-    if is_alike and array.dtype.isnative:
+    # Every library gives its dtype the same name.
+    has_same_words = array.dtype.name == name and array.dtype.itemsize == wanted.itemsize
+    if has_same_words and array.dtype.isnative:
         return array.view(wanted)
     fault = describe_type(array, f", and is {name}; pass an array of {wanted}")
     raise PlanError(f"{what} {fault}")
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """The type of an array that is refused: for its byte order, and how to mend that, or as `otherwise` says."""
+    """The dtype of an array as part of an error message: about its byte order if that is foreign, else `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

@@ -1,7 +1,7 @@
-"""Exponential: exp in float64 by sums and products alone, which numpy and torch round alike on every machine.
+"""Exponential: exp in float64 by sums and products only, which numpy and torch round identically on every machine.
 
-Both have an exp of their own, and several, by processor: their last bits differ. This one is right to 2^-51 where the
-result is a float32, so what is rounded to float32 is the nearest number but for one in millions.
+The last bits of numpy's and torch's own exp differ, and depend on the processor. This one is accurate to 2^-51 if the
+result is in the range of float32, so that rounding it to float32 gives the nearest number except once in millions.
 
 >>> float(np.float32(exp(np.array(1.0), power_of_two)))
 2.7182817459106445
@@ -28,11 +28,11 @@ LN2_LOW = 1.90821492927058770002e-10
 """ln 2 as the sum of a number with many zeros, so that its multiples are exact, and the rest (fdlibm)."""
 
 TERMS = 13
-"""Of the series; what is left out is below 2^-57 of the sum."""
+"""Of the series; the rest is below 2^-57 of the sum."""
 
 
 class _Numbers(Protocol):
-    """What arrays of numpy and tensors of torch both are."""
+    """The operations that numpy arrays and torch tensors have in common."""
 
     def clip(self: _N, least: float, most: float, /) -> _N: ...
     def round(self: _N) -> _N: ...
@@ -45,12 +45,12 @@ _N = TypeVar("_N", bound=_Numbers)
 
 
 def exp(x: _N, power: Callable[[_N], _N]) -> _N:
-    """e^x of float64; `power` gives 2^k of integers k in float64."""
-    near = x.clip(-LIMIT, LIMIT)
+    """e^x in float64; `power(k)` returns 2^k for integers k, in float64."""
+    clipped = x.clip(-LIMIT, LIMIT)
     # e^x = 2^k e^rest, where rest is so small that the series ends soon.
-    k = (near * LOG2_E).round()
-    rest = near - k * LN2_HIGH - k * LN2_LOW
-    # A constant of the same shape and device, whatever these arrays are; NaN stays NaN.
+    k = (clipped * LOG2_E).round()
+    rest = clipped - k * LN2_HIGH - k * LN2_LOW
+    # rest * 0.0 makes a constant of the same shape and device, and keeps NaN.
     total = rest * 0.0 + 1 / math.factorial(TERMS)
     for n in reversed(range(TERMS)):
         total = total * rest + 1 / math.factorial(n)
@@ -58,7 +58,7 @@ def exp(x: _N, power: Callable[[_N], _N]) -> _N:
 
 
 def power_of_two(k: Array) -> Array:
-    """2^k of integers in float64, by their bits."""
-    with np.errstate(invalid="ignore"):  # NaN, whose result is NaN whatever this is
+    """2^k for integers k in float64, built from its bits."""
+    with np.errstate(invalid="ignore"):  # NaN gives NaN in the end, whatever its power is
         exponents = k.astype(np.int64) + 1023
     return np.asarray(exponents << 52).view(np.float64)

@@ -1,9 +1,9 @@
-"""Floats of 8 and 4 bits, to the bit: rounded to nearest, ties to even, and saturated.
+"""Floats of 8 and 4 bits, exact to the bit: rounded to nearest, ties to even, and saturated.
 
-1. What is larger than the largest finite number becomes that, infinities too: so do the casts of GPUs that quantise
-   (`cvt.rn.satfinite`). torch's and ml_dtypes' casts differ there from them, and from each other.
-2. NaN becomes the one NaN without a sign. E2M1 has none, and its NaN is 6, as PTX has it.
-3. Everything is done with integers, so that no setting of the processor (flushed subnormals) changes a bit.
+1. Larger numbers than the largest finite one, and infinities, become the largest finite one, as in the casts of GPUs
+   (`cvt.rn.satfinite`). The casts of torch and ml_dtypes differ from these, and from each other.
+2. NaN becomes the NaN without a sign. E2M1 has no NaN; NaN becomes 6, as in PTX.
+3. Everything is computed with integers, so that no processor setting (flushed subnormals) changes a bit.
 4. E8M0 is a power of two: byte b is 2^(b - 127), and 255 is NaN. It has no zero and no sign.
 
 >>> encode(E4M3, np.array([1, -0.5, 1000, 0.3], np.float32))
@@ -50,10 +50,10 @@ NAN_BITS = 0x7FC0_0000
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A type of few bits: sign, exponent, fraction. `largest` is the code of its largest finite number.
+    """A float type of few bits: sign, exponent, fraction. `largest` is the code of its largest finite number.
 
-    `dtype` is its name in torch; elements of `float4_e2m1fn_x2` are bytes of two. Codes above the largest are NaN, but
-    for the first of them where there is an infinity.
+    `dtype` is its name in torch; an element of `float4_e2m1fn_x2` is a byte of two numbers. Codes above the largest are
+    NaN, except the first of them if the type has an infinity.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Float:
 
     @property
     def nan(self) -> int:
-        """The code of NaN without a sign; of the largest number where there is no NaN."""
+        """The code of NaN without a sign; of the largest number if the type has no NaN."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def most(self) -> float:
         """The largest finite number."""
-        return float(_table(self)[self.largest])
+        return float(_decode_all(self)[self.largest])
 
     @property
     def exponent(self) -> int:
@@ -89,7 +89,7 @@ def encode(kind: Float, values: Floats) -> Codes:
     """The codes of float32 numbers, of the same shape."""
     bits: _Bits = values.view(np.uint32)
     magnitude: _Bits = bits & np.uint32(0x7FFF_FFFF)
-    codes = _round(kind, magnitude)
+    codes = _round_magnitude(kind, magnitude)
     codes = np.minimum(codes, kind.largest)
     signs = bits >> 31
     codes |= signs << (kind.bits - 1)
@@ -98,22 +98,22 @@ def encode(kind: Float, values: Floats) -> Codes:
     return codes.astype(np.uint8)
 
 
-def _round(kind: Float, magnitude: _Bits) -> _Bits:
-    """The codes of numbers without a sign, as if exponents went on beyond the type's largest."""
+def _round_magnitude(kind: Float, magnitude: _Bits) -> _Bits:
+    """The codes of numbers without a sign, as if the type had unlimited exponents."""
     field = magnitude >> FRACTION
     hidden = (field > 0).astype(np.uint32)
     significand = magnitude & 0x7F_FFFF
     significand |= hidden << FRACTION
     exponent = np.maximum(field, 1).astype(np.int32) - BIAS
     least = 1 - kind.bias
-    # Below the least exponent the steps between numbers stay as they are, so more bits are dropped there.
+    # Below the least exponent the spacing of numbers stays the same, so more bits are dropped.
     dropped = FRACTION - kind.fraction + np.maximum(least - exponent, 0)
-    # Of 25 dropped bits nothing is left, nor of more; and a shift by more than 31 means nothing.
+    # Dropping 25 bits or more leaves 0, and shifts by more than 31 are undefined.
     dropped = np.minimum(dropped, FRACTION + 2).astype(np.uint32)
     odd = (significand >> dropped) & 1
     half = np.uint32(1) << (dropped - 1)
     steps = (significand + half - 1 + odd) >> dropped
-    # `steps` has the hidden bit of a normal number, which counts as its least exponent; a carry is the next one.
+    # The hidden bit in `steps` adds 1 to the exponent field, and so does a carry out of the fraction.
     binades = np.maximum(exponent - least, 0).astype(np.uint32)
     codes: _Bits = (binades << kind.fraction) + steps
     return codes
@@ -121,13 +121,12 @@ def _round(kind: Float, magnitude: _Bits) -> _Bits:
 
 def decode(kind: Float, codes: Codes) -> Floats:
     """The float32 numbers of codes."""
-    table = _table(kind)
-    return table[codes]
+    return _decode_all(kind)[codes]
 
 
 @memo()
-def _table(kind: Float) -> Floats:
-    """The number of each code."""
+def _decode_all(kind: Float) -> Floats:
+    """The number of each code of the type."""
     hidden = 1 << kind.fraction
     codes = np.arange(1 << kind.bits)
     unsigned = codes & kind.nan
@@ -139,17 +138,17 @@ def _table(kind: Float) -> Floats:
     values[unsigned > kind.largest] = np.nan
     if kind.has_infinity:
         values[unsigned == kind.largest + 1] = np.inf
-    # Of NaN, too, the sign is kept.
+    # NaN keeps its sign, too.
     np.negative(values, out=values, where=codes > unsigned)
     values.flags.writeable = False
     return values
 
 
 def decode_e8m0(codes: Codes) -> Floats:
-    """2^(b - 127) of each byte b, exactly; NaN of 255."""
+    """2^(b - 127) for each byte b, exactly; NaN for 255."""
     bits = codes.astype(np.uint32)
     bits <<= FRACTION
-    # 2^-127 is a subnormal float32, and the exponent of 255 alone would be an infinity.
+    # 2^-127 is a subnormal float32; exponent 255 without a fraction would be an infinity.
     bits[codes == 0] = 1 << (FRACTION - 1)
     bits[codes == 255] = NAN_BITS
     values: Floats = bits.view(np.float32)
@@ -168,5 +167,4 @@ def unpack_pairs(packed: Codes) -> Codes:
     """The codes of 4 bits that `pack_pairs` packed."""
     pairs = np.stack((packed & 0xF, packed >> 4), axis=-1)
     *outer, count, _ = pairs.shape
-    both = *outer, 2 * count
-    return pairs.reshape(both)
+    return pairs.reshape(*outer, 2 * count)

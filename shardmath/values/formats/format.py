@@ -1,11 +1,11 @@
-"""Format: what every quantised format knows of itself, and how numbers become data and scales.
+"""Format: the interface of every quantized format, and the steps that turn numbers into data and scales.
 
-1. A format is a value. It stands for **parts**, which are the arrays that it makes of a tensor: data and scales.
-2. Where a box of a tensor cuts no block, `quantise` needs nothing but the box: quantising a slice is slicing what is
-   quantised. Where it cuts some, their amaxes have to be those of whole blocks: ranks take the largest of what `amax`
-   gives each of them, and pass it to `quantise`.
-3. Arrays are float32 on one side, and on the other uint8 where elements have 8 or 4 bits.
-4. Scales have as many dimensions as the tensor. Padding, where kernels want some, is added by `pad_scales`.
+1. A format is a value. It turns a tensor into arrays, its **parts**: data and scales.
+2. If a box of a tensor cuts no block, `quantise` needs only the box: quantizing a slice equals slicing the quantized
+   tensor. If it cuts blocks, their amaxes must be those of whole blocks: ranks take the largest over ranks of the
+   results of `amax`, and pass it to `quantise`.
+3. Numbers are float32 arrays. Elements of 8 or 4 bits are uint8 arrays.
+4. Scales have as many dimensions as the tensor. `pad_scales` adds the padding that some kernels need.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Array: TypeAlias = NDArray[Any]
 
 
 class Part(NamedTuple):
-    """One of the arrays that stand for a tensor: one element per block of positions.
+    """One of the arrays that stand for a tensor, with one element per block of positions.
 
-    `kind` is what its elements mean, by torch's name; `dtype` the type that arrays have and that travels.
+    `kind` is torch's name of the elements' type; `dtype` is the dtype of arrays, in which elements travel.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Part(NamedTuple):
 
 
 class Format(ABC):
-    """A quantised format. Those that there are: MXFP8, FP8Blocks, FP8 and NVFP4."""
+    """A quantized format: MXFP8, FP8Blocks, FP8 or NVFP4."""
 
     __slots__ = ()
 
-    # What a format says of itself
+    # Properties of a format
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What people call it."""
+        """The format's name for people."""
 
     @property
     @abstractmethod
@@ -68,35 +68,35 @@ class Format(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The arrays that stand for a tensor, as `quantise` returns them: data, scales, and what else there is."""
+        """The arrays that stand for a tensor, as `quantise` returns them: data, scales, and any others."""
 
     @property
     def per_element(self) -> int:
-        """How many numbers an element of the data holds, along the last dimension."""
+        """Numbers per element of the data, along the last dimension."""
         sizes = self.parts[0].blocks.sizes
         return 1 if not sizes or sizes[-1] is None else sizes[-1]
 
     @property
     def nan_magnitude(self) -> float:
-        """What NaN counts as in amaxes, which are never NaN: 0, or infinite where it spoils its block."""
+        """The magnitude of NaN in amaxes, which are never NaN: 0, or infinite if NaN spoils its block."""
         return 0
 
     @property
     def padding(self) -> tuple[int, int]:
-        """The last two dimensions of the scales are stored as multiples of these by kernels that want padding."""
+        """The multiples to which kernels pad the last two dimensions of the scales."""
         return 1, 1
 
     @abstractmethod
     def _make_scales(self, amax: Floats) -> Array:
-        """The scales of blocks of these largest magnitudes."""
+        """The scales of blocks with these amaxes."""
 
     @abstractmethod
     def _scale_down(self, values: Floats, scales: Array) -> Floats:
-        """The numbers, each with the scale of its block, as they are rounded."""
+        """The numbers to encode: each divided by the scale of its block."""
 
     @abstractmethod
     def _read_scales(self, scales: Array) -> Floats:
-        """What data are multiplied with."""
+        """The float32 factors by which data are multiplied."""
 
     # Shapes, slices and layouts
 
@@ -105,25 +105,21 @@ class Format(ABC):
         return self.blocks.count(read_shape(shape))
 
     def padded_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The same with padding."""
+        """The shape of the scales of a tensor of that shape, with padding."""
         return self._pad_shape(self.scale_shape(shape))
 
-    def _pad_shape(self, count: tuple[int, ...]) -> tuple[int, ...]:
-        padded = []
-        multiples = self._list_multiples(len(count))
-        for n, multiple in zip(count, multiples, strict=True):
-            n += -n % multiple
-            padded.append(n)
-        return tuple(padded)
+    def _pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        pairs = zip(shape, self._list_multiples(len(shape)), strict=True)
+        return tuple(n + -n % multiple for n, multiple in pairs)
 
     def _list_multiples(self, ndim: int) -> tuple[int, ...]:
-        """What each dimension of the scales is padded to a multiple of."""
-        every = (1,) * ndim + self.padding
-        # Of scales of one dimension the last multiple counts.
-        return every[len(every) - ndim :]
+        """The multiple to which each dimension of the scales is padded."""
+        multiples = (1,) * ndim + self.padding
+        # The last `ndim` of them: scales of one dimension have only the last multiple.
+        return multiples[len(multiples) - ndim :]
 
     def pad_scales(self, scales: Array) -> Array:
-        """The scales as kernels store them, zeros behind them in the last two dimensions."""
+        """The scales as kernels store them, followed by zeros in the last two dimensions."""
         padded = np.zeros(self._pad_shape(scales.shape), scales.dtype)
         inside = tuple(map(slice, scales.shape))
         padded[inside] = scales
@@ -138,13 +134,13 @@ class Format(ABC):
         return padded[tuple(map(slice, self.scale_shape(shape)))]
 
     def legal_cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Where a tensor of that shape may be cut so that each part can be quantised alone, per dimension."""
+        """The positions, by dimension, between which parts of a tensor of that shape can be quantized separately."""
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
         """The index of the scales that belongs to an index of a tensor of that shape.
 
-        Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for what is no index.
+        Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
@@ -153,7 +149,7 @@ class Format(ABC):
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
-        """Raise FormatError where an element of the data would hold a number of the tensor and one of none."""
+        """Raise FormatError if the last element of a row of the data would not be full."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}a tensor of shape {tuple(shape)}"
@@ -163,55 +159,52 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """The packed layout of each part of a tensor that lies so, `kinds` with its own type instead of uint8.
+        """The packed layout of each part of a tensor with this layout; `kinds` uses the parts' types instead of uint8.
 
-        Raises FormatError, with the tensor's `name`, where a rank's part cuts a block, as `check_shape` does, and for a
-        Partial layout: what is made of addends does not add up to what is made of their sum. If `duplicated`, ranks may
-        cut blocks: the scale of a block is on every rank that holds some of it, as is enough to move and to read what
-        is quantised.
+        Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
+        layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
+        of a block is on every rank that holds some of it, which suffices to move and to read a quantized tensor.
         """
         if layout.partial:
             fix = "reduce it before it is quantised"
             raise FormatError(f"{label(name)}{layout} is Partial; {fix}")
         self.check_shape(layout.shape, name)
-        found = []
+        layouts = []
         for i, part in enumerate(self.parts):
             what = f"{part.name} of {self.name}"
             dtype = part.kind if kinds else part.dtype
-            # Data are not: of a byte of two numbers nobody can have half.
+            # Data are never duplicated: no rank can hold half of a byte of two numbers.
             shared = duplicated and i > 0
-            lies = lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared)
-            found.append(lies)
-        return tuple(found)
+            layouts.append(lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared))
+        return tuple(layouts)
 
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """The packed layout of the scales of a tensor that lies so, and errors, as `layouts` has them."""
+        """The packed layout of the scales of a tensor with this layout; arguments and errors are as of `layouts`."""
         return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
-        """The layout of scales where each rank pads its own as `pad_scales` does; `layout` is that without padding.
+        """The layout of scales if each rank pads its own as `pad_scales` does; `layout` has no padding.
 
-        Padding is holes: nobody sends or stores it, and it is zeros where scales are loaded.
+        Padding is holes: it is never sent or stored, and is zeros when scales are loaded.
         """
-        multiples = self._list_multiples(layout.ndim)
-        return pad_parts(layout, multiples)
+        return pad_parts(layout, self._list_multiples(layout.ndim))
 
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the scales of all blocks that a box touches, those that it cuts too."""
+        """The slices of the scales of all blocks that a box touches, including those that it cuts."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Of each block that a box touches, whether some of it lies outside, so that its amax is reduced over ranks."""
+        """Whether each block that a box touches extends beyond it, so that its amax must be reduced over ranks."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """The largest magnitude of each block that the box `where` of a tensor of that shape touches, of the box alone.
+        """The largest magnitude inside the box `where`, for each block that the box touches.
 
-        `x` is what is in the box, and without the other two the whole tensor. Raises FormatError.
+        `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
         """
         values = read_array(x, "float32", "x")
         window = self._read_window(values.shape, where, shape)
@@ -225,11 +218,11 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """The parts of a float32 array: data like `x`, and scales of all blocks that it touches.
+        """The parts of a float32 array: the data of `x`, and the scales of all blocks that it touches.
 
-        `x` is what the box `where` of a tensor of that shape has, and without these the whole tensor; `amax` are the
-        largest magnitudes of the blocks, if they are known. Raises FormatError where the box cuts blocks and `amax` is
-        not given, and for arrays that do not fit.
+        `x` has the numbers of the box `where` of a tensor of that shape; by default it is the whole tensor. `amax` has
+        the largest magnitudes of the blocks, if known. Raises FormatError if the box cuts blocks and `amax` is not
+        given, and for arrays that do not fit.
         """
         values = read_array(x, "float32", "x")
         window = self._read_window(values.shape, where, shape)
@@ -243,14 +236,14 @@ class Format(ABC):
             return self._quantise(values, window, amaxes)
 
     def _find_amax(self, values: Floats, window: Window) -> Floats:
-        """The amaxes of blocks that are all inside. Raises FormatError where some are not."""
-        cut = window.straddles()
-        if cut.any():
-            at = tuple(map(int, np.argwhere(cut)[0]))
+        """The amaxes of the window's blocks. Raises FormatError if it cuts some."""
+        is_cut = window.straddles()
+        if is_cut.any():
+            block = tuple(map(int, np.argwhere(is_cut)[0]))
             what = f"the part {window.spans} of a tensor of shape {window.shape} cuts blocks"
             fix = "give amax=, the largest over ranks of what `amax` gives them"
             raise FormatError(
-                f"{what} of {self.blocks}, first block {at} of those it touches; {fix}"
+                f"{what} of {self.blocks}, first block {block} of those it touches; {fix}"
             )
         return window.amax(values, self.nan_magnitude)
 
@@ -263,25 +256,25 @@ class Format(ABC):
     def dequantise(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """The float32 numbers that data and scales stand for, of a box or the whole tensor as in `quantise`.
+        """The float32 numbers that data and scales stand for, for a box or the whole tensor as in `quantise`.
 
-        Numbers beyond float32's become infinite. Raises FormatError for arrays that do not fit.
+        Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
         if len(parts) != len(self.parts):
             names = ", ".join(part.name for part in self.parts)
             raise FormatError(f"{self.name}: {plural(parts, 'array')}; give {names}")
-        read = [
+        data, scales, *others = [
             read_array(array, part.dtype, part.name)
             for array, part in zip(parts, self.parts, strict=True)
         ]
-        window = self._read_window(self._shape_of(read[0]), where, shape)
-        if read[1].shape != window.count:
-            what = f"scales have shape {read[1].shape}, the data have blocks {window.count}"
+        window = self._read_window(self._shape_of(data), where, shape)
+        if scales.shape != window.count:
+            what = f"scales have shape {scales.shape}, the data have blocks {window.count}"
             raise FormatError(f"{what}; give one for each, without padding")
         with np.errstate(all="ignore"):
-            return self._dequantise(window, *read)
+            return self._dequantise(window, data, scales, *others)
 
-    def _dequantise(self, window: Window, data: Codes, scales: Array) -> Floats:
+    def _dequantise(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
         factors = self._read_scales(scales)
         return decode(self.element, data) * window.spread(factors)
 
@@ -295,7 +288,7 @@ class Format(ABC):
     def _read_window(
         self, found: tuple[int, ...], where: Index, shape: tuple[int, ...] | None
     ) -> Window:
-        """The box, whose content has the shape `found`. Raises FormatError where that is not the box's."""
+        """The window on a box, whose array has the shape `found`. Raises FormatError if the box has another shape."""
         if shape is None and where is not Ellipsis:
             raise FormatError("where= is a part of a tensor; give the tensor's shape=, too")
         window = self._window(where, found if shape is None else shape)
@@ -306,7 +299,7 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """The array, if it has dimensions and elements of that type. Raises FormatError, which says `what` it is."""
+    """The array. Raises FormatError, which begins with `what`, for another dtype or if it has no dimension."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
@@ -316,17 +309,17 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Make the field of a format one of the choices. Raises FormatError."""
+    """Normalize the field of a format to one of the choices. Raises FormatError for anything else."""
     given = getattr(value, field)
-    found = known(given, choices)
-    if found is None:
+    choice = known(given, choices)
+    if choice is None:
         what = f"{type(value).__name__}({field}={shown(given)})"
         raise FormatError(f"{what} is not known; use {' or '.join(map(repr, choices))}")
-    object.__setattr__(value, field, found)
+    object.__setattr__(value, field, choice)
 
 
 def read_flag(value: Format, field: str) -> None:
-    """Make the field of a format True or False. Raises FormatError for anything else."""
+    """Normalize the field of a format to True or False. Raises FormatError for anything else."""
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"

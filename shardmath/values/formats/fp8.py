@@ -1,14 +1,14 @@
 """FP8: numbers of 8 bits with float32 scales, per tile, per channel or per tensor.
 
-1. A scale is what data are multiplied with (`weight_scale_inv` of DeepSeek's checkpoints, `weight_scale` of vLLM's):
+1. Data are multiplied by their scale (`weight_scale_inv` in DeepSeek's checkpoints, `weight_scale` in vLLM's), which is
    amax / 448 in float32. Data are x / scale in float32, rounded to nearest, ties to even, saturated.
 2. `power_of_two` (TransformerEngine's default for tiles): 448 / amax is rounded down to a power of two, and the scale
-   is 1 over that. Free scales or not, what was dequantised is unchanged when it is quantised once more.
-3. **Zero blocks**, and those with an **Inf**, have scale 1, as TransformerEngine's. Other scales are 2^-126 or more, so
-   **tiny blocks** (amax below 448 times that) keep multiples of 2^-135, and nothing is divided by a subnormal number.
+   is 1 over it. With either kind of scale, quantizing dequantized numbers again changes nothing.
+3. **Zero blocks**, and blocks with an **Inf**, have scale 1, as in TransformerEngine. Other scales are 2^-126 or more,
+   so **tiny blocks** (amax below 448 times that) keep multiples of 2^-135, and no divisor is subnormal.
 4. **NaN** does not count for the amax and becomes NaN; Inf becomes the largest number.
-5. The block of a channel or a tensor is as large as that. Its scale is on every rank, however it is cut, and belongs to
-   every slice; but quantising a part needs the amax of all of it.
+5. A block may be a whole channel or tensor. Its scale is on every rank, however the tensor is cut, and belongs to every
+   slice; but quantizing a part needs the amax of the whole block.
 
 >>> import numpy as np
 >>> data, scales = FP8Blocks((1, 128)).quantise(np.full((1, 256), 896, np.float32))
@@ -33,15 +33,15 @@ from shardmath.values.formats.windows import Window
 __all__ = ["FP8", "FP8Blocks", "divide_amax", "read_amax"]
 
 LEAST = np.float32(2**-126)
-"""The smallest scale: the smallest float32 with all its bits."""
+"""The smallest scale: the smallest normal float32."""
 GREATEST = np.float32(2**126)
-"""1 over that."""
+"""1 / LEAST."""
 
 GRANULARITIES = {"tensor": Blocks((), others=None), "channel": Blocks((None,))}
 
 
 class _Scaled(Format):
-    """Formats whose scales are float32."""
+    """A format whose scales are float32."""
 
     __slots__ = ()
 
@@ -78,21 +78,21 @@ class _Scaled(Format):
         return scales
 
     def _check(self) -> None:
-        """Make the fields plain. Raises FormatError."""
+        """Normalize the fields. Raises FormatError for invalid ones."""
         read_choice(self, "data", tuple(ELEMENTS))
         read_flag(self, "power_of_two")
 
 
 def divide_amax(amax: Floats, most: np.float32) -> Floats:
-    """The scales by which the largest magnitudes become the largest number."""
+    """The scales that map each amax to the largest number."""
     scales: Floats = np.maximum(amax / most, LEAST)
     return scales
 
 
 def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
-    """The same, where 1 over the scale is rounded down to a power of two."""
+    """As `divide_amax`, but with 1 / scale rounded down to a power of two."""
     inverse: Floats = np.minimum(most / amax, GREATEST)
-    # The fraction is cut off; 1 over 2^k has the exponent's field 254 - field.
+    # Clearing the fraction rounds down; the exponent field of 1 / 2^k is 254 minus the field of 2^k.
     power = inverse.view(np.uint32) & 0x7F80_0000
     bits = np.uint32(254 << 23) - power
     scales: Floats = bits.view(np.float32)
@@ -103,7 +103,7 @@ def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
 class FP8Blocks(_Scaled):
     """A float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
 
-    The last tile of a dimension may be shorter. Raises FormatError for no tile, for sizes below 1, and other arguments.
+    The last tile of a dimension may be shorter. Raises FormatError for an empty tile, sizes below 1, and other values.
     """
 
     block: tuple[int, ...] = (128, 128)
@@ -133,10 +133,10 @@ class FP8Blocks(_Scaled):
 
 @dataclass(frozen=True, slots=True)
 class FP8(_Scaled):
-    """A float32 scale per "tensor", or per "channel": one for all of the last dimension.
+    """A float32 scale per "tensor", or per "channel": one for the whole last dimension.
 
-    `tensor_amax` is the largest magnitude of the whole tensor where everybody knows it, as of calibrated activations;
-    then every part can be quantised alone. Raises FormatError for other arguments, and for an amax per channel.
+    `tensor_amax` is the whole tensor's largest magnitude if all ranks know it, as for calibrated activations; then
+    every part can be quantized separately. Raises FormatError for other values, and for a tensor_amax per channel.
     """
 
     per: str = "tensor"
@@ -150,7 +150,7 @@ class FP8(_Scaled):
         object.__setattr__(self, "tensor_amax", read_amax(self.tensor_amax))
         if self.per == "channel" and self.tensor_amax is not None:
             what = f"FP8(per='channel', tensor_amax={self.tensor_amax})"
-            raise FormatError(f"{what}: channels have amaxes of their own; leave it out")
+            raise FormatError(f"{what}: each channel has its own amax; leave it out")
 
     @property
     def name(self) -> str:
@@ -167,12 +167,12 @@ class FP8(_Scaled):
     def _find_amax(self, values: Floats, window: Window) -> Floats:
         if self.tensor_amax is not None:
             return np.full(window.count, self.tensor_amax, np.float32)
-        # Named, because super() finds no class where slots made it anew.
+        # Not super(): dataclass(slots=True) makes a new class, which breaks super() without arguments.
         return Format._find_amax(self, values, window)
 
 
 def read_amax(given: object) -> float | None:
-    """A largest magnitude as float32 has it. Raises FormatError for what is none."""
+    """A largest magnitude, rounded to float32. Raises FormatError unless it is a finite number >= 0."""
     if given is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Listing: every format, what it makes of a tensor, and where tensors may be cut for it.
+"""Listing: a table of all formats, their data and scales, and where tensors may be cut.
 
 >>> print(show_listing().splitlines()[1].strip())
 MXFP8 e4m3 rceil rowwise    float8_e4m3fn  float8_e8m0fnu        M x K/32     1 x 32          any                32
@@ -35,8 +35,8 @@ FORMATS: tuple[Format, ...] = (
 class Row(NamedTuple):
     """A format of a matrix of M rows and K columns.
 
-    `cuts` says for rows and for columns at multiples of what a part begins that is quantised alone; the end of a
-    dimension is a cut, too.
+    Parts can be quantized separately if they begin at multiples of `row_cuts` and `column_cuts`, and end there or at
+    the end of a dimension.
     """
 
     name: str
@@ -50,39 +50,34 @@ class Row(NamedTuple):
 
 def listing() -> tuple[Row, ...]:
     """The table of formats."""
-    return tuple(map(_describe, FORMATS))
+    return tuple(map(_make_row, FORMATS))
 
 
-def _describe(one: Format) -> Row:
-    data, scale, *_ = one.parts
-    rows, columns = one.blocks.per_dimension(2)
-    counts = _count("M", rows), _count("K", columns)
-    sizes = _write(rows), _write(columns)
+def _make_row(listed: Format) -> Row:
+    data, scale, *_ = listed.parts
+    rows, columns = listed.blocks.per_dimension(2)
+    counts = _write_count("M", rows), _write_count("K", columns)
+    sizes = ("all" if size is None else str(size) for size in (rows, columns))
     return Row(
-        one.name,
+        listed.name,
         data.kind,
         scale.kind,
         " x ".join(counts),
         " x ".join(sizes),
-        row_cuts=_cut(rows),
-        column_cuts=_cut(columns),
+        row_cuts=_write_cuts(rows),
+        column_cuts=_write_cuts(columns),
     )
 
 
-def _write(block: int | None) -> str:
-    """The positions of a block."""
-    return "all" if block is None else str(block)
-
-
-def _count(size: str, block: int | None) -> str:
-    """How many blocks a dimension has."""
+def _write_count(length: str, block: int | None) -> str:
+    """The number of blocks along a dimension."""
     if block is None:
         return "1"
-    return size if block == 1 else f"{size}/{block}"
+    return length if block == 1 else f"{length}/{block}"
 
 
-def _cut(block: int | None) -> str:
-    """Where a dimension may be cut; one scale for all of it needs an amax of all ranks."""
+def _write_cuts(block: int | None) -> str:
+    """The multiples at which a dimension may be cut; if it has one scale, ranks need its amax."""
     if block is None:
         return "any, with amax"
     return "any" if block == 1 else str(block)

@@ -1,13 +1,13 @@
 """MXFP8: blocks of 32 numbers of 8 bits that share a power of two.
 
 1. `rceil` is TransformerEngine's rule: the scale is amax / 448, computed in float32 and rounded up to a power of two,
-   so that nothing saturates. `floor` is OCP's (MX 1.0, 6.3): 2^(floor(log2 amax) - 8), where numbers of the last eighth
-   of a binade saturate. Of E5M2 these are 57344 and 15.
-2. **Zero and tiny blocks** (amax up to 2^-127 times 448) have byte 0, which is 2^-127 and no zero; their data are exact
-   multiples of it. Zeros keep their signs.
-3. By `rceil` **NaN** does not count for the amax and becomes NaN; a block of nothing else has byte 0. **Inf** becomes
-   the largest number, and the block's byte is 254, where all finite numbers become 0; the product is infinite again.
-   By `floor` a block with either has byte 255, which is NaN, and so are all of its data (torchao main 050515e8).
+   so that nothing saturates. `floor` is OCP's (MX 1.0, 6.3): 2^(floor(log2 amax) - 8), which saturates numbers in the
+   last eighth of a binade. For E5M2, read 57344 for 448 and 15 for 8.
+2. **Zero and tiny blocks** (amax up to 2^-127 times 448) have byte 0, which means 2^-127 rather than zero; their data
+   are exact multiples of it. Zeros keep their signs.
+3. With `rceil`, **NaN** does not count for the amax and becomes NaN; a block of NaN only has byte 0. **Inf** becomes
+   the largest number, and its block has byte 254, with which finite numbers become 0; the product is infinite again.
+   With `floor`, a block with NaN or Inf has byte 255, which is NaN, and so are all its data (torchao main 050515e8).
 4. Data are x times 2^(127 - b), which is exact, rounded to nearest, ties to even, saturated.
 5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).
 
@@ -38,9 +38,9 @@ ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
 MOST = 254
 """The largest byte that is a number."""
 NAN = 255
-"""The byte that is none, and the exponent of infinities."""
+"""The byte that means NaN; also the exponent field of float32 infinities."""
 SUBNORMAL = 0x40_0000
-"""The fraction of 2^-127, as float32 has it."""
+"""The fraction bits of 2^-127 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ class MXFP8(Format):
 
     @property
     def nan_magnitude(self) -> float:
-        """Infinite by "floor", where a block with NaN is one with an infinity."""
+        """Infinite with "floor", which treats a block with NaN as one with an infinity."""
         return 0 if self.rounding == "rceil" else np.inf
 
     @property
     def padding(self) -> tuple[int, int]:
-        """As TransformerEngine allocates scales, so that they fill tiles."""
+        """The multiples of TransformerEngine, with which scales fill tiles."""
         return (128, 4) if self.axis == -1 else (4, 128)
 
     def _make_scales(self, amax: Floats) -> Codes:
@@ -117,14 +117,14 @@ def round_up(element: Float, amax: Floats) -> Codes:
     bits = (amax * inverse).view(np.uint32)
     field = bits >> 23
     fraction = bits & 0x7F_FFFF
-    # Among subnormals 2^-127 is the one power of two that a byte has, and all below it are rounded up to it.
+    # 2^-127 is the only subnormal power of two that a byte can express; everything below is rounded up to it.
     is_above = np.where(field == 0, fraction > SUBNORMAL, fraction > 0)
     codes: Codes = np.minimum(field + is_above, MOST).astype(np.uint8)
     return codes
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """OCP's bytes: the exponent of amax less that of the largest number; 255 of infinities."""
+    """OCP's bytes: the exponent of amax minus the exponent of the largest number; 255 for infinities."""
     bits = amax.view(np.uint32)
     field = (bits >> 23).astype(np.int32)
     codes = np.maximum(field - element.exponent, 0)

@@ -1,15 +1,15 @@
-"""NVFP4: blocks of 16 numbers of 4 bits with E4M3 scales, and one float32 scale for all of the tensor.
+"""NVFP4: blocks of 16 numbers of 4 bits with E4M3 scales, and one float32 scale for the whole tensor.
 
 1. The global scale g is amax of the tensor / (6 times 448). A block's scale s is its amax / (6 g), rounded to E4M3.
-   Data are x / (s g), rounded to E2M1. All are computed in float32, and rounded to nearest, ties to even. (So does
-   NVIDIA's Model Optimizer; TransformerEngine keeps the tensor's amax in the place of g.)
+   Data are x / (s g), rounded to E2M1. All are computed in float32, and rounded to nearest, ties to even. (NVIDIA's
+   Model Optimizer does the same; TransformerEngine stores the tensor's amax instead of g.)
 2. Two numbers share a byte, along the last dimension, the first in its low bits.
 3. A block whose scale is **zero**, or is rounded to zero, has data 0 with the signs of x.
 4. E2M1 has neither **NaN** nor **Inf**: Inf becomes 6 or -6 times the block's scale, whose s is then 448, and a tensor
    with an Inf has g = 1. NaN does not count for amaxes and becomes +6 times the block's scale. An all-zero tensor has
-   g = 1. Other g are 2^-126 or more.
-5. Numbers whose block has a normal s are unchanged when they are quantised once more; those of a subnormal s, which
-   has few bits, may change.
+   g = 1. Otherwise g is 2^-126 or more.
+5. Quantizing dequantized numbers again changes nothing in blocks with a normal s; in blocks with a subnormal s, which
+   has few bits, numbers may change.
 
 >>> import numpy as np
 >>> data, scales, g = NVFP4().quantise(np.arange(16, dtype=np.float32).reshape(1, 16) * 179.2)
@@ -49,10 +49,10 @@ MOST_OF_ALL = np.float32(E2M1.most * E4M3.most)
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
-    """Blocks of 16 in a row, or with `two_d` of 16 x 16.
+    """Blocks of 16 in a row, or of 16 x 16 with `two_d`.
 
-    `tensor_amax` is the largest magnitude of the whole tensor where everybody knows it; a part of a tensor cannot be
-    quantised without it. Raises FormatError for other arguments.
+    `tensor_amax` is the whole tensor's largest magnitude if all ranks know it; without it, a part of a tensor cannot be
+    quantized separately. Raises FormatError for other values.
     """
 
     two_d: bool = False
@@ -80,7 +80,7 @@ class NVFP4(Format):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Data, two numbers per byte; scales as uint8; the float32 scale of all, of one element in each dimension."""
+        """Data, two numbers per byte; scales as uint8; the float32 global scale, an array of one element."""
         return (
             Part("data", E2M1.dtype, "uint8", Blocks((2,))),
             Part("scales", E4M3.dtype, "uint8", self.blocks),
@@ -89,11 +89,11 @@ class NVFP4(Format):
 
     @property
     def padding(self) -> tuple[int, int]:
-        """As TransformerEngine allocates scales, so that they fill tiles."""
+        """The multiples of TransformerEngine, with which scales fill tiles."""
         return 128, 4
 
     def _make_scales(self, amax: Floats) -> Floats:
-        """The scale of all, from the amaxes of all blocks."""
+        """The global scale, from the amaxes of all blocks."""
         largest = np.max(amax, initial=0, keepdims=True)
         if self.tensor_amax is not None:
             largest = np.full_like(largest, self.tensor_amax)
@@ -133,7 +133,7 @@ class NVFP4(Format):
             raise FormatError(f"global_scale has shape {g.shape}; it is one number")
         codes = unpack_pairs(data)
         factors = window.spread(self._read_scales(scales))
-        # The first product is exact, so that there is one rounding.
+        # The first product is exact, so only the second one rounds.
         products: Floats = decode(E2M1, codes) * factors
         products *= g.item()
         return products
@@ -144,7 +144,7 @@ class NVFP4(Format):
 
 
 def _check_pairs(window: Window) -> None:
-    """Raise FormatError where a byte would have a number inside the box and one outside."""
+    """Raise FormatError if a byte would have a number inside the box and one outside."""
     first = window.starts[-1:] or (1,)
     if first[0] % 2 or window.sizes[-1] % 2:
         what = f"the part {window.spans} of a tensor of shape {window.shape}"

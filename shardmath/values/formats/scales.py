@@ -1,10 +1,10 @@
-"""Scales: how numbers per block lie, which follows from how the tensor does.
+"""Scales: layouts of one number per block, derived from the tensor's layout.
 
-1. A rank has of the scales what it has of the tensor, block by block, packed: without holes and in ascending order.
-2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks; or, where that is asked
-   for, the block's number is **duplicated**: every rank that holds some of the block has it.
-3. What stands for a whole dimension is on every rank, however that dimension is cut.
-4. Padding is each rank's own: the positions behind what it has are holes, which nobody sends, stores or reads.
+1. A rank holds the numbers of its blocks, packed: without holes and in ascending order.
+2. A layout that cuts inside a block raises FormatError, which names the nearest cuts between blocks; or, on request,
+   the block's number is **duplicated**: every rank that holds some of the block has it.
+3. If a block is a whole dimension, every rank has its number, however the dimension is cut.
+4. Each rank pads separately: the positions after its numbers are holes, which are never sent, stored or read.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> layout = Layout((4, 128), Mesh(tp=2), "n (tp k)", dtype="bfloat16")
@@ -38,7 +38,7 @@ __all__ = ["lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
-    """The coordinate of the dividing axes that holds start:stop, and the end of these inside a block."""
+    """A stretch start:stop of one cell of the dividing axes' coordinates, and its end `cut` inside a block."""
 
     cell: int
     start: int
@@ -55,10 +55,10 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """The packed layout of one number of that dtype per block of a tensor that lies as `layout` says.
+    """The packed layout of one number per block, of that dtype, for a tensor with this layout.
 
-    Partial axes replicate. Raises FormatError, which says `what` of the tensor `name` it is, for a cut inside a block,
-    unless numbers of such blocks are to be `duplicated`.
+    Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such blocks are `duplicated`;
+    the message says `what` the numbers of the tensor `name` are.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)
@@ -67,16 +67,16 @@ def lay_blocks(
         if block is None:
             dims.append(Dimension(shape[d], (Field(shape[d]),)))
             continue
-        bad = _find_bad_cut(dim, block)
-        if bad and not duplicated:
-            found = _word_bad_cut(layout, what, block, d, bad)
-            raise FormatError(f"{label(name)}{found}")
+        bad_cut = _find_bad_cut(dim, block)
+        if bad_cut and not duplicated:
+            message = _word_bad_cut(layout, what, block, d, bad_cut)
+            raise FormatError(f"{label(name)}{message}")
         dims.append(_lay_dimension(dim, block, shape[d]))
     return intern(shape, dtype, layout.mesh, tuple(dims), ())
 
 
 def spread_last(layout: Layout, factor: int) -> Layout:
-    """The layout of a tensor that has `factor` numbers in the place of each, along the last dimension."""
+    """The layout of a tensor with `factor` numbers instead of each one, along the last dimension."""
     *others, last = layout.dims
     size = last.size * factor
     held = []
@@ -91,33 +91,33 @@ def spread_last(layout: Layout, factor: int) -> Layout:
 
 
 def _lay_dimension(dim: Dimension, block: int, size: int) -> Dimension:
-    """The dimension of so many blocks."""
+    """The dimension of `size` blocks, packed."""
     held = list(cells(dim))
     packed = [_pack_runs(runs, block) for runs in held]
-    # Nearly always: nothing is between or behind what ranks hold, and the dimension keeps its text.
+    # The usual case: the dimension is packed already, and keeps its notation.
     if block == 1 and held == packed:
         return dim
     return fit(size, dim.axes, packed)
 
 
 def _pack_runs(runs: Runs, block: int) -> Runs:
-    """The blocks of which there are positions, once each, in ascending order without holes."""
+    """The blocks that the positions touch, once each, in ascending order without holes."""
     segments: list[Segment] = []
-    at = 0
-    behind = 0
+    local = 0
+    end = 0
     for start, stop in list_stretches(runs):
-        # Two stretches may have parts of one block, where cuts inside blocks are allowed.
-        first = max(start // block, behind)
-        behind = -(-stop // block)
-        count = behind - first
+        # Two stretches may have parts of one block if cuts inside blocks are allowed.
+        first = max(start // block, end)
+        end = -(-stop // block)
+        count = end - first
         if count > 0:
-            segments.append((at, first, count))
-            at += count
-    return Runs(segments, at)
+            segments.append((local, first, count))
+            local += count
+    return Runs(segments, local)
 
 
 def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
-    """The layout under which each rank has, behind its own positions, holes up to a multiple in each dimension."""
+    """The layout in which each rank's local size is padded with holes to a multiple in each dimension."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
         if multiple > 1:
@@ -136,13 +136,13 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
 
 
 def list_stretches(runs: Runs) -> list[tuple[int, int]]:
-    """The positions as ascending (start, stop): what meets is one, however far apart it lies in the local tensor."""
+    """The positions as ascending (start, stop), merged if adjacent, however far apart they lie in the local tensor."""
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
 
 
 def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
-    """A stretch that ends inside a block; None where there is none."""
+    """The first stretch that begins or ends inside a block; None if there is none."""
     if block == 1:
         return None
     for cell, runs in enumerate(cells(dim)):
@@ -155,7 +155,7 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
 
 
 def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:
-    """What is wrong with a cut inside a block, and where it may be instead."""
+    """The message about a cut inside a block, with the nearest legal cuts."""
     dim = layout.dims[d]
     below, above = find_cuts(bad.cut, block, dim.size)
     rank = _find_rank(dim, layout.mesh, bad.cell)
@@ -165,8 +165,8 @@ def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -
 
 
 def _find_rank(dim: Dimension, mesh: Mesh, cell: int) -> int:
-    """The first rank that holds what the cell of the dimension does."""
+    """The first rank that holds the part of the dimension at that cell."""
     parts = partition(dim)
-    at = parts.by_rank(mesh).tolist().index(int(parts.cell[cell]))
-    rank: int = mesh.ranks[at]
+    index = parts.by_rank(mesh).tolist().index(int(parts.cell[cell]))
+    rank: int = mesh.ranks[index]
     return rank

@@ -1,14 +1,14 @@
-"""Swizzle: scales as tensor cores read them, which is a permutation with padding, and so a layout.
+"""Swizzle: scales in the order of tensor cores, which is a permutation with padding, and so a layout.
 
 1. Scales of rows and columns are padded with zeros to multiples of 128 and 4. Each tile of 128 x 4 is 512 consecutive
-   bytes, in which row r is before row r + 32: the scale of (r, c) is at
-   `((r // 128) T + c // 4) 512 + (r % 32) 16 + (r % 128) // 32 * 4 + c % 4`, of T tiles side by side.
-2. That mixes rows with columns, and a layout is a product over dimensions. So it is a layout of the scales **in a
-   row**: of one dimension, whose positions are those of the compact array, row by row.
-3. `flattened` and `swizzled` give, for a layout of scales, what each rank has under it: in a row as it is, and
-   swizzled by the rank on its own, as kernels want it. A plan from one to the other is like any plan. Arrays take part
-   as `array.reshape(-1)`, which copies nothing.
-4. A shard of swizzled storage, as of a flat buffer, is a layout whose stored positions are `swizzle_runs`.
+   bytes, in which rows r and r + 32 are neighbors: with T tiles side by side, the scale of (r, c) is at
+   `((r // 128) T + c // 4) 512 + (r % 32) 16 + (r % 128) // 32 * 4 + c % 4`.
+2. This order mixes rows with columns, but a layout is a product over dimensions. So it is a layout of the **flattened**
+   scales: one dimension, whose positions number the compact array row by row.
+3. For a layout of scales, `flattened` and `swizzled` return the layouts of each rank's flattened local array: in
+   row-major order, and swizzled separately by each rank, as kernels need it. Plans between the two are ordinary plans
+   for arrays `array.reshape(-1)`, which copies nothing.
+4. A shard of swizzled storage, such as a flat buffer, is a layout whose stored positions are `swizzle_runs`.
 
 >>> scales = np.arange(256, dtype=np.uint8).reshape(64, 4)
 >>> storage = swizzle(scales)
@@ -49,13 +49,13 @@ Array: TypeAlias = NDArray[Any]
 ROWS = 128
 COLUMNS = 4
 LANES = 32
-"""Rows of a tile that lie under each other in storage, 16 bytes apart."""
+"""Consecutive rows of a tile, which lie 16 bytes apart in storage."""
 GROUPS = ROWS // LANES
-"""Rows of a tile that lie next to each other."""
+"""Rows of a tile that lie next to each other in storage, 32 rows apart."""
 
 
 def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Tiles one below the other and side by side. Raises FormatError unless scales have rows and columns."""
+    """The numbers of rows and columns of tiles. Raises FormatError unless scales have two dimensions."""
     if len(shape) != 2:
         what = f"scales of shape {tuple(shape)} have {plural(shape, 'dimension')}"
         raise FormatError(f"{what}; tiles are of rows and columns: reshape them to two")
@@ -64,15 +64,15 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def swizzle(scales: Array) -> Array:
-    """Rows and columns of scales as tiles in a row, zeros where there are none: 512 elements per tile.
+    """The scales as consecutive tiles of 512 elements, padded with zeros.
 
-    Raises FormatError for another number of dimensions.
+    Raises FormatError unless scales have two dimensions.
     """
     down, across = _count_tiles(scales.shape)
     rows, columns = scales.shape
     padded = np.zeros((down * ROWS, across * COLUMNS), scales.dtype)
     padded[:rows, :columns] = scales
-    # A row has three digits and a column two; in storage they are in another order.
+    # A row number has three digits and a column number two; storage has them in another order.
     digits = padded.reshape(down, GROUPS, LANES, across, COLUMNS)
     tiles = digits.transpose(0, 3, 2, 1, 4)
     return tiles.reshape(-1)
@@ -96,13 +96,13 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Where each element of swizzled storage is in the scales, row by row: `stored={0: ...}` of a layout."""
+    """The row-major position in the scales of each element of swizzled storage: `stored={0: ...}` of a layout."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
-    return _join(_swizzle_numbers(numbers))
+    return _make_runs(_swizzle_numbers(numbers))
 
 
 def flattened(layout: Layout) -> Layout:
-    """What each rank has under the layout, its array in a row; of any tensor, as one dimension.
+    """The one-dimensional layout of each rank's flattened local array, for any tensor.
 
     Raises FormatError for a Partial layout.
     """
@@ -110,9 +110,9 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """The same, where each rank swizzles the array of scales that it has.
+    """The one-dimensional layout of each rank's swizzled local array of scales.
 
-    Raises FormatError for a Partial layout, and for a tensor without rows and columns.
+    Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """
     _count_tiles(layout.shape)
     return _rearrange(layout, _swizzle_numbers)
@@ -120,12 +120,12 @@ def swizzled(layout: Layout) -> Layout:
 
 def _swizzle_numbers(numbers: Ints) -> Ints:
     """The numbers swizzled, -1 in padding."""
-    # Padding is 0, which is a number of its own here.
+    # `swizzle` pads with 0, which is a valid number here: shift numbers by one.
     return swizzle(numbers + 1) - 1
 
 
 def _rearrange(layout: Layout, arrange: Callable[[Ints], Ints]) -> Layout:
-    """The layout of one dimension under which a rank has what it has, arranged so."""
+    """The one-dimensional layout of each rank's local array after `arrange`."""
     if layout.partial:
         raise FormatError(f"{layout} is Partial; reduce it before it is put in a row")
     axes: dict[str, int] = {}
@@ -133,15 +133,15 @@ def _rearrange(layout: Layout, arrange: Callable[[Ints], Ints]) -> Layout:
         axes.update(dim.axes)
     held = []
     for coords in list_coordinates(axes):
-        numbers = _number(layout, coords)
-        held.append(_join(arrange(numbers)))
+        numbers = _number_elements(layout, coords)
+        held.append(_make_runs(arrange(numbers)))
     size = math.prod(layout.shape)
     dimension: Dimension = fit(size, axes, held)
     return intern((size,), layout.dtype, layout.mesh, (dimension,), ())
 
 
-def _number(layout: Layout, coords: dict[str, int]) -> Ints:
-    """The number in the whole tensor, row by row, of each element at these coordinates; -1 in holes."""
+def _number_elements(layout: Layout, coords: dict[str, int]) -> Ints:
+    """The row-major number in the whole tensor of each local element at these coordinates; -1 in holes."""
     numbers = np.zeros((), np.int64)
     for dim in layout.dims:
         positions = dim.runs(coords).indices()
@@ -151,12 +151,12 @@ def _number(layout: Layout, coords: dict[str, int]) -> Ints:
     return numbers
 
 
-def _join(numbers: Ints) -> Runs:
-    """The numbers as runs, where -1 is a hole."""
+def _make_runs(numbers: Ints) -> Runs:
+    """The numbers as Runs; -1 is a hole."""
     count = len(numbers)
     is_first = np.ones(count, np.bool_)
     is_first[1:] = np.diff(numbers) != 1
-    # From -1 to 0 is a step of 1, too.
+    # -1 to 0 is a step of 1 as well, but the end of a hole.
     is_first[1:] |= numbers[:-1] < 0
     starts = np.flatnonzero(is_first)
     table = np.empty((len(starts), 3), np.int64)

@@ -1,9 +1,9 @@
 """Windows: a box of a tensor whose ends may lie inside blocks, and the numbers of the blocks that it touches.
 
-1. A block's **amax** is its largest magnitude; NaN counts as 0, as in TransformerEngine's kernels. The amax of a part
-   of a block is at most that, and the largest over all parts is that.
-2. So ranks whose cuts part blocks take the largest over ranks of the amaxes of those blocks (`straddles`), and no
-   others, and go on as if they had the whole blocks. The largest of floats is exact in any order.
+1. A block's **amax** is its largest magnitude; NaN counts as 0, as in TransformerEngine's kernels. It is the largest of
+   the amaxes of the block's parts.
+2. So ranks that cut blocks take the largest over ranks of the amaxes of those blocks (`straddles`), and then continue
+   as if they had the whole blocks. The largest of floats is exact in any order.
 
 >>> window = make_window(Blocks((4,)), np.s_[3:9], (10,))
 >>> x = np.array([1, -2, 3, 4, 5, 6], np.float32)
@@ -34,9 +34,9 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A box of a tensor of that shape, by its first positions and those behind its last.
+    """The box from `starts` to `stops` (exclusive) of a tensor of that shape.
 
-    `blocks` are the positions of a block in each dimension, and `whole` says where that is all of it.
+    `blocks` has the positions of a block in each dimension; `whole` says whether the block is the whole dimension.
     """
 
     shape: tuple[int, ...]
@@ -47,29 +47,27 @@ class Window:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        both = zip(self.starts, self.stops, strict=True)
-        return tuple(stop - start for start, stop in both)
+        """The shape of the box."""
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def spans(self) -> str:
-        """The box as people write it."""
-        both = zip(self.starts, self.stops, strict=True)
-        written = [f"{start}:{stop}" for start, stop in both]
-        return f"[{', '.join(written)}]"
+        """The box as text, such as [0:4, 2:3]."""
+        pairs = zip(self.starts, self.stops, strict=True)
+        return f"[{', '.join(f'{start}:{stop}' for start, stop in pairs)}]"
 
     @property
     def count(self) -> tuple[int, ...]:
-        """Blocks that it touches, in each dimension."""
+        """The number of blocks that the box touches, in each dimension."""
         return tuple(span.stop - span.start for span in self.cover)
 
     @property
     def cover(self) -> tuple[slice, ...]:
-        """The slice of the scales of all blocks that it touches."""
-        return tuple(map(self._count_blocks, range(len(self.shape))))
+        """The slice of the scales of all blocks that the box touches."""
+        return tuple(map(self._slice_blocks, range(len(self.shape))))
 
-    def _count_blocks(self, d: int) -> slice:
-        # What stands for all of a dimension belongs to every part of it, those of no position too.
+    def _slice_blocks(self, d: int) -> slice:
+        # A block that is a whole dimension belongs to every part of it, even to an empty one.
         if self.whole[d]:
             return slice(0, 1)
         start = self.starts[d]
@@ -81,7 +79,7 @@ class Window:
         return slice(first, -(-stop // block))
 
     def _borders(self, d: int) -> Ints:
-        """Where in the part each block begins, and where the last ends."""
+        """The positions in the box at which each block begins, and at which the last one ends."""
         span = self.cover[d]
         start = self.starts[d]
         borders: Ints = np.arange(span.start, span.stop + 1)
@@ -93,26 +91,24 @@ class Window:
         """Whether positions of a block lie outside the box, for each block that it touches."""
         out = np.zeros(self.count, np.bool_)
         for d in range(out.ndim):
-            # The dimension to the end, where it broadcasts; a view, so `out` itself changes.
+            # Move dimension d to the end, where flags broadcast; this is a view, so `out` itself changes.
             view = np.moveaxis(out, d, -1)
             view |= self._is_cut(d)
         return out
 
     def _is_cut(self, d: int) -> NDArray[np.bool_]:
-        """Whether the box cuts a block of the dimension, for each that it touches."""
+        """Whether the box cuts each block that it touches in dimension d."""
         block = self.blocks[d]
         span = self.cover[d]
         firsts = np.arange(span.start, span.stop)
         firsts *= block
         # The last block may be shorter, and ends with the dimension.
         ends = np.minimum(firsts + block, self.shape[d])
-        is_before = firsts < self.starts[d]
-        is_behind = ends > self.stops[d]
-        is_cut: NDArray[np.bool_] = is_before | is_behind
+        is_cut: NDArray[np.bool_] = (firsts < self.starts[d]) | (ends > self.stops[d])
         return is_cut
 
     def amax(self, part: Floats, nan: float = 0) -> Floats:
-        """The largest magnitude in each block that it touches, of the numbers in the box; that of NaN is `nan`."""
+        """The largest magnitude inside the box, for each block that it touches; NaN counts as `nan`."""
         out = np.abs(part)
         out[np.isnan(out)] = nan
         for d in range(part.ndim):
@@ -125,7 +121,7 @@ class Window:
         return out
 
     def spread(self, numbers: NDArray[_Number]) -> NDArray[_Number]:
-        """The number of its block at each position of the box."""
+        """Repeat each block's number at all of the block's positions in the box."""
         for d in range(numbers.ndim):
             if self.blocks[d] > 1:
                 numbers = np.repeat(numbers, np.diff(self._borders(d)), axis=d)
@@ -133,15 +129,15 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """The box that the slices take. Raises FormatError for what is no box, such as one with a step."""
-    # Indices are read as those of a tensor that may be cut anywhere.
+    """The window that an index selects. Raises FormatError unless the index is a box; a step, for one, is not."""
+    # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []
     stops = []
     for item in anywhere.scale_slice(where, shape):
         if not isinstance(item, slice) or item.step != 1:
             what = f"the part {shown(where)} of a tensor of shape {shape}"
-            raise FormatError(f"{what} is no box; give a slice without step for each dimension")
+            raise FormatError(f"{what} is not a box; give a slice without step for each dimension")
         starts.append(item.start)
         stops.append(item.stop)
     sizes = blocks.per_dimension(len(shape))

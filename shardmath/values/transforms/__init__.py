@@ -1,14 +1,14 @@
-"""Transforms: what travels need not be what is held.
+"""Transforms: changes to tensors on their way, such as casts and quantization.
 
 In reading order:
 
-- `components`: what a transform says of itself;
+- `components`: the tensors that a transform sends, and the protocol that transforms follow;
 - `pointwise`: functions of each number, such as casts;
-- `quantising`: data and scales in the place of numbers;
-- `custom`: functions of the user's own;
-- `packing`: what a rank holds, without holes and in ascending order;
-- `wires`: how the tensors that travel lie, which follows from how those that are held do;
-- `choosing`: which transform a tensor has, by its name;
-- `local`: what one rank does, in numpy;
-- `transformed`: two sides, and what travels between them.
+- `quantising`: numbers as data and scales, and back;
+- `custom`: functions that users write;
+- `packing`: a local array without holes and in ascending order;
+- `wires`: layouts of the tensors that travel, derived from those that ranks hold;
+- `choosing`: the transform of each tensor, chosen by its name;
+- `local`: one rank's work, in numpy;
+- `transformed`: two sides, and the tensors that travel between them.
 """

@@ -1,8 +1,8 @@
 """Choosing: which transform a tensor has, by its name.
 
 1. A pattern is a kind of layer or a glob, as in `shardmath.rules`, or the whole name. The first that matches counts.
-2. A tensor that has a transform takes its companions with it: they have none of their own.
-3. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
+2. The companions of a transformed tensor follow it; no rule chooses a transform for them.
+3. A rule that takes no tensor is an error, since it is a typing mistake; only `*` may take none.
 
 >>> from shardmath.values.transforms.pointwise import Cast
 >>> sorted(choose({"*.bias": Cast("float32"), "row": Cast("bfloat16")}, ["fc2.weight", "fc1.weight", "fc1.bias"]))
@@ -32,7 +32,7 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """Each tensor with its companions at both ends, and the transforms of those that have one."""
+    """Each tensor with its companions at both ends, and the chosen transforms by tensor name."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]
@@ -40,79 +40,80 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """The tensors of two sides, by the rules that take them.
+    """Pair each tensor's layouts at both ends, with its companions, and choose transforms by the rules.
 
-    Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that one side alone has.
+    Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """
-    here, there = key_by_name(src, dst)
-    chosen = choose(rules, list(here))
-    beside: set[str] = set()
+    src_tensors, dst_tensors = key_by_name(src, dst)
+    chosen = choose(rules, list(src_tensors))
+    companion_names: set[str] = set()
     for name, transform in chosen.items():
         companions = list_companions(transform, "source")
-        beside.update(name + companion.suffix for companion in companions)
-    own = {name: transform for name, transform in chosen.items() if name not in beside}
-    sent = _gather(here, own, "source")
-    received = _gather(there, own, "destination")
+        companion_names.update(name + companion.suffix for companion in companions)
+    for name in companion_names:
+        chosen.pop(name, None)
+    sent = _join_companions(src_tensors, chosen, "source")
+    received = _join_companions(dst_tensors, chosen, "destination")
     check_names(sent, received)
-    return Paired(sent, received, own)
+    return Paired(sent, received, chosen)
 
 
-def _gather(
+def _join_companions(
     side: Mapping[str, LayoutOrWindows], chosen: Mapping[str, Transform], end: End
 ) -> dict[str, Held]:
     """The tensors of a side, each with its companions."""
-    beside = {}
+    companions = {}
     taken: set[str] = set()
     for name, transform in chosen.items():
-        beside[name] = _find_companions(side, name, transform, end)
-        twice = taken.intersection(beside[name])
+        companions[name] = _find_companions(side, name, transform, end)
+        twice = taken.intersection(companions[name])
         if twice:
             what = f"{min(twice)!r} lies beside {name!r} and another tensor at the {end}"
             raise PlanError(f"{what}; give scales other suffixes")
-        taken.update(beside[name])
-    gathered = {}
+        taken.update(companions[name])
+    joined = {}
     for name, held in side.items():
         if name not in taken:
-            gathered[name] = (held, *beside.get(name, {}).values())
-    return gathered
+            joined[name] = (held, *companions.get(name, {}).values())
+    return joined
 
 
 def _find_companions(
     side: Mapping[str, LayoutOrWindows], name: str, transform: Transform, end: End
 ) -> dict[str, LayoutOrWindows]:
-    """The companions of a tensor. Raises PlanError for one that is missing."""
-    found = {}
+    """The companions of a tensor, by name. Raises PlanError for one that is missing."""
+    companions = {}
     for companion in list_companions(transform, end):
         full_name = name + companion.suffix
         if full_name not in side:
             what = f"the {end} holds no {full_name!r} beside {name!r}"
             raise PlanError(f"{what}, and {transform} needs it; give its layout")
-        if full_name in found:
+        if full_name in companions:
             raise PlanError(
                 f"{transform} has {full_name!r} twice beside {name!r}; give other suffixes"
             )
-        found[full_name] = side[full_name]
-    return found
+        companions[full_name] = side[full_name]
+    return companions
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
-    """The transforms of the tensors that a rule takes. Raises PlanError for a rule that is none, or idle."""
-    read = _read_rules(rules)
+    """The transform of each tensor that a rule takes. Raises PlanError for an invalid or an idle rule."""
+    by_pattern = _read_rules(rules)
     chosen = {}
-    used = set()
+    used_patterns = set()
     for name in names:
-        pattern = _find_first(read, name)
+        pattern = _find_first(by_pattern, name)
         if pattern is not None:
-            used.add(pattern)
-            chosen[name] = read[pattern]
-    for pattern in read:
-        if pattern not in used and pattern != "*":
+            used_patterns.add(pattern)
+            chosen[name] = by_pattern[pattern]
+    for pattern in by_pattern:
+        if pattern not in used_patterns and pattern != "*":
             raise PlanError(_word_idle(pattern, names))
     return chosen
 
 
 def _read_rules(rules: object) -> dict[str, Transform]:
-    """The rules under plain names. Raises PlanError for what is no transform."""
+    """The transforms by pattern. Raises PlanError for a value that is not a transform."""
     read = {}
     given = mapping(rules, "rules are ", "name pattern to transform", PlanError)
     for key, transform in given.items():
@@ -132,7 +133,7 @@ def _find_first(patterns: Iterable[str], name: str) -> str | None:
 
 
 def _word_idle(pattern: str, names: Sequence[str]) -> str:
-    """Why no tensor falls to the rule."""
+    """The message that says why the rule takes no tensor."""
     from difflib import get_close_matches  # 3 ms that only a mistake should cost
 
     for name in names:
@@ -141,10 +142,10 @@ def _word_idle(pattern: str, names: Sequence[str]) -> str:
                 f"rule {pattern!r} is idle: an earlier rule takes {name!r} and all else it matches"
             )
             return f"{what}; move it before that rule, or remove it"
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    near = get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({some})"
+    examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    closest = get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    hint = f"did you mean {closest[0]!r}? " if closest else ""
+    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({examples})"
     kinds = ", ".join(KINDS)
     return (
         f"{what}; {hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"

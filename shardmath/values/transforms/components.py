@@ -1,15 +1,15 @@
-"""Components: what a transform says of itself.
+"""Components: the tensors that a transform sends, and the protocol that transforms follow.
 
-1. A transform is a value that stands for two pure functions. `prepare` makes **wire tensors** of a tensor at its
-   source, `finalize` makes the tensor of them at its destination.
-2. Each wire tensor is a **component**. A position of it stands for a block of positions of the tensor, of as many in
-   each dimension as its **grain** says; the last block of a dimension may be shorter.
-3. Functions work block by block: what they make of some blocks does not depend on the others. So a tensor may be cut
-   between blocks, and what is made of a slice is a slice of what is made of the whole.
-4. A tensor may be held as several: beside `w` lie its **companions**, such as the scales of a quantised one, under
-   names of their own. What functions take and give at that end is then a tuple, of the tensor and its companions.
-5. Arrays that functions take and give have no holes, and their blocks in ascending order. Of a rank that holds nothing
-   no function is called, unless there is something for it to make: what stands for all of a dimension.
+1. A transform is a value that stands for two pure functions. `prepare` turns a tensor into **wire tensors** at its
+   source; `finalize` turns the wire tensors into a tensor at its destination.
+2. Each wire tensor is a **component**. Each of its positions stands for a block of the tensor, whose size in each
+   dimension is the component's **grain**; the last block of a dimension may be shorter.
+3. Functions work block by block: the result for one block does not depend on other blocks. So a tensor may be cut
+   between blocks, and the result for a slice is a slice of the result for the whole tensor.
+4. A tensor `w` may have **companions**, such as the scales of a quantized tensor, under their own names. At that end
+   functions take and return a tuple: the tensor and its companions.
+5. Arrays that functions take and return have no holes, and their blocks ascend. On a rank that holds nothing no
+   function is called, unless a component still has positions there: those that stand for a whole dimension.
 
 >>> scale = Component("scale", "uint8", (32,))
 >>> scale.block(2, "source"), scale.shape(Form((6, 70), "bfloat16"), "source")
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 End: TypeAlias = Literal["source", "destination"]
-"""Where a tensor is held."""
+"""The side on which a tensor is held."""
 
 
 class Form(NamedTuple):
@@ -56,24 +56,24 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """At which ends the only component is the tensor as it is held: nothing is done there, and nothing copied."""
+    """At which ends the tensor travels exactly as it is held: no function is called there, and nothing is copied."""
 
     source: bool
     destination: bool
 
 
 Grain: TypeAlias = tuple[int, ...] | Blocks
-"""Positions of a tensor that one of a component stands for."""
+"""Positions of a tensor, by dimension, that one position of a component stands for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A wire tensor of a transform: its name and dtype, and positions of the tensor per position, last dimensions last.
+    """A wire tensor of a transform: its name and dtype, and how many positions of the tensor each position stands for.
 
-    `grain` is of the source, and of the destination too unless `at_destination` is given; dimensions before those
-    named have 1. `Blocks` also say that a position stands for all of a dimension. `spread` is the other way round, of
-    the last dimension at each end: positions of this per position, such as numbers per byte. Raises PlanError for a
-    name with a dot or a bracket, and for less than 1.
+    `grain` gives those counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
+    `at_destination` gives another. `Blocks` can also say that a position stands for a whole dimension. `spread` is the
+    opposite, for the last dimension at each end: positions of the component per position of the tensor, such as numbers
+    per byte. Raises PlanError for a name with a dot or a bracket, and for counts below 1.
     """
 
     name: str
@@ -96,13 +96,13 @@ class Component:
         blocks = _write_grain(self.grain)
         there = self.at_destination
         other = "" if there is None else f" to {_write_grain(there) or 1}"
-        said = f" per {blocks or 1}{other}" if blocks + other else ""
+        suffix = f" per {blocks or 1}{other}" if blocks + other else ""
         if self.spread != (1, 1):
-            said += f", {max(self.spread)} at a time"
-        return f"{self.name} {self.dtype}{said}"
+            suffix += f", {max(self.spread)} at a time"
+        return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Positions of the tensor per position of this. Raises PlanError where they have more dimensions."""
+        """The block that a position stands for. Raises PlanError if it has more dimensions than the tensor."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -113,11 +113,11 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """The same in each of so many dimensions; None for all of one."""
+        """The size of that block in each of `ndim` dimensions; None for a whole dimension."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
-        """The global shape of the wire tensor, by the tensor's form at one end."""
+        """The global shape of the wire tensor, given the tensor's form at one end."""
         count = self.blocks(len(form.shape), end).count(form.shape)
         spread = self.spread_at(end)
         if spread == 1:
@@ -126,23 +126,23 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Positions of this per position of the last dimension of the tensor."""
+        """Positions of the component per position of the tensor, in the last dimension."""
         return self.spread[0 if end == "source" else 1]
 
 
 def _read_grain(name: str, grain: object) -> Grain:
-    """The grain as integers. Raises PlanError for one that is none."""
+    """The grain as integers. Raises PlanError for anything else, and for counts below 1."""
     if isinstance(grain, Blocks):
         return grain
-    given = listed(grain, f"the grain of component {name!r}", PlanError)
-    read = tuple(as_integer(n, f"a grain of component {name!r}", PlanError) for n in given)
+    listed_grain = listed(grain, f"the grain of component {name!r}", PlanError)
+    read = tuple(as_integer(n, f"a grain of component {name!r}", PlanError) for n in listed_grain)
     if min(read, default=1) < 1:
         raise PlanError(f"component {name!r} has grain {read}; a block has 1 position at least")
     return read
 
 
 def _write_grain(grain: Grain) -> str:
-    """The grain as people write it; "" for single positions."""
+    """The grain as text, such as 128x128; "" for single positions."""
     if not isinstance(grain, Blocks):
         return "x".join(map(str, grain))
     return "" if grain == Blocks(()) else str(grain)
@@ -150,9 +150,9 @@ def _write_grain(grain: Grain) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor beside a tensor, of which a position stands for a block: its name is the tensor's with `suffix` behind.
+    """A tensor that goes with another one, such as its scales: its name is the other's name followed by `suffix`.
 
-    `grain` is as of a Component. Raises PlanError for no suffix, and for a grain below 1.
+    `grain` means the same as in a Component. Raises PlanError for an empty suffix, and for a grain below 1.
     """
 
     suffix: str
@@ -163,36 +163,36 @@ class Companion:
         suffix = text(self.suffix, "the suffix of a companion", PlanError)
         if not suffix:
             raise PlanError("a companion has no suffix; give one such as '_scale_inv'")
-        # What a component checks holds here, too.
-        alike = Component("companion", self.dtype, self.grain)
+        # A component checks and normalizes dtype and grain.
+        checked = Component("companion", self.dtype, self.grain)
         object.__setattr__(self, "suffix", suffix)
-        object.__setattr__(self, "dtype", alike.dtype)
-        object.__setattr__(self, "grain", alike.grain)
+        object.__setattr__(self, "dtype", checked.dtype)
+        object.__setattr__(self, "grain", checked.grain)
 
     @property
     def component(self) -> Component:
-        """A component that has as many positions."""
+        """A component with the same dtype and grain."""
         return Component("companion", self.dtype, self.grain)
 
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """A transform that does not go with all layouts where it does something."""
+    """A transform that does not support every layout at the end where it computes something."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError where ranks hold the tensor otherwise than its functions need it."""
+        """Raise PlanError if its functions cannot work on what ranks hold under the layout."""
         ...
 
 
 def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
-    """What lies beside a tensor of that transform at an end, by its method `companions(end)`; most have none."""
+    """The companions that a transform declares at an end, by its optional method `companions(end)`."""
     # A runtime protocol instead of getattr takes 40 us, once for each expert of each layer.
     companions = getattr(transform, "companions", None)
     return tuple(companions(end)) if callable(companions) else ()
 
 
 def read_end(given: object, what: str) -> End:
-    """`given`, if it is an end. Raises PlanError, which says `what` has it, if not."""
+    """Return `given` if it is an end. Raises PlanError, which says that `what` has it, if not."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]
@@ -200,22 +200,22 @@ def read_end(given: object, what: str) -> End:
 
 @runtime_checkable
 class Transform(Protocol):
-    """What stands for a tensor on its way; hashable. Ranks compare `str` of it, so that has to say all that it does.
+    """How a tensor changes on its way; hashable. Ranks compare its `str`, which therefore has to say all it does.
 
-    `components` are the wire tensors of a tensor that has these forms at its ends; it raises PlanError where the
-    transform has no meaning for them. `as_held` says where nothing is done, and that function is then not called.
+    `components` lists the wire tensors of a tensor that has these forms at its ends, and raises PlanError for forms
+    that the transform does not support. At an end that `as_held` names, that end's function is never called.
     """
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One or more wire tensors, with names of their own."""
+        """One or more wire tensors, with distinct names."""
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Where nothing is done."""
+        """The ends at which nothing is computed."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """An array for each component, made of some blocks of the source's tensor."""
+        """An array for each component, made from some blocks of the source's tensor."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:

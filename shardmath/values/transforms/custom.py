@@ -1,4 +1,4 @@
-"""Custom: a transform made of functions of the user's own.
+"""Custom: a transform made of functions that the user writes.
 
 >>> import numpy as np
 >>> def halve(array):
@@ -28,8 +28,7 @@ __all__ = ["Custom", "OnTensors"]
 Preparing: TypeAlias = Callable[[Array], tuple[Array, ...]]
 Finalizing: TypeAlias = Callable[[tuple[Array, ...]], Array]
 OnTensors: TypeAlias = tuple[Callable[..., object] | None, Callable[..., object] | None]
-"""The same two functions, of tensors of a backend; None where that uses the arrays'."""
-
+"""The same two functions for a backend's tensors; None if the backend calls those for arrays."""
 
 Beside: TypeAlias = tuple[tuple[Companion, ...], tuple[Companion, ...]]
 """Companions at the source, and at the destination."""
@@ -37,12 +36,12 @@ Beside: TypeAlias = tuple[tuple[Companion, ...], tuple[Companion, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """Functions that make an array of each component, and of these the array that the destination holds.
+    """A transform of two functions: one makes an array per component, the other the destination's array from these.
 
-    Both work block by block on arrays without holes (see `components`). None: what travels is the tensor as held there.
-    `name` stands for the functions: ranks compare it. `on_tensors` are the same two of torch's tensors. `beside` are
-    the companions of the tensor at the source, and those at the destination. Raises PlanError for components that are
-    none, or of one name, and where both functions are None.
+    Both work block by block on arrays without holes (see `components`); None leaves the tensor as it is held there.
+    `name` stands for the functions: ranks compare it. `on_tensors` are the same two for torch's tensors. `beside` are
+    the tensor's companions at the source, and those at the destination. Raises PlanError for invalid components, for
+    two with one name, and if both functions are None.
     """
 
     name: str
@@ -71,47 +70,45 @@ class Custom:
         object.__setattr__(self, "beside", _read_beside(name, self.beside))
 
     def __str__(self) -> str:
-        here, there = ["/".join(one.suffix for one in ones) for ones in self.beside]
-        held = ""
-        if here or there:
-            held = f" from w{here} to w{there}"
-        return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{held})"
+        src, dst = ["/".join(companion.suffix for companion in end) for end in self.beside]
+        names = f" from w{src} to w{dst}" if src or dst else ""
+        return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{names})"
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """Those given."""
+        """The companions given for that end."""
         at_source, at_destination = self.beside
         return at_source if end == "source" else at_destination
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Those given."""
+        """The components given."""
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Where no function is given."""
+        """The ends for which no function is given."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """What the function at the source makes of the array."""
+        """The arrays that the function at the source makes."""
         assert self.at_source is not None, "sent as held"
         return self.at_source(array)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """What the function at the destination makes of the arrays."""
+        """The array that the function at the destination makes."""
         assert self.at_destination is not None, "arrives as held"
         return self.at_destination(arrays)
 
 
 def _read_beside(name: str, given: object) -> Beside:
-    """The companions at both ends. Raises PlanError for what are none."""
+    """The companions at both ends. Raises PlanError for anything else."""
     what = f"the companions of Custom {name!r}"
     ends = listed(given, what, PlanError)
     if len(ends) != 2:
         raise PlanError(f"{what} are {shown(given)}; give (at_source, at_destination)")
-    read = []
+    checked = []
     for end in ends:
-        beside = listed(end, what, PlanError)
-        for one in beside:
-            instance(one, Companion, "give Companion(suffix, dtype, grain)", PlanError)
-        read.append(beside)
-    at_source, at_destination = read
+        companions = listed(end, what, PlanError)
+        for companion in companions:
+            instance(companion, Companion, "give Companion(suffix, dtype, grain)", PlanError)
+        checked.append(companions)
+    at_source, at_destination = checked
     return at_source, at_destination

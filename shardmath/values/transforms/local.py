@@ -1,7 +1,7 @@
-"""Local: what one rank does at an end for a tensor that it holds, in numpy.
+"""Local: a rank's work on one tensor at one end, in numpy.
 
-1. It is slow and obvious: backends do the same to their own tensors, and are compared with it bit for bit.
-2. What a transform makes is looked at before it is kept: as many arrays as it said, of those shapes and dtypes.
+1. It is slow and obvious: backends do the same to their own tensors, and tests compare them with it bit for bit.
+2. A transform's results are checked: as many arrays as it declared, of the declared shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ __all__ = ["Arrays", "WireJob", "finalize", "find_array", "prepare"]
 Arrays: TypeAlias = Mapping[str, Array] | Array
 """Local arrays by local name; the one array of a side without names."""
 
-
 Named: TypeAlias = tuple[tuple[str, Layout], ...]
 """Local tensors by name."""
-
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A local tensor of a rank with its companions, and the wire tensors that stand for it, by local name; `wired` is
-    None, and the names are one, where it travels as it is."""
+    """A local tensor of a rank with its companions, and the wire tensors that stand for it, by local name.
+
+    `wired` is None if the tensor travels as it is, under the same name."""
 
     tensor: str
     held: Named
@@ -52,7 +51,7 @@ class WireJob(NamedTuple):
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """The local array of that name. Raises PlanError where it is missing."""
+    """The local array of that name. Raises PlanError if it is missing."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:
@@ -74,18 +73,18 @@ def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Arra
 def _make_wires(
     job: WireJob, wired: Wired, rank: int, given: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """What the transform makes of them. Raises PlanError where that is not what it says."""
+    """The wire tensors that the transform makes. Raises PlanError if they are not as declared."""
     arrays = _read_all(given, job.held, rank)
     packed = []
     for array, (_, layout) in zip(arrays, job.held, strict=True):
-        # It may be the caller's own memory, of which a function that works in place would make another source.
-        own = pack(layout, rank, array).view()
-        own.flags.writeable = False
-        packed.append(own)
+        # This may be the caller's memory, so a function that works in place would change the source.
+        read_only = pack(layout, rank, array).view()
+        read_only.flags.writeable = False
+        packed.append(read_only)
     if not packed[0].size:
         empty = _make_empty(job.wires, rank)
-        # What stands for all of a dimension is there of nothing, too.
-        if not any(one.size for one in empty):
+        # A position that stands for a whole dimension exists even on a rank that holds nothing.
+        if not any(wire.size for wire in empty):
             return empty
     values: Any = tuple(packed) if len(packed) > 1 else packed[0]
     made = wired.transform.prepare(values, wired.src, wired.dst)
@@ -97,7 +96,7 @@ def _make_wires(
 
 
 def _make_empty(wires: Named, rank: int) -> tuple[Array, ...]:
-    """The wire tensors of a rank that holds nothing: no function has to be written for that."""
+    """The wire tensors of a rank that holds nothing, so that no function has to support that."""
     made = []
     for _, layout in wires:
         shape = layout.local_shape(rank)
@@ -107,12 +106,11 @@ def _make_empty(wires: Named, rank: int) -> tuple[Array, ...]:
 
 
 def _read_all(given: Sequence[object], held: Named, rank: int) -> tuple[Array, ...]:
-    """The arrays as they are held there. Raises PlanError for one of another shape or dtype."""
-    read = []
+    """The arrays, checked against the layouts. Raises PlanError for one of another shape or dtype."""
+    checked = []
     for array, (key, layout) in zip(given, held, strict=True):
-        own = _read_local(array, key, layout, rank)
-        read.append(own)
-    return tuple(read)
+        checked.append(_read_local(array, key, layout, rank))
+    return tuple(checked)
 
 
 def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
@@ -120,15 +118,16 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
     array = read_elements(given, layout.dtype, what)
     expected = layout.local_shape(rank)
     if array.shape != expected:
-        there = f"{layout} has {expected} there"
-        raise PlanError(f"{what} has shape {array.shape}, {there}; pass that local array")
+        raise PlanError(
+            f"{what} has shape {array.shape}, {layout} has {expected} there; pass that local array"
+        )
     return array
 
 
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """The local array of the wire tensors, and its companions; those of `into` themselves where they are given."""
+    """The local array made from the wire tensors, and its companions; written into the arrays of `into` if given."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:
@@ -138,8 +137,8 @@ def finalize(
                 packed = pack(layout, rank, array)
                 made[key] = _put(job, key, layout, rank, packed, out)
         return made
-    computed = _compute(job, wired, rank, given)
-    for packed, out, (key, layout) in zip(computed, into, job.held, strict=True):
+    packed_arrays = _compute(job, wired, rank, given)
+    for packed, out, (key, layout) in zip(packed_arrays, into, job.held, strict=True):
         if out is None:
             shape = layout.local_shape(rank)
             out = np.zeros(shape, packed.dtype)
@@ -148,29 +147,26 @@ def finalize(
 
 
 def _put(job: WireJob, key: str, layout: Layout, rank: int, packed: Array, out: Array) -> Array:
-    """The local array, with what was made in it."""
+    """Write the packed values into the local array `out`, and return it."""
     if job.wired is None:
         unpack(layout, rank, packed, out)
         return out
-    # As words on both sides, where the arrays are another library's.
-    own = _read_local(out, key, layout, rank)
+    # Arrays of another library, such as ml_dtypes, are viewed as plain words on both sides.
+    target = _read_local(out, key, layout, rank)
     values = read_elements(packed, layout.dtype, f"array {key!r}")
-    unpack(layout, rank, values, own)
+    unpack(layout, rank, values, target)
     return out
 
 
 def _compute(job: WireJob, wired: Wired, rank: int, given: Sequence[Array]) -> list[Array]:
-    """What the rank holds of the tensor and its companions, packed."""
+    """The rank's packed arrays of the tensor and its companions."""
     arrays = _read_all(given, job.wires, rank)
     shapes = [_count_held(layout, rank) for _, layout in job.held]
     if any(0 not in shape for shape in shapes):
         made = wired.transform.finalize(arrays, wired.src, wired.dst)
         return _read_made(job, wired, rank, made, shapes)
-    empty = []
-    for shape, (_, layout) in zip(shapes, job.held, strict=True):
-        kind = numpy_type(layout.dtype)
-        empty.append(np.zeros(shape, kind))
-    return empty
+    dtypes = [numpy_type(layout.dtype) for _, layout in job.held]
+    return list(map(np.zeros, shapes, dtypes))
 
 
 def _count_held(layout: Layout, rank: int) -> Shape:
@@ -181,10 +177,8 @@ def _count_held(layout: Layout, rank: int) -> Shape:
 def _read_made(
     job: WireJob, wired: Wired, rank: int, made: Any, shapes: Sequence[Shape]
 ) -> list[Array]:
-    """What a transform made, if it is what it says. Raises PlanError if not."""
-    values = (made,)
-    if len(job.held) > 1:
-        values = tuple(made)
+    """The arrays that a transform made. Raises PlanError if they are not as declared."""
+    values = tuple(made) if len(job.held) > 1 else (made,)
     if len(values) != len(job.held):
         what = f"{wired.transform} makes {plural(values, 'array')} of {job.key!r}"
         raise PlanError(f"{what}, and {plural(job.held, 'tensor')} hold it; make one for each")
@@ -198,7 +192,7 @@ def _read_made(
 
 
 def _check_shape(what: str, found: Shape, expected: Shape, rank: int) -> None:
-    """Raise PlanError for another shape than the rank holds."""
+    """Raise PlanError if the shape is not what the rank holds."""
     if found != expected:
         fix = "make that shape"
         raise PlanError(f"{what} has shape {found}, rank {rank} holds {expected}; {fix}")

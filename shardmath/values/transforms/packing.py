@@ -1,4 +1,4 @@
-"""Packing: what a rank holds of a tensor, without holes and in ascending order of the tensor's positions.
+"""Packing: a local array without holes, in ascending order of the tensor's positions.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> layout = Layout((4,), Mesh(tp=2), "(tp n)=<2:4 -1 0:2 -1>")
@@ -24,11 +24,11 @@ from shardmath.values.formats.elements import Array
 __all__ = ["Cells", "find_cells", "pack", "unpack"]
 
 Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
-"""Local positions of each dimension: a slice where it has one stretch, else each of them."""
+"""Local positions of each dimension: a slice if they are one stretch, else an array of them."""
 
 
 def find_cells(layout: Layout, rank: int) -> Cells:
-    """Where the rank has the tensor's positions, in their ascending order."""
+    """The local positions of what the rank holds, in ascending order of the tensor's positions."""
     return tuple(map(_find_positions, layout.runs(rank)))
 
 
@@ -37,25 +37,25 @@ def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
     if not segments:
         return slice(0, 0)
     if len(segments) == 1:
-        lo, _, n = segments[0]
-        return slice(lo, lo + n)
-    return np.concatenate([np.arange(lo, lo + n) for lo, _, n in segments])
+        local, _, n = segments[0]
+        return slice(local, local + n)
+    return np.concatenate([np.arange(local, local + n) for local, _, n in segments])
 
 
 def pack(layout: Layout, rank: int, local: Array) -> Array:
-    """The positions that the rank holds: a view where they lie so already."""
+    """The packed array: a view if no dimension has several stretches."""
     packed: Array = local[_index(find_cells(layout, rank), local.shape)]
     return packed
 
 
 def unpack(layout: Layout, rank: int, packed: Array, out: Array) -> None:
-    """The same back into a local array, whose other cells stay as they are."""
+    """Write a packed array into the local array `out`, whose holes stay as they are."""
     out[_index(find_cells(layout, rank), out.shape)] = packed
 
 
 def _index(cells: Cells, shape: tuple[int, ...]) -> Any:
-    """The index of all combinations of these positions."""
-    if all(isinstance(own, slice) for own in cells):
-        return (*cells, ...)  # the dots keep an array where there is no dimension
-    each = [np.arange(n)[own] for own, n in zip(cells, shape, strict=True)]
-    return np.ix_(*each)
+    """The numpy index of all combinations of these positions."""
+    if all(isinstance(positions, slice) for positions in cells):
+        return (*cells, ...)  # without the dots, a tensor without dimensions would become a scalar
+    arrays = [np.arange(n)[positions] for positions, n in zip(cells, shape, strict=True)]
+    return np.ix_(*arrays)

@@ -1,10 +1,10 @@
 """Pointwise: functions of each number, done at the source or at the destination.
 
-1. `Cast` means: each number is rounded to `dtype` first, and then becomes one of the destination's dtype. So source and
-   destination may both be float32, and what is between them bfloat16.
-2. At the source, numbers of `dtype` travel. At the destination, the source's do, and are rounded there. Both give the
-   same values, bit for bit.
-3. A tensor that is Partial at its source is reduced before anything is made of it, so only at the destination.
+1. `Cast` rounds each number to `dtype`, and then converts it to the destination's dtype. So source and destination may
+   both be float32, with bfloat16 in between.
+2. With `at="source"`, numbers of `dtype` travel. With `at="destination"`, the source's numbers travel, and are rounded
+   when they arrive. Both give the same values, bit for bit.
+3. A tensor that is Partial at its source is reduced before it is transformed, so only `at="destination"` is possible.
 
 >>> wide, narrow = Form((4,), "float32"), Form((4,), "bfloat16")
 >>> [str(*Cast("bfloat16", at=at).components(wide, narrow)) for at in ("source", "destination")]
@@ -33,8 +33,9 @@ __all__ = ["Cast", "NegativeExp"]
 class Cast:
     """Rounds to `dtype`, to nearest even, at the source or at the destination.
 
-    Fractions may always be rounded. `lossy=True` allows integers that do not fit: they keep their low bits, or are
-    rounded to fractions; and truth values of numbers. Raises PlanError where sides are made whose tensors have no cast.
+    Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
+    their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
+    that have no cast.
     """
 
     dtype: str
@@ -48,31 +49,31 @@ class Cast:
             raise PlanError(f"Cast({self.dtype!r}) has lossy={self.lossy!r}; give True or False")
 
     def path(self, src: Form, dst: Form) -> tuple[str, str, str]:
-        """The dtypes that each number has, one after the other."""
+        """The dtypes that each number has in turn."""
         return src.dtype, self.dtype, dst.dtype
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One, with a position for each of the tensor's."""
+        """One component, with a position for each of the tensor's."""
         first, middle, last = self.path(src, dst)
-        for a, b in ((first, middle), (middle, last)):
-            why = refuse_cast(a, b, self.lossy)
+        for old, new in ((first, middle), (middle, last)):
+            why = refuse_cast(old, new, self.lossy)
             if why:
-                raise PlanError(f"{self} of {src} to {dst}: {a} to {b}: {why}")
+                raise PlanError(f"{self} of {src} to {dst}: {old} to {new}: {why}")
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Where the type that travels is that which is held."""
+        """The ends that hold the dtype that travels."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
         return AsHeld(True, first == middle == last)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Rounded, where that is done at the source."""
+        """The array, rounded to `dtype`."""
         return (cast_array(array, src.dtype, self.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Rounded, where that is not done yet, and of the destination's dtype."""
+        """The array in the destination's dtype, rounded to `dtype` first if the source did not."""
         (array,) = arrays
         if self.at == "destination":
             array = cast_array(array, src.dtype, self.dtype)
@@ -81,9 +82,9 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class NegativeExp:
-    """The destination holds -exp of what the source does, rounded to float32 and then to its own dtype.
+    """Computes -exp of the source's numbers, rounded to float32 and then to the destination's dtype.
 
-    Engines store A of a state-space model so, trainers its A_log. Raises PlanError for tensors that are no fractions.
+    Engines store A of a state-space model, trainers store A_log. Raises PlanError for tensors that are not floats.
     """
 
     at: End = "destination"
@@ -92,28 +93,28 @@ class NegativeExp:
         read_end(self.at, "NegativeExp")
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One: the numbers that the source holds, or those that the destination does."""
+        """One component: the source's numbers, or the destination's."""
         for form in (src, dst):
             if not is_float(form.dtype):
                 raise PlanError(f"{self} of {src} to {dst}: {form.dtype} has no exp; give floats")
         return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Where the function is not computed."""
+        """The end at which -exp is not computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The function of it."""
-        return (_compute(array, src.dtype, dst.dtype),)
+        """-exp of the array."""
+        return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The function of it."""
+        """-exp of the array."""
         (array,) = arrays
-        return _compute(array, src.dtype, dst.dtype)
+        return _negate_exp(array, src.dtype, dst.dtype)
 
 
-def _compute(array: Array, src: str, dst: str) -> Array:
-    """-exp of the elements."""
+def _negate_exp(array: Array, src: str, dst: str) -> Array:
+    """-exp of the elements, computed in float64 and rounded twice."""
     wide = cast_array(array, src, "float64").astype(numpy_type("float64"))
     positive = exp(wide, power_of_two)
     rounded = cast_array(np.negative(positive), "float64", "float32")

@@ -1,11 +1,11 @@
-"""Quantising: what an engine holds is data and scales, made of numbers on their way or where they arrive.
+"""Quantising: numbers become data and scales, or the reverse, at the source or at the destination.
 
-1. **Meaning.** `Quantise` rounds numbers to `wire` first, and then quantises them, wherever that is done: so both ends
-   give the same bytes, and an engine has what it would have had of `wire` weights. `Dequantise` multiplies in float32
-   and rounds once to what the destination holds; `Requantise` quantises these float32 numbers.
-2. Where a tensor is quantised it is held as several: data under its own name, and scales beside them.
-3. Done at the source, data and scales travel; at the destination, what the source holds.
-4. Who quantises has whole blocks; and all of what shares a scale, unless the format says its amax beforehand.
+1. **Meaning.** `Quantise` rounds numbers to `wire` first, and then quantizes them, at either end: so both ends give the
+   same bytes, and an engine holds what it would make from `wire` weights itself. `Dequantise` multiplies in float32
+   and rounds once to the destination's dtype; `Requantise` quantizes these float32 numbers.
+2. A quantized tensor is several tensors: data under its own name, and scales as its companions.
+3. With `at="source"`, data and scales travel; with `at="destination"`, what the source holds.
+4. A rank that quantizes needs whole blocks, and everything that shares a scale unless the format knows its amax.
 5. Equal formats at both ends need no rule: their tensors are moved like any others.
 
 >>> from shardmath.values.formats.mxfp8 import MXFP8
@@ -40,11 +40,11 @@ from shardmath.values.transforms.components import AsHeld, Companion, Component,
 __all__ = ["Dequantise", "Quantise", "Requantise"]
 
 Suffixes: TypeAlias = tuple[str, ...]
-"""What the names of scales have behind the tensor's."""
+"""The ends of the names of scales, which begin with the tensor's name."""
 
 
 def _read_suffixes(format: Format, given: object, what: str) -> Suffixes:
-    """The suffixes, those that checkpoints have if none are given. Raises PlanError for others than scales."""
+    """The suffixes; those of checkpoints if none are given. Raises PlanError unless there is one per scale."""
     usual: dict[type, Suffixes] = {FP8Blocks: ("_scale_inv",), NVFP4: ("_scale", "_scale_2")}
     suffixes = listed(given, what, PlanError)
     if not suffixes:
@@ -61,8 +61,8 @@ def _check_format(given: object) -> None:
         raise PlanError(f"{shown(given)} is no format; give one such as formats.MXFP8()")
 
 
-def _divide(blocks: Blocks, count: int) -> Blocks:
-    """Blocks of numbers as blocks of data, each of which holds so many."""
+def _divide_blocks(blocks: Blocks, count: int) -> Blocks:
+    """Blocks of numbers as blocks of data elements, each of which holds `count` numbers."""
     *before, last = blocks.sizes or (None,)
     if last is None:
         return blocks
@@ -70,39 +70,37 @@ def _divide(blocks: Blocks, count: int) -> Blocks:
 
 
 @memo()
-def _list_beside(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
-    """The scales as they are held beside data."""
+def _list_scales(format: Format, suffixes: Suffixes) -> tuple[Companion, ...]:
+    """The scales as companions of the data."""
     count = format.per_element
-    beside = []
+    scales = []
     for part, suffix in zip(format.parts[1:], suffixes, strict=True):
-        blocks = _divide(part.blocks, count)
-        beside.append(Companion(suffix, part.dtype, blocks))
-    return tuple(beside)
+        blocks = _divide_blocks(part.blocks, count)
+        scales.append(Companion(suffix, part.dtype, blocks))
+    return tuple(scales)
 
 
 def _list_parts(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
-    """Data and scales as they travel; `ends` are those where data are held, and not numbers."""
+    """Data and scales as components; `ends` says which ends hold data rather than numbers."""
     count = format.per_element
     components = []
     for number, part in enumerate(format.parts):
         is_data = number == 0
-        of_data = Blocks(()) if is_data else _divide(part.blocks, count)
-        here, there = (of_data if holds_data else part.blocks for holds_data in ends)
-        kind = dtype if is_data else part.dtype
-        other = None if there == here else there
-        components.append(Component(part.name, kind, here, other))
+        of_data = Blocks(()) if is_data else _divide_blocks(part.blocks, count)
+        src, dst = (of_data if holds_data else part.blocks for holds_data in ends)
+        wire_dtype = dtype if is_data else part.dtype
+        components.append(Component(part.name, wire_dtype, src, None if dst == src else dst))
     return tuple(components)
 
 
-def _make_numbers(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
-    """The numbers as they travel."""
-    count = format.per_element
-    here, there = (count if holds_data else 1 for holds_data in ends)
-    return (Component("data", dtype, spread=(here, there)),)
+def _list_numbers(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Component, ...]:
+    """The numbers as the only component; `ends` says which ends hold data rather than numbers."""
+    src, dst = (format.per_element if holds_data else 1 for holds_data in ends)
+    return (Component("data", dtype, spread=(src, dst)),)
 
 
 def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what: str) -> None:
-    """Raise PlanError unless the form is that of the data of a tensor of that shape."""
+    """Raise PlanError unless the data of a tensor of that shape have this form; None for any shape."""
     data = format.parts[0]
     if form.dtype not in (data.dtype, data.kind):
         kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
@@ -126,7 +124,7 @@ def _check_numbers(form: Form, what: str) -> None:
 
 
 def _check_whole(format: Format, layout: Layout, name: str) -> None:
-    """Raise PlanError where a rank has a part of what shares a scale, and the format does not say its amax."""
+    """Raise PlanError if a rank holds only a part of what shares a scale, and the format does not know its amax."""
     if getattr(format, "tensor_amax", None) is not None:
         return
     for part in format.parts:
@@ -140,8 +138,8 @@ def _check_whole(format: Format, layout: Layout, name: str) -> None:
 
 
 def _is_cut(layout: Layout, d: int) -> bool:
-    """Whether some rank has a part of the dimension alone."""
-    # Of nothing too: a rank has a scale however little it holds, and could not tell which.
+    """Whether some rank holds only a part of the dimension."""
+    # An empty part counts too: even a rank that holds nothing has a scale, and could not compute it.
     sizes = {layout.runs(rank)[d].size for rank in layout.mesh.ranks}
     return sizes != {layout.shape[d]}
 
@@ -154,11 +152,11 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Quantise:
-    """Numbers are rounded to `wire`, and quantised, at the source or at the destination.
+    """Rounds numbers to `wire` and quantizes them, at the source or at the destination.
 
-    The destination has data, and beside them scales: `suffixes` are what their names have behind the tensor's, as
-    checkpoints have it if none are given. Data are uint8, or of the float8 type that they are. Raises PlanError where
-    sides are made that do not fit.
+    The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
+    those of checkpoints. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
+    that do not fit.
     """
 
     format: Format
@@ -175,11 +173,11 @@ class Quantise:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The scales, at the destination."""
-        return _list_beside(self.format, self.suffixes) if end == "destination" else ()
+        """The scales at the destination."""
+        return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError where a rank cannot quantise its part."""
+        """Raise PlanError if a rank cannot quantize its part."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -190,7 +188,7 @@ class Quantise:
         _check_data(self.format, dst, src.shape, what)
         if self.at == "source":
             return _list_parts(self.format, dst.dtype, (False, True))
-        return _make_numbers(self.format, self.wire, (False, True))
+        return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
         """Data and scales at the destination, or `wire` numbers at the source."""
@@ -199,14 +197,14 @@ class Quantise:
         return AsHeld(src.dtype == self.wire, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Quantised, or rounded."""
+        """Data and scales, or numbers rounded to `wire`."""
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
         return self.format.quantise(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """Quantised: data and scales."""
+        """Data and scales."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
         return self.format.quantise(numbers)
@@ -214,9 +212,9 @@ class Quantise:
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """Data and scales at the source become numbers, at the source or at the destination.
+    """Turns the source's data and scales into numbers, at the source or at the destination.
 
-    Arguments are as of Quantise. Raises PlanError where sides are made that do not fit.
+    Arguments are as of Quantise. `transformed` raises PlanError for sides that do not fit.
     """
 
     format: Format
@@ -230,8 +228,8 @@ class Dequantise:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The scales, at the source."""
-        return _list_beside(self.format, self.suffixes) if end == "source" else ()
+        """The scales at the source."""
+        return _list_scales(self.format, self.suffixes) if end == "source" else ()
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
         """Data and scales, or the numbers."""
@@ -240,7 +238,7 @@ class Dequantise:
         _check_data(self.format, src, dst.shape, what)
         if self.at == "destination":
             return _list_parts(self.format, src.dtype, (True, False))
-        return _make_numbers(self.format, dst.dtype, (True, False))
+        return _list_numbers(self.format, dst.dtype, (True, False))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
         """At the end where nothing is done."""
@@ -248,25 +246,25 @@ class Dequantise:
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
         """The numbers."""
-        return (self._read(array, dst),)
+        return (self._dequantise_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """The numbers."""
-        return self._read(arrays, dst)
+        return self._dequantise_to(arrays, dst)
 
-    def _read(self, parts: tuple[Array, ...], dst: Form) -> Array:
+    def _dequantise_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
         numbers = self.format.dequantise(*parts)
-        # Every NaN has the same bits, whatever the processor makes.
+        # Processors make NaNs of different bits; all become the same one.
         numbers[np.isnan(numbers)] = np.nan
         return cast_array(numbers, "float32", dst.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Requantise:
-    """Data and scales of one format become those of another, by float32 numbers, at either end.
+    """Converts data and scales from one format to another, by way of float32 numbers, at either end.
 
     `suffixes` are those of scales at the source, and at the destination. Raises PlanError for equal formats, which
-    need no rule, and where sides are made that do not fit.
+    need no rule; `transformed` raises it for sides that do not fit.
     """
 
     old: Format
@@ -275,31 +273,31 @@ class Requantise:
     suffixes: tuple[Suffixes, Suffixes] = field(default=((), ()))
 
     def __post_init__(self) -> None:
-        for one in (self.old, self.new):
-            _check_format(one)
+        for format in (self.old, self.new):
+            _check_format(format)
         read_end(self.at, "Requantise")
         if self.old == self.new:
             what = f"Requantise of {self.old.name} to itself"
             raise PlanError(f"{what}; leave the rule out: bytes are moved")
-        here, there = self.suffixes
-        first = _read_suffixes(self.old, here, "the suffixes of the source")
-        last = _read_suffixes(self.new, there, "the suffixes of the destination")
+        src_suffixes, dst_suffixes = self.suffixes
+        first = _read_suffixes(self.old, src_suffixes, "the suffixes of the source")
+        last = _read_suffixes(self.new, dst_suffixes, "the suffixes of the destination")
         object.__setattr__(self, "suffixes", (first, last))
 
     def companions(self, end: End) -> tuple[Companion, ...]:
         """The scales of each end."""
-        here, there = self.suffixes
+        at_source, at_destination = self.suffixes
         if end == "source":
-            return _list_beside(self.old, here)
-        return _list_beside(self.new, there)
+            return _list_scales(self.old, at_source)
+        return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError where a rank cannot quantise its part."""
+        """Raise PlanError if a rank cannot quantize its part."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Data and scales of one of the formats."""
+        """Data and scales of the format that travels."""
         what = f"{self.old.name} to {self.new.name}"
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)

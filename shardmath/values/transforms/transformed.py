@@ -1,11 +1,11 @@
-"""Transformed: two sides as they are held, and the sides of what travels between them.
+"""Transformed: two sides as ranks hold them, and the sides of the wire tensors between them.
 
-1. Rules go from a pattern to a transform. A pattern is a kind of layer or a glob, as in `shardmath.rules`; the first
-   that matches a name counts, and one that no tensor falls to is an error, but for `*`.
+1. Rules map a pattern to a transform. A pattern is a kind of layer or a glob, as in `shardmath.rules`; the first that
+   matches a name counts. Except `*`, a rule that takes no tensor is an error.
 2. The wire tensors of tensor `w` are `w.data`, `w.scale` and so on; a name that a tensor has already is an error.
-   Where a plan is of two layouts, the names are `data` and `scale` alone.
-3. A tensor that no rule takes travels as it is. Its dtypes are one, or that is an error, which names the cast.
-4. What travels are sides like any others: plans, proofs, programs, certificates and collectives do not know.
+   Between two single layouts, the names are just `data` and `scale`.
+3. A tensor that no rule takes travels as it is. If its dtypes differ, PlanError names the missing cast.
+4. Wire tensors form ordinary sides: plans, proofs, programs, certificates and collectives treat them like any others.
 
 >>> import numpy as np
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -49,16 +49,16 @@ from shardmath.values.transforms.wires import Wired, wire
 __all__ = ["Transformed", "transformed"]
 
 Held: TypeAlias = Mapping[str, LayoutOrWindows]
-"""How a side holds tensors, by name."""
+"""The layouts, or windows, of a side's tensors, by name."""
 
 
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """Two sides and what travels between them; made by `transformed`.
+    """Two sides and the wire tensors between them; made by `transformed`.
 
-    `held_src` and `held_dst` are the sides as held, `src` and `dst` those of wire tensors, which `plan` takes; `wired`
-    are the tensors that have a transform. Equal values have equal layouts and equal transforms.
+    `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
+    `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
     """
 
     held_src: Held
@@ -85,12 +85,12 @@ class Transformed:
 
     @property
     def digest(self) -> str:
-        """The same for equal layouts and transforms on every rank, however spelled: 64 hexadecimal digits."""
+        """64 hexadecimal digits, equal on every rank for equal layouts and transforms, however spelled."""
         held = []
         for side in (self.held_src, self.held_dst):
             for name in sorted(side):
                 windows = windows_of(side[name], name, PlanError)
-                held.append((name, [holdings_digest(one) for one in windows]))
+                held.append((name, [holdings_digest(layout) for layout in windows]))
         rules = []
         for name in sorted(self.wired):
             transform = self.wired[name].transform
@@ -98,40 +98,42 @@ class Transformed:
         return digest([held, rules])
 
     def _list_tensors(self, held: Held, end: int) -> list[str]:
-        """The tensors of a side, 0 or 1, without companions."""
-        beside: set[str] = set()
+        """The tensors of an end, 0 or 1, without companions."""
+        companions: set[str] = set()
         for name, wired in self.wired.items():
-            beside.update(name + suffix for suffix in wired.suffixes[end])
-        return [name for name in held if name not in beside]
+            companions.update(name + suffix for suffix in wired.suffixes[end])
+        return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """The tensors of which something is among these wire tensors, without companions."""
-        found = []
+        """The tensors, without companions, that these wire tensors stand for."""
+        names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
             first = name if wired is None else _name_wires(name, wired)[0]
             if first in wires:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
-        """Every local tensor that the rank holds at an end, and what stands for it."""
+        """Every local tensor that the rank holds at an end, with its wire tensors."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
             held, wires, number = self.held_dst, self.dst, 1
         for name in self._list_tensors(held, number):
             wired = self.wired.get(name)
             suffixes = () if wired is None else wired.suffixes[number]
-            sent = [name] if wired is None else _name_wires(name, wired)
-            kept = [name, *(name + suffix for suffix in suffixes)]
-            local = zip(_list_locals(held, kept), _list_locals(wires, sent), strict=True)
-            for mine, own in local:
-                _, layout = mine[0]
+            wire_names = [name] if wired is None else _name_wires(name, wired)
+            held_names = [name, *(name + suffix for suffix in suffixes)]
+            windows = zip(
+                _list_locals(held, held_names), _list_locals(wires, wire_names), strict=True
+            )
+            for local_held, local_wires in windows:
+                _, layout = local_held[0]
                 if rank in layout.mesh:
-                    yield WireJob(name, mine, own, wired)
+                    yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """The rank's wire tensors at the source, of the local arrays that it holds; those without a transform as given.
+        """The rank's wire tensors at the source, made from its local arrays; untransformed tensors as given.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -145,10 +147,9 @@ class Transformed:
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
-        """The rank's local arrays at the destination, of its wire tensors there; written into `out` if it is given.
+        """The rank's local arrays at the destination, made from its wire tensors; written into `out` if it is given.
 
-        Cells that are not the tensor's own stay as they are in `out`, and are zeros otherwise. Raises PlanError as
-        `prepare` does.
+        Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """
         made: dict[str, Array] = {}
         number = as_integer(rank, "a rank", PlanError)
@@ -164,27 +165,27 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """What travels so that the destination has what `rules` make of the source's tensors.
+    """The wire tensors that let `rules` turn the source's tensors into the destination's.
 
-    Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them; dtypes, and
-    where a transform says so shapes and companions, may differ between them. Plan what travels: `plan(t.src, t.dst)`.
-    Raises PlanError for a rule that no tensor falls to, a tensor without a rule whose dtypes differ, a layout that cuts
-    a block, a companion that is missing, a name that would be two tensors', and for addends that would be transformed.
+    Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
+    differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with
+    `plan(t.src, t.dst)`. Raises PlanError for a rule that takes no tensor, a tensor without a rule whose dtypes differ,
+    a layout that cuts a block, a missing companion, two tensors with one name, and addends that would be transformed.
     """
-    here, there, chosen = pair(src, dst, rules)
-    _check_dtypes(here, there, chosen)
-    wired = _wire_all(here, there, chosen)
+    src_tensors, dst_tensors, chosen = pair(src, dst, rules)
+    _check_dtypes(src_tensors, dst_tensors, chosen)
+    wired = _wire_all(src_tensors, dst_tensors, chosen)
     sent: dict[str, LayoutOrWindows] = {}
     received: dict[str, LayoutOrWindows] = {}
-    for name, held in here.items():
+    for name, held in src_tensors.items():
         names = [name]
-        ends = held, there[name]
+        ends = held, dst_tensors[name]
         if name in wired:
-            one = wired[name]
-            names = _name_wires(name, one)
-            ends = one.sent, one.received
-            # Also names of tensors that are transformed themselves: a reader could not tell which is meant.
-            _check_names(name, names, (here, sent))
+            wires = wired[name]
+            names = _name_wires(name, wires)
+            ends = wires.sent, wires.received
+            # Names of transformed tensors count too, although they do not travel: readers would confuse the two.
+            _check_names(name, names, (src_tensors, sent))
         first, last = ends
         sent.update(zip(names, first, strict=True))
         received.update(zip(names, last, strict=True))
@@ -193,16 +194,16 @@ def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transfo
 
 
 def _wire_all(
-    here: Mapping[str, WithCompanions],
-    there: Mapping[str, WithCompanions],
+    src_tensors: Mapping[str, WithCompanions],
+    dst_tensors: Mapping[str, WithCompanions],
     chosen: Mapping[str, Transform],
 ) -> dict[str, Wired]:
-    """What travels for each tensor that has a transform."""
+    """The wire tensors of each tensor that has a transform."""
     wired = {}
     known: dict[object, Wired] = {}
     for name, transform in chosen.items():
-        ends = here[name], there[name]
-        # Layers share layouts, and so what is made of them.
+        ends = src_tensors[name], dst_tensors[name]
+        # Layers that share layouts share their wire tensors.
         key = id(transform), ends
         if key not in known:
             known[key] = wire(name, transform, *ends)
@@ -211,16 +212,16 @@ def _wire_all(
 
 
 def _check_dtypes(
-    here: Mapping[str, WithCompanions],
-    there: Mapping[str, WithCompanions],
+    src_tensors: Mapping[str, WithCompanions],
+    dst_tensors: Mapping[str, WithCompanions],
     chosen: Mapping[str, Transform],
 ) -> None:
-    """Raise PlanError for a tensor without a transform that has two dtypes, and for what is no layout."""
-    for name, held in here.items():
+    """Raise PlanError for an untransformed tensor with two dtypes, and for a value that is not a layout."""
+    for name, held in src_tensors.items():
         first = windows_of(held[0], name, PlanError)[0]
-        last = windows_of(there[name][0], name, PlanError)[0]
-        for beside in (*held[1:], *there[name][1:]):
-            windows_of(beside, f"beside {name}", PlanError)
+        last = windows_of(dst_tensors[name][0], name, PlanError)[0]
+        for companion in (*held[1:], *dst_tensors[name][1:]):
+            windows_of(companion, f"beside {name}", PlanError)
         if name not in chosen and first.dtype != last.dtype:
             what = f"tensor {name!r}: {describe_form(first)} here, {describe_form(last)} there"
             fix = f"give it a rule: {{{name!r}: transforms.Cast({last.dtype!r})}}"
@@ -228,19 +229,19 @@ def _check_dtypes(
 
 
 def _list_locals(side: Held, names: Sequence[str]) -> Iterator[tuple[tuple[str, Layout], ...]]:
-    """Window by window the local tensors of these names."""
-    each = [windows_of(side[name], name, PlanError).locals(name) for name in names]
-    return zip(*each, strict=True)
+    """The local tensors of these names, window by window."""
+    by_name = [windows_of(side[name], name, PlanError).locals(name) for name in names]
+    return zip(*by_name, strict=True)
 
 
 def _name_wires(name: str, wired: Wired) -> list[str]:
-    """The names of what travels for the tensor."""
+    """The names of the tensor's wire tensors."""
     return [f"{name}.{part.name}" if name else part.name for part in wired.components]
 
 
 def _check_names(name: str, wires: Iterable[str], tensors: Iterable[Container[str]]) -> None:
     """Raise PlanError for a component that has the name of another tensor."""
-    for own, others in itertools.product(wires, tensors):
-        if own in others:
+    for wire_name, names in itertools.product(wires, tensors):
+        if wire_name in names:
             fix = "rename the tensor, or the component"
-            raise PlanError(f"{own!r} is a tensor, and a component of {name!r}; {fix}")
+            raise PlanError(f"{wire_name!r} is a tensor, and a component of {name!r}; {fix}")

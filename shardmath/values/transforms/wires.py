@@ -1,10 +1,10 @@
-"""Wires: how the tensors that travel lie, which follows from how those that are held do.
+"""Wires: layouts of the tensors that travel, derived from the layouts of those that ranks hold.
 
-1. A rank has of a component what it has of the tensor, block by block; where nothing is done it is the tensor, in its
-   own place, and else an array of its own, packed.
-2. A layout that cuts inside a block is an error, which names the nearest cuts between blocks.
-3. A tensor whose ranks hold addends (Partial) is reduced as it is held: what is made of addends does not add up to what
-   is made of their sum. So nothing may be done at its source, and nothing is Partial at the destination.
+1. A rank holds the same blocks of a component as of the tensor. At an end where nothing is computed the component is
+   the tensor itself, in place; elsewhere it is a separate, packed array.
+2. A layout that cuts inside a block raises PlanError, which names the nearest cuts between blocks.
+3. A Partial tensor is reduced as it is held: transformed addends do not add up to the transformed sum. So nothing may
+   be computed at its source, and nothing is Partial at the destination of a transform.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> layout = Layout((4, 128), Mesh(tp=2), "n (tp k)", dtype="bfloat16")
@@ -40,13 +40,13 @@ from shardmath.values.transforms.components import (
 __all__ = ["Held", "Wired", "lay", "wire"]
 
 Held: TypeAlias = tuple[LayoutOrWindows, ...]
-"""How a side holds each component; or a tensor, and each of its companions."""
+"""The layout, or windows, of each component; or of a tensor and each of its companions."""
 
 
 class Wired(NamedTuple):
-    """A tensor, and what travels for it: `sent` and `received` are how the components lie at the two ends.
+    """A tensor and the components that travel for it: `sent` and `received` are their layouts at the two ends.
 
-    `suffixes` are those of its companions at each end.
+    `suffixes` are those of the tensor's companions at each end.
     """
 
     transform: Transform
@@ -64,28 +64,26 @@ class Wired(NamedTuple):
 
 
 def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
-    """What travels for the tensor `name`, which is held so at its two ends, with its companions.
+    """The components of the tensor `name`, given its layouts and its companions' at the two ends.
 
-    Raises PlanError where the transform does not fit the tensor, or a layout cuts a block.
+    Raises PlanError if the transform does not fit the tensor, or a layout cuts a block.
     """
-    here, there = _form_of(name, src[0]), _form_of(name, dst[0])
-    components = _list_components(name, transform, here, there)
-    as_held = AsHeld(*transform.as_held(here, there))
+    src_form, dst_form = _form_of(name, src[0]), _form_of(name, dst[0])
+    components = _list_components(name, transform, src_form, dst_form)
+    as_held = AsHeld(*transform.as_held(src_form, dst_form))
     sides: list[Held] = []
     suffixes = []
     for end, held, is_held in zip(ENDS, (src, dst), as_held, strict=True):
-        for one in held:
-            layouts = _list_layouts(one)
+        for layouts in map(_list_layouts, held):
             _check_addends(name, layouts, end, is_held)
-        beside = list_companions(transform, end)
-        _check_windows(name, beside, held, end)
+        companions = list_companions(transform, end)
+        _check_windows(name, companions, held, end)
         lay_end = _keep_as_held if is_held else _lay_end
-        side = lay_end(name, transform, components, held, end)
-        sides.append(side)
-        suffixes.append(tuple(one.suffix for one in beside))
+        sides.append(lay_end(name, transform, components, held, end))
+        suffixes.append(tuple(companion.suffix for companion in companions))
     sent, received = sides
     first, last = suffixes
-    wired = Wired(transform, here, there, as_held, components, sent, received, (first, last))
+    wired = Wired(transform, src_form, dst_form, as_held, components, sent, received, (first, last))
     _check_shapes(name, wired)
     return wired
 
@@ -93,41 +91,42 @@ def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
 def _lay_end(
     name: str, transform: Transform, components: Sequence[Component], held: Held, end: End
 ) -> Held:
-    """How the components lie where something is done. Raises PlanError for companions that lie otherwise."""
-    beside = list_companions(transform, end)
-    _check_companions(name, beside, held, end)
+    """The components' layouts at an end where something is computed. Raises PlanError for unfit companions."""
+    _check_companions(name, list_companions(transform, end), held, end)
     if isinstance(transform, HasConditions):
         for layout in _list_layouts(held[0]):
             transform.check_layout(layout, end, name)
     return tuple(_lay_all(held[0], part, end, name) for part in components)
 
 
-def _check_companions(name: str, beside: Sequence[Companion], held: Held, end: End) -> None:
-    """Raise PlanError for a companion of which a rank has other blocks than of the tensor."""
-    first, *others = map(_list_layouts, held)
-    for companion, layouts in zip(beside, others, strict=True):
-        own = name + companion.suffix
-        for layout, whole in zip(layouts, first, strict=True):
-            wanted = lay(whole, companion.component, end, name)
-            found = lay(layout, Component("own", layout.dtype), end, own)
-            if holdings_digest(found) != holdings_digest(wanted):
-                what = f"{own!r} is {layout} at the {end}, beside {whole}"
+def _check_companions(name: str, companions: Sequence[Companion], held: Held, end: End) -> None:
+    """Raise PlanError if a rank holds other blocks of a companion than of the tensor."""
+    tensor_layouts, *others = map(_list_layouts, held)
+    for companion, layouts in zip(companions, others, strict=True):
+        full_name = name + companion.suffix
+        for layout, tensor_layout in zip(layouts, tensor_layouts, strict=True):
+            wanted = lay(tensor_layout, companion.component, end, name)
+            packed = lay(layout, Component("own", layout.dtype), end, full_name)
+            if holdings_digest(packed) != holdings_digest(wanted):
+                what = f"{full_name!r} is {layout} at the {end}, beside {tensor_layout}"
                 raise PlanError(f"{what}; ranks hold of both the same blocks as in {wanted}")
 
 
-def _check_windows(name: str, beside: Sequence[Companion], held: Held, end: End) -> None:
-    """Raise PlanError for a companion that has other windows than the tensor, or lies on other ranks."""
-    first, *others = map(_list_layouts, held)
-    for companion, layouts in zip(beside, others, strict=True):
-        own = name + companion.suffix
-        if len(layouts) != len(first):
-            what = f"{own!r} has {plural(layouts, 'window')}, and {name!r} {len(first)}"
+def _check_windows(name: str, companions: Sequence[Companion], held: Held, end: End) -> None:
+    """Raise PlanError for a companion that has other windows than the tensor, or other ranks."""
+    tensor_layouts, *others = map(_list_layouts, held)
+    for companion, layouts in zip(companions, others, strict=True):
+        full_name = name + companion.suffix
+        if len(layouts) != len(tensor_layouts):
+            what = (
+                f"{full_name!r} has {plural(layouts, 'window')}, and {name!r} {len(tensor_layouts)}"
+            )
             raise PlanError(f"{what} at the {end}; give as many of both")
-        for layout, whole in zip(layouts, first, strict=True):
-            alone = set(layout.mesh.ranks) ^ set(whole.mesh.ranks)
-            if alone:
-                what = f"{own!r} is {layout} at the {end}, beside {whole}"
-                raise PlanError(f"{what}: rank {min(alone)} has one of them; give it both")
+        for layout, tensor_layout in zip(layouts, tensor_layouts, strict=True):
+            unpaired = set(layout.mesh.ranks) ^ set(tensor_layout.mesh.ranks)
+            if unpaired:
+                what = f"{full_name!r} is {layout} at the {end}, beside {tensor_layout}"
+                raise PlanError(f"{what}: rank {min(unpaired)} has one of them; give it both")
 
 
 ENDS: tuple[End, End] = ("source", "destination")
@@ -138,18 +137,18 @@ def _list_layouts(held: LayoutOrWindows) -> tuple[Layout, ...]:
 
 
 def _form_of(name: str, held: LayoutOrWindows) -> Form:
-    """What the tensor is at one end. Raises PlanError where windows are of different tensors."""
+    """The tensor's shape and dtype at one end. Raises PlanError if its windows disagree about them."""
     forms = {Form(layout.shape, layout.dtype) for layout in _list_layouts(held)}
     if len(forms) > 1:
-        some = ", ".join(sorted(map(str, forms)))
-        raise PlanError(f"tensor {name!r} has windows of {some}; give windows of one tensor")
+        listed = ", ".join(sorted(map(str, forms)))
+        raise PlanError(f"tensor {name!r} has windows of {listed}; give windows of one tensor")
     return forms.pop()
 
 
 def _list_components(
     name: str, transform: Transform, src: Form, dst: Form
 ) -> tuple[Component, ...]:
-    """The components. Raises PlanError for none, and for two of one name."""
+    """The transform's components. Raises PlanError if there are none, or two with one name."""
     try:
         components = tuple(transform.components(src, dst))
     except ShardError as error:
@@ -157,36 +156,36 @@ def _list_components(
     names = [part.name for part in components]
     if not names or len(set(names)) < len(names):
         what = f"tensor {name!r}: {transform} has components {names}"
-        raise PlanError(f"{what}; give one at least, each with a name of its own")
+        raise PlanError(f"{what}; give one at least, each with its own name")
     return components
 
 
 def _keep_as_held(
     name: str, transform: Transform, components: Sequence[Component], held: Held, end: End
 ) -> Held:
-    """What is held. Raises PlanError unless the components are the tensor itself, and its companions."""
-    forms = [_form_of(name, one) for one in held]
-    is_whole = ", ".join(map(str, forms))
-    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {is_whole} is held"
-    found = [f"{part.dtype}{list(part.shape(forms[0], end))}" for part in components]
-    if found != list(map(str, forms)):
-        raise PlanError(f"{what}, and sends {', '.join(found)}; give it a function at the {end}")
+    """The layouts as given. Raises PlanError unless the components are the tensor and its companions."""
+    forms = [_form_of(name, layouts) for layouts in held]
+    held_forms = ", ".join(map(str, forms))
+    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {held_forms} is held"
+    sent = [f"{part.dtype}{list(part.shape(forms[0], end))}" for part in components]
+    if sent != list(map(str, forms)):
+        raise PlanError(f"{what}, and sends {', '.join(sent)}; give it a function at the {end}")
     return held
 
 
 def _check_shapes(name: str, wired: Wired) -> None:
-    """Raise PlanError for a component of another shape at each end."""
+    """Raise PlanError for a component whose shape differs between the ends."""
     for part in wired.components:
-        here = part.shape(wired.src, "source")
-        there = part.shape(wired.dst, "destination")
-        if here != there:
-            what = f"tensor {name!r}: component {str(part)!r} is {list(here)} of {wired.src}"
+        sent = part.shape(wired.src, "source")
+        received = part.shape(wired.dst, "destination")
+        if sent != received:
+            what = f"tensor {name!r}: component {str(part)!r} is {list(sent)} of {wired.src}"
             fix = "give shapes and grains that fit each other"
-            raise PlanError(f"{what}, and {list(there)} of {wired.dst}; {fix}")
+            raise PlanError(f"{what}, and {list(received)} of {wired.dst}; {fix}")
 
 
 def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> LayoutOrWindows:
-    """The layouts of a component; as many windows as the tensor has."""
+    """The layout of a component for each window of the tensor."""
     if isinstance(held, tuple):
         return tuple(lay(layout, part, end, name) for layout in held)
     return lay(held, part, end, name)
@@ -205,10 +204,10 @@ def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
 
 
 def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool) -> None:
-    """Raise PlanError for a tensor whose ranks hold addends of which something would be made."""
+    """Raise PlanError for a Partial tensor at an end where its addends would be transformed or made."""
     for layout in layouts:
-        waiting = [axis for axis, _ in layout.partial if layout.mesh.axis_size(axis) > 1]
-        if not waiting or (end == "source" and is_held):
+        unreduced = [axis for axis, _ in layout.partial if layout.mesh.axis_size(axis) > 1]
+        if not unreduced or (end == "source" and is_held):
             continue
         what = f"tensor {name!r} is Partial at the {end}: {layout}"
         if end == "source":

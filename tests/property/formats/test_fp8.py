@@ -155,7 +155,7 @@ def test_shapes_of_scales() -> None:
         (lambda: FP8Blocks("12"), "the sizes of a block are '12'; give a tuple"),
         (lambda: FP8Blocks(power_of_two="yes"), "FP8Blocks(power_of_two='yes') is neither"),
         (lambda: FP8("row"), "FP8(per='row') is not known; use 'tensor' or 'channel'"),
-        (lambda: FP8("channel", tensor_amax=1), "channels have amaxes of their own; leave it out"),
+        (lambda: FP8("channel", tensor_amax=1), "each channel has its own amax; leave it out"),
         (lambda: FP8(tensor_amax=float("nan")), "tensor_amax=nan: give a finite number >= 0"),
         (lambda: FP8(tensor_amax=1e39), "tensor_amax=1e+39: give a finite number >= 0"),
         (lambda: FP8(tensor_amax="1"), "tensor_amax='1': give a finite number >= 0"),

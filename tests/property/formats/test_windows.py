@@ -197,8 +197,8 @@ def test_a_part_of_nothing(one: Format) -> None:
             lambda x: MXFP8().quantise(x, where=np.s_[:, :32], shape=SHAPE),
             "the part [0:48, 0:32] of a tensor of shape (48, 64) has shape (48, 32), the array (48, 64)",
         ),
-        (lambda x: MXFP8().amax(x[::2], np.s_[::2], SHAPE), "is no box; give a slice without step"),
-        (lambda x: MXFP8().amax(x[3], 3, SHAPE), "is no box; give a slice without step"),
+        (lambda x: MXFP8().amax(x[::2], np.s_[::2], SHAPE), "is not a box; give a slice without step"),
+        (lambda x: MXFP8().amax(x[3], 3, SHAPE), "is not a box; give a slice without step"),
         (
             lambda x: MXFP8().quantise(x, amax=np.zeros((48, 3), np.float32)),
             "amax has shape (48, 3), the part touches blocks (48, 2); give one for each",
