@@ -243,7 +243,7 @@ def test_a_destination_that_drops_a_row_is_no_plan(fails) -> None:
     fails(
         lambda: plan(ROWS, LOST, window=1),  # type: ignore[arg-type]
         PlanError,
-        "window=1; give True where the destination may hold less than the tensors, or False",
+        "window=1; give True if the destination may hold less than the tensors, or False",
     )
 
 
