@@ -2,20 +2,20 @@
 
 In reading order:
 
-- `flows`: integers on a network of ranks; nothing here knows of tensors;
-- `reduction`: what Partial asks for;
-- `template`: all that a move depends on, but for the ranks' names;
-- `pieces`: the boxes of a unit, and where it may be cut;
-- `demands`: what is asked of whom, as integers;
-- `stretches`: what goes from whom to whom, where lines are cut;
-- `balance`: where lines are cut;
-- `uncovered`: that the source holds, once, all that the destination needs;
-- `groups`: the tensors that are held alike on both sides;
+- `flows`: integers on a network of ranks, without tensors;
+- `reduction`: the reductions that Partial axes ask for;
+- `template`: everything that a move depends on, except the ranks' names;
+- `pieces`: the boxes of a unit, and the places where it may be cut;
+- `demands`: the bytes that receivers ask of holders, as integers;
+- `stretches`: the bytes from each sender to each receiver, given the cuts of lines;
+- `balance`: the choice of cuts;
+- `uncovered`: checks that the source holds, once, everything that the destination needs;
+- `groups`: the tensors that have the same layouts on both sides;
 - `plan`: plans and transfers;
 - `adjoint`: the transposed plan;
-- `relabelling`: which rank should take which destination coordinate;
+- `relabelling`: the choice of a rank for each destination coordinate;
 - `collectives`: plans that are one textbook operation;
-- `programs`: in which rounds a plan is carried out;
-- `membership`: ranks that leave a plan, and what stays for those that do not;
-- `protocol`: what a rank goes through when ranks act together, as a table of states and events.
+- `programs`: the rounds in which a plan is carried out;
+- `membership`: plans that ranks leave, and their parts for the ranks that stay;
+- `protocol`: the states of a rank while ranks act together, as a table of states and events.
 """

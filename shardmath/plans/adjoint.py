@@ -1,10 +1,10 @@
 """Adjoint: the transposed plan.
 
 1. Every transfer with its ends swapped: <plan(x), y> = <x, adjoint(plan)(y)> for arbitrary local arrays x and y.
-2. Replicate at an end turns into Partial(sum) and back: what all receive, all contribute to. Axes
-   along which addends pass through stay Partial.
+2. Replicate at an end turns into Partial(sum) and back: ranks that all receive an element all
+   contribute to it. Axes along which addends pass through stay Partial.
 3. The adjoint of the adjoint is the plan itself.
-4. Its destination is the plan's source, whole or not: `in_part` says which, and it is no error.
+4. Its destination is the plan's source, which need not be whole: `in_part` names such tensors.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.plans.plan import plan
@@ -55,15 +55,14 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The destination replicas of a plan, which are the addends of its adjoint: operation and place
-    by local tensor."""
+    """The destination replicas of a plan as the addends of its adjoint: by local tensor, operation and addends."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
         """The operation and the addend by which this rank's tensor enters the adjoint."""
-        op, place = self.entries[local]
-        return op, place[rank]
+        op, addends = self.entries[local]
+        return op, addends[rank]
 
     def __call__(self, t: Transfer) -> Transfer:
         """The adjoint's transfer for one of the plan's."""
@@ -74,10 +73,10 @@ class Flip:
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Transposed:
-    """What `adjoint` returns: the transfers of the plan `forward` with their ends swapped.
+    """The adjoint of a plan, made by `adjoint`: the transfers of the plan `forward` with their ends swapped.
 
-    `src` and `dst` are what the other sides become, and `rules` say what is filled in and divided
-    by; `flip` turns the plan's transfers round. All else is as a Plan has it.
+    `src` and `dst` are the transposed layouts of the plan's `dst` and `src`, `rules` their reductions;
+    `flip` reverses the plan's transfers. Everything else is as in a Plan.
     """
 
     forward: Plan
@@ -111,7 +110,7 @@ class Transposed:
 
     @property
     def topology(self) -> Topology | None:
-        """That of the plan."""
+        """The topology of the plan."""
         return self.forward.topology
 
     @property
@@ -130,20 +129,19 @@ class Transposed:
         return self.forward.ranks
 
     def fill(self, name: str) -> complex | None:
-        """What the destination's own cells of the tensor hold before anything arrives.
+        """The value of the destination's cells of the tensor before anything arrives; None if any value will do.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """By what the tensor's destination cells are divided when all has arrived: the addends of
+        """The number by which the tensor's destination cells are divided at the end: the number of addends of
         an avg, else 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank
-        without any."""
+        """The transfers: all, or only those of one sender, of one receiver, or of a pair."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:
@@ -155,7 +153,7 @@ class Transposed:
         return self.forward.sent_bytes()
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Bytes beside its tensors that each rank of either side takes to move with commit="all"."""
+        """Extra bytes that each rank of either side needs to move with commit="all": a copy of its destination."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -166,8 +164,8 @@ def adjoint(plan: Transposed) -> Plan: ...
 def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
     """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
 
-    The adjoint of a transposed plan is the plan itself. Raises PlanError where the plan is not
-    linear: a reduction by max, min or product; where the dtype has no sum; and where addends of one
+    The adjoint of a transposed plan is the plan itself. Raises PlanError if the plan is not
+    linear (it reduces by max, min or product), if the dtype has no sum, or if addends of one
     source window pass through to one destination window and are reduced for another.
     """
     if isinstance(plan, Transposed):
@@ -190,16 +188,16 @@ def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
 
 
 def flip_digest(forward: str) -> str:
-    """The digest of the adjoint of a plan of that digest."""
+    """The digest of the adjoint of a plan, given the plan's digest."""
     return digest(("adjoint", forward))
 
 
 _Identities: TypeAlias = tuple[int, int]
-"""The id of a tensor's source and destination, which tensors of the same windows share."""
+"""The ids of two objects of a tensor, which tensors of the same windows share."""
 
 
 class _Dual(NamedTuple):
-    """What a tensor's sides become, and what is filled in and divided by."""
+    """A tensor's transposed sides, and their reduction."""
 
     src: Windows
     dst: Windows
@@ -207,7 +205,7 @@ class _Dual(NamedTuple):
 
 
 def _make_duals(plan: Plan) -> dict[str, _Dual]:
-    """By name; tensors of the same windows have the same one."""
+    """The duals by name; tensors of the same windows share one."""
     known: dict[_Identities, _Dual] = {}
     duals = {}
     for name, src in plan.src.items():
@@ -220,7 +218,7 @@ def _make_duals(plan: Plan) -> dict[str, _Dual]:
 
 
 def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
-    """Each window by the reductions that it has a part in, which name its own mesh's axes."""
+    """The dual of a tensor: each window is transposed by its own reductions, which name its mesh's axes."""
     firsts = []
     for a in src:
         rules = [find_reduction(a, b) for b in dst]
@@ -236,14 +234,13 @@ def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
 
 
 def _make_source(b: Layout, rule: Reduction) -> Layout:
-    """A window of the destination as one that contributes: what all receive are addends."""
+    """A destination window as a source of the adjoint: Partial along axes on which all receive the same."""
     passing = _find_passing(rule, 1)
-    added = everybody(b, rule)
-    return repartialed(b, passing.union(added))
+    return repartialed(b, passing.union(everybody(b, rule)))
 
 
 def _make_destination(a: Layout, rule: Reduction) -> Layout:
-    """A window of the source as one that receives: any one of those that hold the same."""
+    """A source window as a destination of the adjoint: Partial along its free axes, so that any one rank receives."""
     passing = _find_passing(rule, 0)
     return repartialed(a, passing.union(a.free_axes))
 
@@ -254,7 +251,7 @@ def _find_passing(rule: Reduction, side: int) -> set[str]:
 
 
 def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
-    """No reduction is by max, min or product."""
+    """Raise PlanError if a reduction is by max, min or product."""
     for rule in rules:
         if rule.op is None or not (rule.folded or rule.chosen):
             continue
@@ -266,8 +263,10 @@ def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
 
 
 def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[Reduction]) -> None:
-    """One layout says along which axes a window of the adjoint's destination is Partial, for all of
-    its elements."""
+    """Raise PlanError unless addends of `a` pass through along the same axes to all of `dst`.
+
+    In the adjoint `a` is one layout, with the same Partial axes for all of its elements.
+    """
     passing = _find_passing(rules[0], 0)
     for b, rule in zip(dst, rules, strict=True):
         if _find_passing(rule, 0) != passing:
@@ -286,7 +285,7 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """How the transfers of `plan` enter its adjoint: window by window, by ascending rank."""
+    """The Flip of a plan: addends of its adjoint are numbered window by window, by ascending rank."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():
@@ -300,20 +299,18 @@ def flip_of(plan: Plan) -> Flip:
 
 
 def _list_entries(windows: Windows, rule: Reduction) -> list[Entry]:
-    """The operation and the places of each window's ranks: their numbers in all windows together
-    where they are added up."""
+    """The entry of each window. If ranks are added up, each rank of each window is one addend."""
     adds = len(windows) > 1 or _is_replicated(windows[0], rule)
     if not adds:
         ranks = sorted(windows[0].mesh.ranks)
-        place = dict.fromkeys(ranks, 0)
-        return [("copy", place)]
+        return [("copy", dict.fromkeys(ranks, 0))]
     check_arithmetic("sum", windows[0].dtype)
     entries: list[Entry] = []
     count = 0
     for layout in windows:
         ranks = sorted(layout.mesh.ranks)
-        place = {rank: i for i, rank in enumerate(ranks, count)}
-        entries.append(("sum", place))
+        addends = {rank: i for i, rank in enumerate(ranks, count)}
+        entries.append(("sum", addends))
         count += len(ranks)
     return entries
 

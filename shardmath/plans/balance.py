@@ -1,4 +1,4 @@
-"""Balance: where lines are cut, that is, which holder sends what.
+"""Balance: the cuts of lines, which decide the bytes that each holder sends.
 
 1. A line is cut at integers among its holders, so that the largest load of a rank is minimal over
    all lines together (`flow`); holder h sends what lies between cuts h and h + 1. Loads are
@@ -74,8 +74,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Where the lines, of these lengths, are cut among their holders: the first cut of each line,
-    and all cuts."""
+    """The cuts of lines of these lengths among their holders: the index of each line's first cut, and all cuts."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)
@@ -94,20 +93,20 @@ def share_lines(
 def _cut_among_holders(
     cuts: list[list[int]], some: list[int], held: list[Ranks], nodes: Mapping[int, int] | None
 ) -> None:
-    """Cut some of the lines, balanced with each other alone; uncut, a line is [0, its length]."""
+    """Cut some of the lines, balanced only among themselves; an uncut line has the cuts [0, its length]."""
     if not some:
         return
     lengths = [cuts[line][-1] for line in some]
     holders = [held[line] for line in some]
-    found = shares(lengths, holders, nodes)
-    for line, parts in zip(some, found, strict=True):
+    sent = shares(lengths, holders, nodes)
+    for line, parts in zip(some, sent, strict=True):
         cuts[line] = list(itertools.accumulate(parts, initial=0))
 
 
 def _snap_cuts(
     demands: Demands, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints
 ) -> Ints:
-    """The last places not after bytes `at` of lines where they may be cut."""
+    """By line, the last place not after byte `at` where it may be cut."""
     if not len(at):
         return at
     # Lines laid end to end make one ascending list of blocks, which is searched for all at once.
@@ -120,15 +119,14 @@ def _snap_cuts(
     between = is_end | (inside == 0)
     nbytes = demands.nbytes[block]
     content = np.where(between, 0, inside % nbytes)
-    places = make_grid(demands, batches)
-    snapped = places.snapped(block, content)
+    snapped = make_grid(demands, batches).snapped(block, content)
     out: Ints = np.where(between, at, at - content + snapped)
     return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutter:
-    """Where lines and contents may be cut: at whole rows of a box, small boxes staying whole."""
+    """The places where lines and contents may be cut: at whole rows of a box; small boxes stay whole."""
 
     demands: Demands
     batches: tuple[Batch, ...]
@@ -169,11 +167,11 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The same for many places at once, and quick where a unit is one box.
+    """A Cutter of many places at once, which is fast for units of one box.
 
-    Row r of the lines begins at byte `begin[r]` of all contents together, of which block b has its
-    own from `base[b]` on. `rows[r]` elements are a row of the one box of its unit: 0 where it stays
-    whole, -1 where it has several boxes.
+    With all contents laid end to end, row r of the lines begins at byte `begin[r]`, and the content of block b
+    at `base[b]`. `rows[r]` is the number of elements in a row of the only box of its unit: 0 if the box stays
+    whole, -1 if there are several boxes.
     """
 
     demands: Demands
@@ -184,7 +182,7 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """The last places not after bytes `at` of the contents of blocks."""
+        """By block, the last place not after byte `at` of its content where it may be cut."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -199,16 +197,16 @@ class Grid:
         return snapped
 
     def _find_rows(self, block: Ints, at: Ints) -> tuple[Ints, Ints]:
-        """The rows that bytes `at` of the contents are in, and which byte of a tensor each is."""
+        """The row that has byte `at` of each content, and the byte of a tensor of the row that this is."""
         place = self.base[block] + at
         row = np.searchsorted(self.begin, place, "right") - 1
         inside = at - self.demands.at[row]
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """All that says where the contents of blocks first..end-1 may be cut.
+        """A key of everything on which the cuts of the contents of blocks first..end-1 depend.
 
-        Blocks that are described alike are cut alike, whatever their tensors and ranks are.
+        Blocks with equal keys are cut alike, whatever their tensors and ranks are.
         """
         demands = self.demands
         begin, stop = demands.row_first[[first, end]].tolist()
@@ -217,19 +215,19 @@ class Grid:
         described = [counts]
         for column in columns:
             described.append(column[begin:stop])
-        # Only of a unit of several boxes is more to be known than the row of its one box.
+        # The cuts of a unit of several boxes depend on the unit, those of others only on the columns above.
         several = self.rows[begin:stop] < 0
         for column in (demands.batch, demands.unit):
             described.append(np.where(several, column[begin:stop], 0))
         return tuple(column.tobytes() for column in described)
 
     def _snap_in_box(self, row: Ints, inside: Ints) -> Ints:
-        """The last bytes not after `inside` of one tensor of rows that lie in one box."""
+        """The last byte not after `inside`, of one tensor of each row, where its only box may be cut."""
         lo = self.demands.lo[row]
         item = self.item[row]
         box_row = self.rows[row]
         element = lo + inside // item
-        # At least 1, since a box that stays whole has 0, by which nothing can be divided.
+        # At least 1, since a box that stays whole has 0, and cannot be a divisor.
         divisor = np.maximum(box_row, 1)
         snapped = element - element % divisor
         # A stripe may begin inside a box, as above.
@@ -259,7 +257,7 @@ def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
 def _look_up_units(
     demands: Demands, batches: tuple[Batch, ...], of_units: Callable[[Template], Ints]
 ) -> Ints:
-    """What the function says of the unit of each row of the lines."""
+    """The function's value for the unit of each row of the lines."""
     templates = [batch.template for batch in batches]
     distinct = list(dict.fromkeys(templates))
     number = {template: i for i, template in enumerate(distinct)}
@@ -271,9 +269,9 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Of each row of the lines, the bytes of its largest box, or row of one, that is never cut.
+    """By row of the lines, the bytes of its largest box, or row of a box, that is never cut.
 
-    0 where that is not known, as the row is a stripe of a unit.
+    0 if that is not known, because the row is a stripe of a unit.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

@@ -1,16 +1,15 @@
-"""Demands: all that is asked, of whom and by whom, as integers.
+"""Demands: the bytes that receivers ask of holders, as integers.
 
-1. A **line** belongs to a set of ranks that hold the same, its holders. It is made of **blocks**,
-   one for each set of receivers. A block's **content** is `nbytes` bytes, the same for every
-   receiver: rows one after the other, in each the tensors of a batch one after the other, of each
-   tensor one unit.
-2. On the line a block takes its content once for every receiver, receiver by receiver. A receiver
+1. A **line** belongs to a set of ranks that hold the same elements, its holders. It is made of
+   **blocks**, one for each set of receivers. A block's **content** is `nbytes` bytes, the same for
+   every receiver: rows one after the other; in each row, the same unit of each tensor of a batch.
+2. A line has the content of a block once for every receiver, receiver by receiver. A receiver
    that is a holder itself copies locally and is not on the line.
 3. With a topology, receivers with a holder on their own node ask the holders there: a **near**
    line.
 4. The order of lines, blocks and rows depends on what ranks hold, so every rank finds the same.
 
-Nothing here grows with pairs of ranks: rows are a template's units, once for each batch.
+No table grows with pairs of ranks: rows are a template's units, once for each batch.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from shardmath.plans.template import Batch, Ranks, Sets, Template, unit_addends
 __all__ = ["Batch", "Demands", "Ranks", "gather_lines", "list_receivers"]
 
 MOST_BYTES = 1 << 61
-"""That all ranks together ask for; sums and differences stay exact in 64 bits."""
+"""Most bytes that all ranks together ask for: sums and differences stay exact in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demands:
-    """All lines, and where they are cut.
+    """All lines, and their cuts.
 
     Line l is held by the ranks `sets[holders[l]]` and has the blocks `first[l]..first[l+1]-1`; its
     h-th holder sends the bytes `cuts[cut_first[l] + h]..cuts[cut_first[l] + h + 1] - 1` of it;
     `near` lines stay on a node.
-    Block b begins at byte `start[b]` of its line, is addend `addend[b]` of what is folded (0 where
-    nothing is), has `nbytes[b]` bytes for each of the `count[b]` ranks of `sets[receivers[b]]` that
+    Block b begins at byte `start[b]` of its line, is addend `addend[b]` of a fold (0 if there is no
+    fold), has `nbytes[b]` bytes for each of the `count[b]` ranks of `sets[receivers[b]]` that
     are not holders, and the rows `row_first[b]..row_first[b+1]-1`.
     Row r begins at byte `at[r]` of the content and is elements `lo[r]..hi[r]-1` of `unit[r]`,
     `each[r]` bytes, of every tensor of `batch[r]`.
@@ -85,17 +84,16 @@ class Demands:
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
-        """Where the line is cut, ends included: one place more than it has holders."""
+        """The cuts of the line, with both ends: one more than it has holders."""
         first = int(self.cut_first[line])
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 
 
-class _Asked(NamedTuple):
-    """What is asked, row by row: elements lo..hi-1 of a unit, of every tensor of a batch.
+class _Requests(NamedTuple):
+    """Requests, one a row: elements lo..hi-1 of a unit, of every tensor of a batch.
 
-    `order` is the unit's place in its template, `addend` the addend that it is of (0 where nothing
-    is folded), `holders` and `receivers` are sets by number, and `near` is 1 where they are on one
-    node.
+    `order` is the unit's place in its template, `addend` its addend (0 if there is no fold),
+    `holders` and `receivers` are numbers of sets, and `near` is 1 if they are on one node.
     """
 
     batch: Ints
@@ -108,19 +106,19 @@ class _Asked(NamedTuple):
     receivers: Ints
     near: Ints
 
-    def take(self, rows: Ints) -> _Asked:
+    def take(self, rows: Ints) -> _Requests:
         """Some of the rows, in this order."""
-        return _Asked(*(column[rows] for column in self))
+        return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """The line of each row as a number."""
+        """The line of each row, as a number."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
     """The lines of all batches, not cut yet."""
     sets = Sets()
-    asked = _stack(_ask(batches, sets))
+    asked = _stack(_list_requests(batches, sets))
     if topology is not None:
         asked = _split_by_node(asked, sets, topology)
     listed, place = sets.in_order()
@@ -130,16 +128,16 @@ def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> 
     return _gather(batches, listed, renumbered)
 
 
-def _stack(parts: Iterable[_Asked]) -> _Asked:
+def _stack(parts: Iterable[_Requests]) -> _Requests:
     """All rows in one table."""
     none = np.zeros(0, np.int64)
-    empty = [none] * len(_Asked._fields)
+    empty = [none] * len(_Requests._fields)
     columns = zip(empty, *parts, strict=True)
-    return _Asked(*map(np.concatenate, columns))
+    return _Requests(*map(np.concatenate, columns))
 
 
-def _ask(batches: Sequence[Batch], sets: Sets) -> Iterator[_Asked]:
-    """Who asks whom for which unit, template by template."""
+def _list_requests(batches: Sequence[Batch], sets: Sets) -> Iterator[_Requests]:
+    """The requests of all batches, template by template."""
     groups: dict[Template, list[int]] = {}
     for number, batch in enumerate(batches):
         groups.setdefault(batch.template, []).append(number)
@@ -151,8 +149,10 @@ def _ask(batches: Sequence[Batch], sets: Sets) -> Iterator[_Asked]:
             yield _ask_for_all(template, numbers, batches, sets)
 
 
-def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets: Sets) -> _Asked:
-    """Where every destination cell receives: each batch of the template asks for all its units."""
+def _ask_for_all(
+    t: Template, numbers: list[int], batches: Sequence[Batch], sets: Sets
+) -> _Requests:
+    """The requests of a template of which every destination cell receives: each batch asks for all units."""
     holders = []
     receivers = []
     for number in numbers:
@@ -164,7 +164,7 @@ def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets
     units = len(t.unit_size)
     unit = np.tile(np.arange(units), len(numbers))
     none = np.zeros_like(unit)
-    return _Asked(
+    return _Requests(
         batch=np.array(numbers, np.int64).repeat(units),
         unit=unit,
         order=t.unit_order[unit],
@@ -177,16 +177,17 @@ def _ask_for_all(t: Template, numbers: list[int], batches: Sequence[Batch], sets
     )
 
 
-def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Asked:
-    """Where one destination addend may receive: the one that most hold already, or all a stripe.
+def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Requests:
+    """The requests of a batch of which one destination addend may receive: the addend of which most ranks
+    hold the unit already, or all addends, a stripe each.
 
-    Replicas of an addend have to stay equal, so what is chosen depends on the unit alone.
+    Replicas of an addend have to stay equal, so the choice depends only on the unit.
     """
     t = batch.template
     rows = list(_list_stripes(batch, sets))
     unit, lo, hi, receivers = np.array(rows, np.int64).reshape(-1, 4).T
     holders = sets.add_all(batch.src, t.holders)
-    return _Asked(
+    return _Requests(
         batch=np.full_like(unit, number),
         unit=unit,
         order=t.unit_order[unit],
@@ -200,7 +201,7 @@ def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Asked:
 
 
 def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int]]:
-    """(unit, first element, last element + 1, receivers) of all that one addend each receives."""
+    """(unit, first element, last element + 1, receivers) of every stripe, which one addend receives."""
     t = batch.template
     held = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
@@ -230,21 +231,21 @@ def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
 
 
 def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
-    """The addend of which most ranks hold the unit already; all where none does."""
+    """The addend of which most ranks hold the unit already; all addends if no rank does."""
     addends = sorted(asking)
     local = [len(held.intersection(asking[addend])) for addend in addends]
     most = max(local)
     return [addends[local.index(most)]] if most else addends
 
 
-def _split_by_node(asked: _Asked, sets: Sets, topology: Topology) -> _Asked:
-    """The same with receivers apart whose node has a holder: those ask the holders there."""
-    # A pair of sets is one number, so that each pair is split once.
+def _split_by_node(asked: _Requests, sets: Sets, topology: Topology) -> _Requests:
+    """The requests divided by node: receivers whose node has a holder ask the holders there."""
+    # Each pair of sets as one number, so that it is split once.
     count = len(sets.number)
     codes = asked.holders * count + asked.receivers
     pairs, pair = np.unique(codes, return_inverse=True)
     parts, first = _split_pairs(pairs // count, pairs % count, sets, topology.node)
-    # Every row is there once for each part of its pair.
+    # Every row is repeated for each part of its pair.
     part, row = ranges(first[pair], first[pair + 1])
     holders, receivers, near = parts[part].T
     rows = asked.take(row)
@@ -254,7 +255,7 @@ def _split_by_node(asked: _Asked, sets: Sets, topology: Topology) -> _Asked:
 def _split_pairs(
     holders: Ints, receivers: Ints, sets: Sets, node: Callable[[int], int]
 ) -> tuple[Ints, Ints]:
-    """(holders, receivers, near) of all parts of these pairs of sets, and where each pair's begin."""
+    """(holders, receivers, near) of all parts of these pairs of sets, and the first part of each pair."""
     listed = list(sets.number)
     parts: list[tuple[int, int, bool]] = []
     first = [0]
@@ -276,7 +277,7 @@ def _split_pairs(
 def _split_pair(
     holders: Ranks, receivers: Ranks, node: Callable[[int], int]
 ) -> list[tuple[Ranks, Ranks, bool]]:
-    """(holders, receivers, whether on one node): by node that has holders, then all others."""
+    """(holders, receivers, near): one part for each node with holders, then one for all other receivers."""
     here = _group_by_node(holders, node)
     there = _group_by_node(receivers, node)
     parts = []
@@ -299,12 +300,12 @@ def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[i
     return groups
 
 
-def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> Demands:
-    """Rows in their order, gathered in blocks and lines."""
+def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Requests) -> Demands:
+    """The requests in order, gathered into blocks and lines."""
     _check_total(batches, sets, asked)
     order, rows = _sort(asked, len(sets))
     asked = asked.take(order)
-    # What the rows of a block have in common stands in the first of them.
+    # The first row of a block has the values that all its rows have in common.
     heads = asked.take(rows.first[:-1])
     blocks = Offsets.of_sorted(heads.lines())
     line_heads = heads.take(blocks.first[:-1])
@@ -334,11 +335,11 @@ def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) ->
     )
 
 
-def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Asked) -> None:
-    """Bytes are counted in 64 bits."""
+def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Requests) -> None:
+    """Raise PlanError if all bytes together do not fit 64-bit integers."""
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
     elements = asked.hi - asked.lo
-    # In floats, which are not exact, and cannot overflow.
+    # Floats are not exact here, but cannot overflow.
     of_batch = np.array(per_element, np.float64)
     nbytes = elements * of_batch[asked.batch]
     total = float(nbytes @ lengths(sets)[asked.receivers])
@@ -347,10 +348,10 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Aske
         raise PlanError(f"{what}; plan fewer tensors at a time")
 
 
-def _sort(asked: _Asked, sets: int) -> tuple[Ints, Offsets]:
-    """The order of the rows, and which of them, in order, are one block's."""
-    # A block is all rows of one line, addend and receivers. Two numbers of mixed radix sort faster
-    # than six columns.
+def _sort(asked: _Requests, sets: int) -> tuple[Ints, Offsets]:
+    """The order of the rows, and the blocks as ranges of them in that order."""
+    # A block is all rows of one line, addend and receivers. Sorting by two numbers of mixed radix is
+    # faster than by six columns.
     addends = int(asked.addend.max(initial=0)) + 1
     block = asked.lines() * addends + asked.addend
     block = block * sets + asked.receivers
@@ -360,7 +361,7 @@ def _sort(asked: _Asked, sets: int) -> tuple[Ints, Offsets]:
     return order, Offsets.of_sorted(block[order])
 
 
-def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
+def _measure_rows(batches: Sequence[Batch], asked: _Requests) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
     itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
     tensors = lengths(batch.names for batch in batches)
@@ -369,14 +370,14 @@ def _measure_rows(batches: Sequence[Batch], asked: _Asked) -> tuple[Ints, Ints]:
     return each, each * tensors[asked.batch]
 
 
-def _count_receivers(sets: tuple[Ranks, ...], heads: _Asked) -> Ints:
+def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
     """How many receivers of each block are not holders, given a row of each block."""
     count = lengths(sets)[heads.receivers]
     holders = np.unique(heads.holders).tolist()
     sending: set[int] = set()
     for number in holders:
         sending.update(sets[number])
-    # Sets are compared one by one only where some rank of the receivers holds anything at all.
+    # Sets are compared one by one only if some of the receivers holds anything at all.
     asking: dict[int, frozenset[int]] = {}
     for number in np.unique(heads.receivers).tolist():
         if not sending.isdisjoint(sets[number]):

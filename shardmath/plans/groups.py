@@ -1,11 +1,11 @@
-"""Groups: the tensors that are held alike on both sides, which move alike.
+"""Groups: the tensors with the same layouts on both sides, which move alike.
 
-1. A side is a Layout, a tuple of them (windows of one tensor), or a mapping from name to either; both
-   sides have the same names.
-2. All windows of both sides hold one tensor, those of the source hold nothing twice, and their
+1. A side is a Layout, a tuple of Layouts (windows of one tensor), or a mapping from name to either;
+   both sides have the same names.
+2. All windows of both sides hold one tensor, source windows hold no element twice, and their
    Partial axes agree.
-3. Tensors are grouped by what their transfers depend on, so that a plan of thousands of tensors has
-   as many templates as it has kinds of tensors.
+3. Tensors are grouped by everything on which their transfers depend, so that a plan of thousands of
+   tensors has only as many templates as kinds of tensors.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ Side: TypeAlias = (
 )
 
 NOTHING = Reduction()
-"""Where nothing is Partial."""
+"""The reduction of tensors without Partial axes."""
 
 
 Identities: TypeAlias = tuple[int, int]
-"""The id of a source and of a destination value, quicker to look up than the values."""
+"""The ids of a source value and of a destination value, which are faster to look up than the values."""
 
 
 class Group(NamedTuple):
-    """Tensors that are held alike on both sides: `key` is all that their transfers depend on.
+    """Tensors with the same layouts on both sides: `key` is everything on which their transfers depend.
 
-    `src`, `dst` and `rule` are spelled as the first of them is.
+    `src`, `dst` and `rule` are those of the first tensor.
     """
 
     key: tuple[object, ...]
@@ -72,33 +72,33 @@ class Group(NamedTuple):
 def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides by name, "" for what has none.
+    """Both sides by name, "" for a side without names.
 
-    Raises PlanError where one alone is a mapping, or names differ.
+    Raises PlanError if only one side is a mapping, or if names differ.
     """
-    here, there = key_by_name(src, dst)
-    check_names(here, there)
-    return here, there
+    src_by_name, dst_by_name = key_by_name(src, dst)
+    check_names(src_by_name, dst_by_name)
+    return src_by_name, dst_by_name
 
 
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides by name, which may differ. Raises PlanError where one alone is a mapping."""
+    """Both sides by name; the names may differ. Raises PlanError if only one side is a mapping."""
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
-        here = _describe(src)
-        there = _describe(dst)
+        source = _show_side(src)
+        target = _show_side(dst)
         raise PlanError(
-            f"the source is {here}, the destination {there}; give two layouts, or two mappings"
+            f"the source is {source}, the destination {target}; give two layouts, or two mappings"
         )
-    return _key_by_name(src), _key_by_name(dst)
+    return _as_mapping(src), _as_mapping(dst)
 
 
-def _describe(side: Side) -> str:
+def _show_side(side: Side) -> str:
     return "a mapping" if isinstance(side, Mapping) else f"{side!r}"
 
 
-def _key_by_name(side: Side) -> Mapping[str, LayoutOrWindows]:
+def _as_mapping(side: Side) -> Mapping[str, LayoutOrWindows]:
     """The side as a mapping whose names are plain str."""
     out: Mapping[str, LayoutOrWindows] = side if isinstance(side, Mapping) else {"": side}
     if set(map(type, out)) <= {str}:
@@ -113,22 +113,21 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
     """Raise PlanError unless both sides have the same names."""
     if src.keys() == dst.keys():
         return
-    alone = {
+    unshared = {
         "the source": src.keys() - dst.keys(),
         "the destination": dst.keys() - src.keys(),
     }
     only = []
-    for side, names in alone.items():
+    for side, names in unshared.items():
         if names:
-            some = sorted(names)[:8]
-            only.append(f"{side} alone has {some}")
+            only.append(f"{side} alone has {sorted(names)[:8]}")
     raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
 
 
 def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
-    """Each tensor's windows, in the order of the names; tensors held alike share them.
+    """Each tensor's windows, in the order of the names; tensors with equal windows share one object.
 
-    Raises PlanError for what is not windows, and for a window with the name of a tensor.
+    Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
     out = read_windows(side, PlanError, names)
     most = max(map(len, out.values()), default=0)
@@ -138,7 +137,7 @@ def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> d
 
 
 def _check_local_names(side: Mapping[str, Windows]) -> None:
-    """No window has the name of a tensor."""
+    """Raise PlanError if a window has the name of a tensor."""
     for name, windows in side.items():
         if len(windows) == 1:
             continue
@@ -151,30 +150,29 @@ def _check_local_names(side: Mapping[str, Windows]) -> None:
 
 
 def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
-    """All tensors by their windows themselves, in order of their first names."""
+    """The tensors grouped by identical windows on both sides, in order of their first names."""
     groups = []
-    # Forms of which a tensor was found in order: what is checked does not depend on ranks' names.
+    # Forms that were checked for one tensor: the checks do not depend on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
     for names in _same_windows(src, dst):
         name = names[0]
-        here = src[name]
-        there = dst[name]
+        source = src[name]
+        target = dst[name]
         rule = NOTHING
-        forms = here[0].form, there[0].form
-        single = len(here) == len(there) == 1
+        forms = source[0].form, target[0].form
+        single = len(source) == len(target) == 1
         if not (single and forms in checked):
-            _check_tensor(name, here, there)
-            rule = _agree_on_reduction(name, here, there)
+            _check_tensor(name, source, target)
+            rule = _agree_on_reduction(name, source, target)
             if single and rule is NOTHING:
                 checked.add(forms)
-        key = _make_key(here, there)
-        group = Group(key, tuple(names), here, there, rule)
-        groups.append(group)
+        key = _make_key(source, target)
+        groups.append(Group(key, tuple(names), source, target, rule))
     return groups
 
 
 def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> Iterable[list[str]]:
-    """The names that have the same tuples of windows on both sides."""
+    """The names grouped by the same windows objects on both sides."""
     same: dict[Identities, list[str]] = {}
     ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
     for name, pair in zip(src, ids, strict=True):
@@ -186,7 +184,7 @@ def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> Ite
 
 
 def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
-    """All windows of both sides hold one tensor, and those of the source hold nothing twice."""
+    """Check that all windows of both sides hold one tensor, and that source windows are disjoint."""
     first = src[0]
     for layout in (*src, *dst):
         if (layout.shape, layout.dtype) == (first.shape, first.dtype):
@@ -209,18 +207,16 @@ def describe_form(layout: Layout) -> str:
 
 
 def _agree_on_reduction(name: str, src: Windows, dst: Windows) -> Reduction:
-    """What the Partial axes of a tensor's windows ask for, in which all windows have to agree."""
+    """The reduction of a tensor. Raises PlanError unless all its windows ask for the same one."""
     if not _any_partial(src, dst):
         return NOTHING
     first = find_reduction(src[0], dst[0])
-    folding = _folding(first)
     for b in dst:
         expected = find_reduction(src[0], b)
-        there = _ask_of_destination(expected)
         for a in src:
             rule = find_reduction(a, b)
-            same_there = _ask_of_destination(rule) == there
-            if same_there and _folding(rule) == folding:
+            same_axes = _axes_of_destination(rule) == _axes_of_destination(expected)
+            if same_axes and _folding(rule) == _folding(first):
                 continue
             raise PlanError(
                 f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial "
@@ -233,37 +229,35 @@ def _any_partial(src: Sequence[Layout], dst: Sequence[Layout]) -> bool:
     return any(layout.partial for layout in (*src, *dst))
 
 
-def _ask_of_destination(rule: Reduction) -> tuple[object, ...]:
-    """What a rule says of the destination alone."""
+def _axes_of_destination(rule: Reduction) -> tuple[object, ...]:
+    """The destination's axes in a reduction."""
     return rule.chosen, [axes for _, axes in rule.matched]
 
 
 def _folding(rule: Reduction) -> tuple[object, ...]:
-    """How a rule folds addends."""
+    """The parameters by which a reduction folds addends."""
     return rule.op, rule.addends, rule.fill
 
 
 def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
-    """All that the transfers of a tensor depend on, but for its name; the same for every spelling of
-    its layouts."""
+    """A key of all that a tensor's transfers depend on except its name; the same for all spellings of its layouts."""
     first = src[0]
-    here = tuple(map(holdings_digest, src))
-    there = tuple(map(holdings_digest, dst))
+    src_digests = tuple(map(holdings_digest, src))
+    dst_digests = tuple(map(holdings_digest, dst))
     rules: list[tuple[object, ...]] = []
     if first.partial or dst[0].partial:
         for a, b in itertools.product(src, dst):
             rule = find_reduction(a, b)
             rules.append(rule.by_ranks(a, b))
-    asked = tuple(rules) if any(rules) else ()
-    # Windows of which others have left are called otherwise than by their places.
-    called = src.numbers, dst.numbers
-    if any(called):
-        return first.shape, first.dtype, here, there, asked, called
-    return first.shape, first.dtype, here, there, asked
+    reductions = tuple(rules) if any(rules) else ()
+    key = first.shape, first.dtype, src_digests, dst_digests, reductions
+    # After some windows have left, the others' numbers in their names are not their places.
+    numbers = src.numbers, dst.numbers
+    return (*key, numbers) if any(numbers) else key
 
 
 def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | None) -> str:
-    """A digest of all that the transfers depend on."""
+    """A digest of everything on which the transfers depend."""
     names: list[str] = []
     keys = []
     for group in groups:
@@ -280,9 +274,9 @@ def find_in_part(
 ) -> tuple[str, ...]:
     """The tensors, ascending, that the destination does not hold whole.
 
-    Raises PlanError for one that has to be: neither `window` nor a tuple says that it need not.
+    Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
     """
-    short: list[str] = []
+    in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):
             continue
@@ -293,23 +287,23 @@ def find_in_part(
                 f"under {group.dst[0]}; cover it at the destination, "
                 f"or say that this is a window: plan(..., window=True)"
             )
-        short += group.names
-    return tuple(sorted(short))
+        in_part += group.names
+    return tuple(sorted(in_part))
 
 
 def join_groups(groups: Iterable[Group]) -> list[Group]:
-    """Groups that differ in how their layouts are spelled are one, in order of their first names."""
+    """The groups with equal keys joined, which differ only in spelling; in order of their first names."""
     by_key: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         alike = by_key.setdefault(group.key, [])
         alike.append(group)
-    joined = list(map(_join, by_key.values()))
+    joined = list(map(_join_alike, by_key.values()))
     joined.sort(key=lambda group: group.names[0])
     return joined
 
 
-def _join(alike: list[Group]) -> Group:
-    """Groups of one key as one."""
+def _join_alike(alike: list[Group]) -> Group:
+    """Groups of one key as one group."""
     if len(alike) == 1:
         return alike[0]
     names = itertools.chain.from_iterable(group.names for group in alike)
@@ -317,9 +311,9 @@ def _join(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """The windows of each group that may have anything in common, pair by pair."""
+    """A batch for each group and pair of windows whose hulls meet."""
     batches = []
-    # Templates where nothing is Partial, which a look-up by identity finds quicker.
+    # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}
     for group in groups:
         for i, j in find_meeting(group.src, group.dst):

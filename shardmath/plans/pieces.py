@@ -1,9 +1,9 @@
-"""Pieces: the boxes of a unit, where it may be cut, and what a stretch of it is on both sides.
+"""Pieces: the boxes of a unit, the places where it may be cut, and its pieces as both sides see them.
 
 1. The boxes of a unit are the products of the rows of its pairs, row-major.
 2. A unit is cut at boxes, or at rows of a box larger than `SMALL` bytes.
-3. A piece is one box, or whole rows of one, as its source and its destination see it. A transfer is
-   a piece of one tensor between two ranks.
+3. A piece is one box, or whole rows of one box, as its source and its destination see it. A transfer
+   is a piece of one tensor between two ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 MOST_BOXES = 1 << 22
-"""That go from one rank to another, listed in memory: a gigabyte."""
+"""Most boxes of a unit that are listed in memory: a gigabyte."""
 
 SMALL = 1 << 16
-"""Bytes: boxes up to this size are not divided among senders."""
+"""Bytes of the largest boxes that are not divided among senders."""
 
 Rows: TypeAlias = tuple[int, ...]
 """One row of an overlay per dimension, by number."""
@@ -53,8 +53,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Of each unit: elements of a row of its one box, 0 where it stays whole, -1 where there are
-    several boxes."""
+    """By unit: the elements of a row of its only box; 0 if the box stays whole, -1 if there are several boxes."""
     largest = _find_largest(t)
     nbytes = t.unit_size * t.src.itemsize
     of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
@@ -62,8 +61,7 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Of each unit, the bytes of its largest box that are never cut: all of a small one, a row of a
-    large one."""
+    """By unit, the bytes of its largest box that are never cut: the whole box if it is small, else a row."""
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -72,7 +70,7 @@ def unit_grains(t: Template) -> Ints:
 
 
 class _Largest(NamedTuple):
-    """Of each unit: how many boxes it has, and the elements of the largest and of a row of it."""
+    """By unit: the number of its boxes, and the elements of the largest box and of a row of that box."""
 
     boxes: Ints
     size: Ints
@@ -84,7 +82,7 @@ def _find_largest(t: Template) -> _Largest:
     """The largest box of each unit."""
     boxes = np.ones(len(t.unit_size), np.int64)
     size = boxes.copy()
-    # How many rows a box has: its length in the first dimension where that is more than 1.
+    # The rows of a box lie along the first dimension that is longer than 1: their number is its length.
     rows = boxes.copy()
     for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
         count, longest = _measure_pairs(over)
@@ -98,7 +96,7 @@ def _find_largest(t: Template) -> _Largest:
 
 @memo()
 def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
-    """Of each pair: how many rows it has, and the size of the largest."""
+    """By pair: the number of its rows, and the size of the largest row."""
     begin = over.first[:-1]
     end = over.first[1:]
     count = end - begin
@@ -109,7 +107,7 @@ def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
 
 
 class _Listed(NamedTuple):
-    """The numbers of an overlay as lists, which are quicker to look at one by one."""
+    """The columns of an overlay as lists, from which single items are read faster."""
 
     first: list[int]
     start: list[int]
@@ -119,7 +117,7 @@ class _Listed(NamedTuple):
 
 
 @memo()
-def _list(over: Overlay) -> _Listed:
+def _list_columns(over: Overlay) -> _Listed:
     """The overlay's columns as lists."""
     return _Listed(
         first=over.first.tolist(),
@@ -132,12 +130,11 @@ def _list(over: Overlay) -> _Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Box by box and row-major: its row in each dimension, its size in each, and the elements up to
-    its end."""
+    """By box, row-major: its row in each dimension, its sizes, and the elements of the unit up to its end."""
     rows = []
     sizes = []
     for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
-        listed = _list(over)
+        listed = _list_columns(over)
         first, end = listed.first[pair : pair + 2]
         rows.append(range(first, end))
         sizes.append(listed.size[first:end])
@@ -155,8 +152,7 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """The last place not after element `at` of the unit where it may be cut: a box, or a row of a
-    large one."""
+    """The last place not after element `at` where the unit may be cut: at a box, or at a row of a large box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -180,7 +176,7 @@ def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]
 
 
 def is_legal_cut(t: Template, unit: int, at: int) -> bool:
-    """Whether the unit may be cut at an element: at a box, or at a row of one."""
+    """Whether the unit may be cut at element `at`, which is at a box or at a row of a box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -193,8 +189,7 @@ def is_legal_cut(t: Template, unit: int, at: int) -> bool:
 
 
 class BoxPiece(NamedTuple):
-    """One box of a unit as its source and its destination see it; `addend` is its place in the
-    fold."""
+    """One box of a unit as its source and its destination see it; `addend` is its place in the fold."""
 
     src: tuple[slice, ...]
     dst: tuple[slice, ...]
@@ -205,27 +200,26 @@ class BoxPiece(NamedTuple):
 
 
 Columns: TypeAlias = tuple[int, ...]
-"""By dimension, which part of the source's key, or of the destination's goal, an end holds."""
+"""By dimension, the index in the source's key, or in the destination's goal, of the part that an end holds."""
 
 
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """The pieces of elements lo..hi-1 of the unit from one position of the source to one of the
-    destination.
+    """The pieces of elements lo..hi-1 of the unit from a source position to a destination position.
 
-    lo and hi are at boxes, or at rows of one, as `snap` gives them. Where `relayed`, the sender is
+    lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.
     """
-    there = _find_columns(t, unit, receiver)
-    find_here = _find_columns if relayed else _find_source_columns
-    here = find_here(t, unit, sender)
-    return _expand(t, unit, here, there, lo, hi, relayed)
+    find_sending = _find_columns if relayed else _find_source_columns
+    sending = find_sending(t, unit, sender)
+    receiving = _find_columns(t, unit, receiver)
+    return _expand(t, unit, sending, receiving, lo, hi, relayed)
 
 
 @memo(1 << 14)
 def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
-    """Which part of each of the unit's keys a position of the source holds."""
+    """The column of a source position in each of the unit's keys."""
     columns = []
     pairs = t.unit_pairs[unit].tolist()
     for over, pair in zip(t.overlays, pairs, strict=True):
@@ -236,7 +230,7 @@ def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
 
 @memo(1 << 14)
 def _find_columns(t: Template, unit: int, position: int) -> Columns:
-    """Which part of each of the unit's goals a position of the destination holds."""
+    """The column of a destination position in each of the unit's goals."""
     columns = []
     pairs = t.unit_pairs[unit].tolist()
     for over, pair in zip(t.overlays, pairs, strict=True):
@@ -246,7 +240,7 @@ def _find_columns(t: Template, unit: int, position: int) -> Columns:
 
 
 def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) -> int:
-    """Which part of a key or goal the position holds."""
+    """The index in a key or goal of the part that the position holds."""
     if len(parts) == 1:
         return 0
     part_of = held.by_rank(mesh)
@@ -255,30 +249,26 @@ def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: M
 
 @memo(1 << 14)
 def _expand(
-    t: Template, unit: int, here: Columns, there: Columns, lo: int, hi: int, relayed: bool
+    t: Template, unit: int, sending: Columns, receiving: Columns, lo: int, hi: int, relayed: bool
 ) -> list[BoxPiece]:
-    """The pieces between any two positions that hold these parts."""
+    """The pieces between any two positions with these columns."""
     boxes, sizes, ends = unit_boxes(t, unit)
-    listed = [_list(over) for over in t.overlays]
+    listed = [_list_columns(over) for over in t.overlays]
     first = bisect.bisect_right(ends, lo)
     last = bisect.bisect_left(ends, hi)
     out = []
     for box in range(first, last + 1):
         begin = ends[box - 1] if box else 0
         end = min(hi, ends[box])
-        a = max(lo - begin, 0)
-        b = end - begin
-        rows = boxes[box]
-        starts = _find_starts(listed, rows, here, there, relayed)
-        shape = _cut_box(starts, sizes[box], a, b)
+        starts = _find_starts(listed, boxes[box], sending, receiving, relayed)
+        shape = _cut_box(starts, sizes[box], max(lo - begin, 0), end - begin)
         piece = _make_piece(t, starts, shape)
         out.append(piece)
     return out
 
 
 class _Starts(NamedTuple):
-    """Where a box begins at the source, at the destination, and in the tensor; hidden dimensions
-    first."""
+    """The first position of a box at the source, at the destination, and in the tensor; hidden dimensions first."""
 
     src: list[int]
     dst: list[int]
@@ -286,20 +276,20 @@ class _Starts(NamedTuple):
 
 
 def _find_starts(
-    listed: list[_Listed], rows: Rows, here: Columns, there: Columns, relayed: bool
+    listed: list[_Listed], rows: Rows, sending: Columns, receiving: Columns, relayed: bool
 ) -> _Starts:
-    """Where the box of these rows begins."""
+    """The starts of the box of these rows."""
     starts = _Starts([], [], [])
-    for over, row, sending, receiving in zip(listed, rows, here, there, strict=True):
+    for over, row, src, dst in zip(listed, rows, sending, receiving, strict=True):
         source = over.dst if relayed else over.src
-        starts.src.append(source[row][sending])
-        starts.dst.append(over.dst[row][receiving])
+        starts.src.append(source[row][src])
+        starts.dst.append(over.dst[row][dst])
         starts.tensor.append(over.start[row])
     return starts
 
 
 def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
-    """The sizes of elements lo..hi-1 of a box, whole rows; `starts` becomes where they begin."""
+    """The sizes of elements lo..hi-1 of a box, which are whole rows; moves `starts` to the first of them."""
     if hi - lo == math.prod(sizes):
         return sizes
     # Rows lie along the first dimension that is longer than 1.
@@ -313,7 +303,7 @@ def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
 
 
 def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> BoxPiece:
-    """The piece that is this box."""
+    """The piece of this box."""
     hidden = t.hidden
     shape = sizes[hidden:]
     src, dst, in_tensor = [_slice(start[hidden:], shape) for start in starts]
@@ -329,11 +319,11 @@ def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 @public
 class Transfer(NamedTuple):
-    """One box of one tensor that goes from a rank to a rank (or stays, where both are the same).
+    """One box of one tensor that goes from a rank to a rank (or stays, if both are the same).
 
     It prints as `sender -> receiver op [global box] of [box in the sender's tensor] to [box in the
     receiver's], bytes`. Both sides list `shape` elements row-major. `op` is "copy", or the operation
-    by which the piece enters what is there; pieces for one element enter in order of `addend`.
+    that combines the piece with the value that is there; pieces of one element enter in order of `addend`.
     """
 
     tensor: str

@@ -2,15 +2,15 @@
 
 1. `plan(src, dst)` takes two Layouts, or two mappings name -> Layout with the same names. A tuple of
    Layouts of one shape stands for a tensor that is held as several windows.
-2. A Layout as a destination asks for every element of the tensor. One that does not is an error,
-   unless the caller says that it is a window; a tuple of Layouts says so itself. `Plan.in_part`
-   names the tensors that are not asked for whole.
-3. A plan is templates, lines and cuts; `transfers` expands what it is asked for and nothing else.
+2. A Layout as a destination must ask for every element of the tensor, unless the caller says that
+   it is a window (`window=True`); a tuple of Layouts need not. `Plan.in_part` names the tensors that
+   the destination does not ask for whole.
+3. A plan is templates, lines and cuts; `transfers` expands only the transfers that it is asked for.
    Both ends of a pair list the same transfers in the same order.
 4. Copies that stay on a rank are transfers too; loads leave them out.
-5. The digest and the transfers depend on what ranks hold, not on how it is spelled: ranks that agree
-   on the digest have the same plan.
-6. What reads only which tensors both sides hold takes any `Movable`: a plan, its transpose
+5. The digest and the transfers depend on what ranks hold, not on how layouts are spelled: ranks that
+   agree on the digest have the same plan.
+6. Functions that only read which tensors both sides hold take any `Movable`: a plan, its transpose
    (`adjoint`), or a program of it.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -83,11 +83,11 @@ __all__ = [
 
 
 class Movable(Protocol):
-    """What brings tensors from one side to the other: a Plan, its transpose, or a Program of it.
+    """A move of tensors from one side to the other: a Plan, its transpose, or a Program of it.
 
     `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending;
-    `is_tree` says whether there are names; `in_part` are the tensors, ascending, of which no rank of
-    the destination holds some element. Equal digests do the same for the same names.
+    `is_tree` says whether there are names; `in_part` are the tensors, ascending, that the destination
+    does not hold whole. Movables with equal digests move the same elements of the same names.
     """
 
     @property
@@ -111,7 +111,7 @@ class Movable(Protocol):
 
 
 def describe(what: str, plan: Movable) -> str:
-    """How a plan, or its transpose, is shown in a line."""
+    """The repr of a plan, or of its transpose, which is one line."""
     tensors = plural(plan.src, "tensor")
     part = f", {len(plan.in_part)} of them in part" if plan.in_part else ""
     ranks = f"{len(plan.src_ranks)} -> {plural(plan.dst_ranks, 'rank')}"
@@ -119,8 +119,7 @@ def describe(what: str, plan: Movable) -> str:
 
 
 def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
-    """What a tensor's Partial axes ask for. Raises PlanError for a tensor that the plan does not
-    have."""
+    """The reduction of a tensor. Raises PlanError for a tensor that the plan does not have."""
     rule = rules.get(name) if isinstance(name, str) else None
     if rule is None:
         some = ", ".join(map(repr, list(rules)[:8]))
@@ -135,10 +134,10 @@ class Plan:
 
     `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
     Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
-    lists the tensors of which some element is held by no rank of the destination. `alike` are groups
+    lists the tensors that the destination does not hold whole. `alike` are groups
     of tensors that share their windows. `left` are ranks that have left the destination of the plan
     `whole` (`without`). Two plans are equal if they move the same elements of tensors of the same
-    names, and between the same ranks.
+    names, between the same ranks.
     """
 
     src: Mapping[str, Windows]
@@ -168,8 +167,8 @@ class Plan:
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
         """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver.
 
-        `topology` marks nodes (default: the plan's own), `tensor` is the one drawn (default: the first). Raises
-        PlanError for what is not a topology, and for a tensor that the plan does not have.
+        `topology` marks nodes (default: the plan's own), `tensor` is the tensor drawn (default: the first). Raises
+        PlanError if `topology` is not a Topology, or if the plan does not have the tensor.
         """
         return svg(self, topology=topology, tensor=tensor)
 
@@ -182,21 +181,19 @@ class Plan:
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def fill(self, name: str) -> complex | None:
-        """What the destination's own cells of the tensor hold before anything arrives; None: nothing
-        is needed.
+        """The value of the destination's cells of the tensor before anything arrives; None if any value will do.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """By what the tensor's destination cells are divided when all has arrived: the addends of an
-        avg, else 1."""
+        """The number by which the tensor's destination cells are divided at the end: the number of addends of
+        an avg, else 1. Raises PlanError for a tensor that the plan does not have."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers, all or those of one sender, of one receiver, or of a pair; none for a rank
-        without any."""
+        """The transfers: all, or only those of one sender, of one receiver, or of a pair."""
         return _list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
@@ -208,8 +205,7 @@ class Plan:
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Bytes beside its tensors that each rank of either side takes to move with commit="all": what
-        its destination takes once more."""
+        """Extra bytes that each rank of either side needs to move with commit="all": a copy of its destination."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -218,22 +214,22 @@ def _as_rank(rank: int | None) -> int | None:
 
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
-    """The plan that gives every rank of `dst` what it holds there, from the ranks of `src`.
+    """The plan that gives every rank of `dst` the elements that it holds there, from the ranks of `src`.
 
-    With a topology, what a rank of the receiver's own node holds comes from there. `window=True`
-    says that the destination may hold less than the tensors, as a tuple of Layouts says of its
-    tensor; otherwise it has to hold all.
+    With a topology, elements that a rank of the receiver's own node holds come from that node.
+    `window=True` says that the destination may hold only parts of the tensors; a tuple of Layouts always
+    may. Otherwise the destination must hold every element.
 
-    Raises PlanError where names, shapes or dtypes differ, where source windows overlap, where the
-    destination needs an element that no source rank holds, or where no rank of a destination that is
-    not a window holds an element.
+    Raises PlanError if names, shapes or dtypes differ, if source windows overlap, if the destination
+    needs an element that no source rank holds, or if a destination that is not a window lacks an
+    element.
     """
     if topology is not None:
         checked(topology)
     if not isinstance(window, bool):
         raise PlanError(
             f"window={window!r}; "
-            f"give True where the destination may hold less than the tensors, or False"
+            f"give True if the destination may hold less than the tensors, or False"
         )
     here, there = pair_by_name(src, dst)
     names = sorted(here)
@@ -262,7 +258,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
 
 
 def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
-    """What each tensor's Partial axes ask for."""
+    """The reduction of each tensor."""
     rules = dict.fromkeys(names, NOTHING)
     for group in alike:
         if group.rule is not NOTHING:
@@ -271,7 +267,7 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 
 def digest_of(plan: Plan) -> str:
-    """The digest of a plan between these layouts, made anew."""
+    """The digest of a plan, computed from its layouts."""
     if plan.whole is not None:
         return digest_without(digest_of(plan.whole), plan.left)
     alike = group_alike(plan.src, plan.dst)
@@ -279,7 +275,7 @@ def digest_of(plan: Plan) -> str:
 
 
 def digest_without(whole: str, left: Ranks) -> str:
-    """The digest of what stays of the plan of that digest when these ranks have left."""
+    """The digest of a plan from which these ranks have left, given the digest of the whole plan."""
     return digest(("without", whole, left))
 
 
@@ -294,28 +290,26 @@ def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
 def _list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
     """The transfers of one sender, else of one receiver, else of every sender in turn."""
     if src is not None:
-        out = _list_sent(plan, src)
+        sent = _list_sent(plan, src)
         if dst is None:
-            return out
-        return (t for t in out if t.dst_rank == dst)
+            return sent
+        return (t for t in sent if t.dst_rank == dst)
     if dst is not None:
         return _list_received(plan, dst)
     return itertools.chain.from_iterable(_list_sent(plan, rank) for rank in plan.src_ranks)
 
 
 def _list_sent(plan: Plan, rank: int) -> Iterator[Transfer]:
-    """What the rank keeps, then what it sends to others."""
-    own = list_kept(plan.lines, rank)
-    others = list_sent(plan.lines, rank)
-    for stretch in itertools.chain(own, others):
+    """The transfers that stay on the rank, then those that it sends to others."""
+    kept = list_kept(plan.lines, rank)
+    for stretch in itertools.chain(kept, list_sent(plan.lines, rank)):
         yield from spell_transfers(plan, plan.lines, stretch)
 
 
 def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
-    """What the rank keeps, then what it receives from others."""
-    own = list_kept(plan.lines, rank)
-    others = list_received(plan.lines, rank)
-    for stretch in itertools.chain(own, others):
+    """The transfers that stay on the rank, then those that it receives from others."""
+    kept = list_kept(plan.lines, rank)
+    for stretch in itertools.chain(kept, list_received(plan.lines, rank)):
         yield from spell_transfers(plan, plan.lines, stretch)
 
 
@@ -324,30 +318,32 @@ def spell_transfers(
 ) -> Iterator[Transfer]:
     """The transfers of a stretch of the plan's lines, tensor by tensor.
 
-    Where `relayed`, the sender is a rank of the destination and sends what it has received, folded
+    If `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
     """
-    on = list_rows(demands)
-    for row, first, last in find_rows(on, stretch):
-        batch = plan.batches[on.batch[row]]
+    rows = list_rows(demands)
+    for row, first, last in find_rows(rows, stretch):
+        batch = plan.batches[rows.batch[row]]
         t = batch.template
         itemsize = t.src.itemsize
-        unit = on.unit[row]
-        element = on.lo[row]
+        unit = rows.unit[row]
+        element = rows.lo[row]
         sending = batch.dst if relayed else batch.src
-        here = sending.position(stretch.sender)
-        there = batch.dst.position(stretch.receiver)
-        for i, k, a, b in _divide_by_tensor(first, last, on.each[row]):
-            lo = element + a // itemsize
-            hi = element + b // itemsize
-            pieces = expand(t, unit, here, there, lo, hi, relayed=relayed)
+        sender = sending.position(stretch.sender)
+        receiver = batch.dst.position(stretch.receiver)
+        for i, k, begin, end in _divide_by_tensor(first, last, rows.each[row]):
+            lo = element + begin // itemsize
+            hi = element + end // itemsize
+            pieces = expand(t, unit, sender, receiver, lo, hi, relayed=relayed)
             names = batch.names[i:k]
             yield from _name_pieces(plan, batch, names, stretch, pieces, relayed)
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
-    """(tensors i..k-1, bytes a..b-1 of each) of bytes lo..hi-1 where every tensor has `each` bytes:
-    the rest of a tensor, then whole ones, then the beginning of one."""
+    """(i, k, a, b): bytes a..b-1 of each of tensors i..k-1, for bytes lo..hi-1 of tensors of `each` bytes.
+
+    At most three: the rest of a tensor, then whole ones, then the beginning of one.
+    """
     i, a = divmod(lo, each)
     k, b = divmod(hi, each)
     if i == k:
@@ -379,8 +375,8 @@ def _name_pieces(
     ends = stretch.sender, stretch.receiver
     sources = plan.src[names[0]]
     targets = plan.dst[names[0]]
-    new = tuple.__new__  # what Transfer(...) does in the end, at half the time
-    # Most tensors are one window on both sides, and have no local names to make.
+    new = tuple.__new__  # the same as Transfer(...) in half the time
+    # Most tensors are one window on both sides, whose local name is the tensor's.
     if sources.is_single and targets.is_single:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
@@ -389,9 +385,9 @@ def _name_pieces(
         ]
     out = []
     for name in names:
-        there = targets.local_name(name, batch.target)
-        here = there if relayed else sources.local_name(name, batch.source)
+        dst_name = targets.local_name(name, batch.target)
+        src_name = dst_name if relayed else sources.local_name(name, batch.source)
         for op, src, dst, at, shape, nbytes, addend in entering:
-            fields = (name, *ends, op, here, src, there, dst, shape, nbytes, at, addend)
+            fields = (name, *ends, op, src_name, src, dst_name, dst, shape, nbytes, at, addend)
             out.append(new(Transfer, fields))
     return out

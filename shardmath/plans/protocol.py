@@ -1,24 +1,24 @@
-"""Protocol: what a rank goes through when ranks of a group do something together, as a table, without I/O.
+"""Protocol: the states of a rank while ranks of a group do something together, as a table, without I/O.
 
-    idle       nobody counts on this rank
-    agreeing   its vote is out: others may count on it
-    acting     all have agreed: bytes are on their way
-    promised   its report is out that all has arrived here: it can no longer call it off alone
+    idle       no other rank depends on this rank
+    agreeing   it has sent its vote: others may wait for it
+    acting     all have agreed: bytes are in flight
+    promised   it has reported that everything has arrived here: it can no longer abort by itself
     deciding   all have promised: it proposes to commit
-    doubting   it was left after its promise: it proposes to abort, and learns what is decided
-    committed  it is decided that the new is to be: it has to put it in place
-    owing      the same, and it was left: once the new is in place, the group does nothing more
-    broken     it was left in the middle; the group does nothing more
+    doubting   its call ended after its promise: it proposes to abort, and reads the decision
+    committed  the decision is to commit: it has to put the new values in place
+    owing      as committed, but its call has ended: once the values are in place, the group is broken
+    broken     its call ended in the middle; the group does nothing more
 
-Whoever drives it says what happens (`Event`), and asks where that leads. An event that has no
-business in a state is a mistake of the driver, and an error at once.
+The driver reports what happens (`Event`) and gets the next state. An event that cannot happen in a
+state is a mistake of the driver, and raises ExchangeError at once.
 
-1. What is decided is one record that all ranks reach, written once: a proposal is written where
-   nothing is, and what stands there then is the decision (`PROPOSALS`).
-2. Only who knows that all have promised proposes to commit, so a rank that has not promised calls
-   it off by leaving. One that has asks the record: the others may have gone on without it.
-3. Where the record cannot be reached, a rank does not guess: its verdict is LOSE.
-4. Whatever it is left by, a rank puts in place what was committed (`PLACING`).
+1. The decision is one record that all ranks can reach, written once: a proposal is written if the
+   record is empty, and the record's content is the decision (`PROPOSALS`).
+2. Only a rank that knows that all have promised proposes to commit, so a rank that has not promised
+   aborts by leaving. A rank that has promised reads the record: the others may have committed.
+3. If the record cannot be reached, a rank does not guess: its verdict is LOSE.
+4. However its call ends, a rank puts in place what was committed (`PLACING`).
 
 >>> protocol = Protocol()
 >>> [protocol.note(event).value for event in (Event.VOTE, Event.AGREE, Event.FINISH)]
@@ -57,7 +57,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to a rank: what it does, what it hears, or how its call ends."""
+    """What happens to a rank: what it does, what it learns, or how its call ends."""
 
     VOTE = "vote"
     AGREE = "agree"
@@ -76,10 +76,10 @@ Table: TypeAlias = Mapping[State, Mapping[Event, State]]
 TABLE: Table = {
     State.IDLE: {
         Event.VOTE: State.AGREEING,
-        # A call that ends before its vote, well or not, has told nobody anything.
+        # A call that ends before its vote, well or not, has sent nothing to other ranks.
         Event.FINISH: State.IDLE,
         Event.LEAVE: State.IDLE,
-        # Several moves that end together have all their bytes before.
+        # Several moves that end together promise when the bytes of all have arrived.
         Event.PROMISE: State.PROMISED,
     },
     State.AGREEING: {
@@ -92,12 +92,12 @@ TABLE: Table = {
         Event.VOTE: State.AGREEING,
         Event.FINISH: State.IDLE,
         Event.PROMISE: State.PROMISED,
-        # Without this rank's promise nobody commits.
+        # Without this rank's promise no rank commits.
         Event.LEAVE: State.BROKEN,
     },
     State.PROMISED: {
         Event.AGREE: State.DECIDING,
-        # A promise can carry an objection, of which all hear or nobody can know enough to commit.
+        # A promise can carry an objection. Either all ranks receive it, or no rank knows that all promised.
         Event.REFUSE: State.IDLE,
         Event.LEAVE: State.DOUBTING,
     },
@@ -123,13 +123,13 @@ TABLE: Table = {
     },
     State.BROKEN: {Event.LEAVE: State.BROKEN},
 }
-"""Where each event leads. What is not here cannot happen."""
+"""By state and event, the next state. Events that are not listed cannot happen."""
 
 PROPOSALS: Mapping[State, Event] = {State.DECIDING: Event.COMMIT, State.DOUBTING: Event.ABORT}
-"""What a rank in the state proposes; what the record then says, or LOSE, is the next event."""
+"""By state, the proposal of the rank; the record's content, or LOSE, is then the next event."""
 
 PLACING = frozenset({State.COMMITTED, State.OWING})
-"""Where a rank puts what it has received in place; PLACE is then the next event."""
+"""The states in which a rank puts the received values in place; PLACE is then the next event."""
 
 VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 """What a rank can learn from the record."""
@@ -145,7 +145,7 @@ class Protocol:
 
     @property
     def counted_on(self) -> bool:
-        """Whether others may wait for this rank, or it for what they decide."""
+        """Whether others may wait for this rank, or it may wait for their decision."""
         return self.state not in (State.IDLE, State.BROKEN)
 
     def note(self, event: Event) -> State:

@@ -1,15 +1,15 @@
-"""Reduction: what Partial asks of a move from one layout to another.
+"""Reduction: the reduction that Partial axes ask of a move from one layout to another.
 
 Partial is one more dimension, whose coordinate is the addend. So one law covers copies and
 reductions: *each destination replica receives each source addend of each element exactly once.*
 
-1. As a source, Replicate means that any one holder sends and Partial that all contribute; as a
-   destination, Replicate means that all receive and Partial (sum, product) that any one does, the
-   others staying at the operation's identity.
+1. At the source, Replicate means that any one holder sends, and Partial that all contribute; at the
+   destination, Replicate means that all receive, and Partial (sum, product) that any one receives
+   while the others stay at the operation's identity.
 2. Axes that are Partial with the same operation and the same ranks on both sides pass through.
 3. The meaning: start at the identity (max, min: at the first addend) and fold left in mesh order. avg
-   is sum with a divisor. To Partial avg, max and min everybody receives, as to Replicate, since the
-   value itself is right there.
+   is sum with a divisor. For a destination that is Partial avg, max or min all ranks receive, as for
+   Replicate: equal addends reduce to their value.
 4. What differs between operations is a row of `base.operations`.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -34,7 +34,7 @@ from shardmath.layouts.layout import Layout
 __all__ = ["Reduction", "check_arithmetic", "find_reduction", "identity_of", "ranks_along"]
 
 Axes: TypeAlias = tuple[str, ...]
-"""Axes of one mesh, flattened where they are one coordinate."""
+"""Axes of one mesh, flattened into one coordinate if there are several."""
 
 
 Matched: TypeAlias = tuple[Axes, Axes]
@@ -43,9 +43,12 @@ Matched: TypeAlias = tuple[Axes, Axes]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`matched` (source axes, destination axes), flattened, pass through; `folded` source axes hold
-    the addends that are reduced; of the destination ranks that differ only on `chosen` axes one
-    receives, and they start at `fill`."""
+    """How the addends of a source enter a destination.
+
+    Along `matched` (source axes, destination axes), flattened, addends pass through; `folded` source axes
+    hold the addends that are reduced; of destination ranks that differ only on `chosen` axes one
+    receives, and all of them start at `fill`.
+    """
 
     op: str | None = None
     matched: tuple[Matched, ...] = ()
@@ -56,8 +59,7 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """The operation with which the given addend enters: the first one is a copy where nothing is
-        filled in."""
+        """The operation with which the addend enters; the first one is copied if there is no fill."""
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:
@@ -65,8 +67,7 @@ class Reduction:
         return OPERATIONS[self.op].fold
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
-        """The same in terms of ranks, which does not depend on how the axes are named or
-        flattened."""
+        """A key of the reduction in terms of ranks, which does not depend on names and order of axes."""
         if not (self.matched or self.folded or self.chosen):
             return ()
         folded = _list_coordinates(src.mesh, self.folded)
@@ -87,9 +88,9 @@ def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def find_reduction(src: Layout, dst: Layout) -> Reduction:
-    """What the Partial axes of both sides mean for moving `src` to `dst`.
+    """The reduction that moves `src` to `dst`, by the Partial axes of both.
 
-    Raises PlanError for two different operations, and for arithmetic that the dtype does not have.
+    Raises PlanError if the operations of both sides differ, or if the dtype does not have the operation.
     """
     if not src.partial and not dst.partial:
         return Reduction()
@@ -143,20 +144,17 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
     """Pairs of Partial axes, flattened, along which source and destination have the same ranks at
     every coordinate.
 
-    All axes of both sides are one pair where that is so, however spelled; otherwise axis is compared
-    with axis.
+    All axes of both sides together are one pair if possible; otherwise single axes are compared.
     """
-    here = _addend_axes(src)
-    there = _addend_axes(dst)
-    if src.op != dst.op or not here or not there:
+    src_axes = _addend_axes(src)
+    dst_axes = _addend_axes(dst)
+    if src.op != dst.op or not src_axes or not dst_axes:
         return ()
-    ranks_here = ranks_along(src.mesh, here)
-    ranks_there = ranks_along(dst.mesh, there)
-    if ranks_here == ranks_there:
-        return ((here, there),)
-    by_ranks = {ranks_along(dst.mesh, (name,)): name for name in there}
+    if ranks_along(src.mesh, src_axes) == ranks_along(dst.mesh, dst_axes):
+        return ((src_axes, dst_axes),)
+    by_ranks = {ranks_along(dst.mesh, (name,)): name for name in dst_axes}
     pairs = []
-    for name in here:
+    for name in src_axes:
         ranks = ranks_along(src.mesh, (name,))
         other = by_ranks.get(ranks)
         if other is not None:
@@ -171,20 +169,19 @@ def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
     count = math.prod(map(mesh.axis_size, axes))
     groups = []
     for i in range(count):
-        together = ranks[coordinate == i]
-        groups.append(frozenset(together.tolist()))
+        groups.append(frozenset(ranks[coordinate == i].tolist()))
     return tuple(groups)
 
 
 def check_arithmetic(op: str, dtype: str) -> None:
-    """Raise PlanError where the reduction has no meaning for the canonical dtype."""
+    """Raise PlanError if the operation has no meaning for the canonical dtype."""
     why = OPERATIONS[op].refuse(dtype)
     if why:
         raise PlanError(f"{op} of {dtype}{why}")
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """What the operation's fold starts from; there is no such thing for max and min."""
+    """The value from which the operation's fold starts; max and min have none."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

@@ -1,8 +1,8 @@
-"""Stretches: which bytes of which block go from whom to whom, of lines that are cut.
+"""Stretches: the bytes of blocks that go from one rank to another, given the cuts of lines.
 
-1. What a rank sends to others lies between its cuts of the lines that it holds; receivers find
-   their senders by the same cuts. What a receiver holds itself stays on it, whole blocks.
-2. Nothing here looks at pairs of ranks that have nothing in common.
+1. The bytes that a rank sends to others lie between its cuts of the lines that it holds; receivers
+   find their senders by the same cuts. Blocks that a receiver holds itself stay on it.
+2. No function loops over pairs of ranks that have nothing in common.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def row_at(demands: Demands, block: int, at: int) -> int:
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """The line that each of these blocks is of."""
+    """The line of each of these blocks."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 
 
 def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
-    """Of the items first..end-1, whose places ascend, the last one that is not after `at`."""
+    """The last of the items first..end-1 whose place is not after `at`; places ascend."""
     before = np.searchsorted(places[first:end], at, "right")
     return int(first + before) - 1
 
 
 class Rows(NamedTuple):
-    """Columns of demands, `row_first` and `nbytes` by block, the others by row.
+    """Columns of demands as lists, `row_first` and `nbytes` by block, the others by row.
 
-    Lists are quicker to ask for one item than arrays.
+    Single items are read faster from lists than from arrays.
     """
 
     row_first: list[int]
@@ -88,25 +88,25 @@ def list_rows(demands: Demands) -> Rows:
     return Rows(*(column.tolist() for column in columns))
 
 
-def find_rows(on: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
-    """(row, first byte of it, last byte of it + 1) of all rows that the stretch has a part of."""
+def find_rows(rows: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
+    """(row, first byte in it, last byte in it + 1) of all rows in which the stretch has bytes."""
     block, _, _, lo, hi = stretch
-    begin = on.row_first[block]
-    end = on.row_first[block + 1]
-    first = bisect.bisect_right(on.at, lo, begin, end) - 1
+    begin = rows.row_first[block]
+    end = rows.row_first[block + 1]
+    first = bisect.bisect_right(rows.at, lo, begin, end) - 1
     for row in range(first, end):
-        start = on.at[row]
+        start = rows.at[row]
         if start >= hi:
             return
-        # A row ends where the next one begins, the last one where the block does.
+        # A row ends where the next one begins, the last one where the block ends.
         is_last = row + 1 == end
-        stop = on.nbytes[block] if is_last else on.at[row + 1]
+        stop = rows.nbytes[block] if is_last else rows.at[row + 1]
         yield row, max(lo - start, 0), min(hi, stop) - start
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
-    """The receivers of each of these blocks, as `list_receivers` has them."""
-    # Lists are quicker to walk than arrays, and there may be many blocks.
+    """The receivers of each of these blocks, as `list_receivers` gives them for one block."""
+    # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]
     some_hold = demands.count[blocks] < lengths(receivers)
@@ -120,7 +120,7 @@ def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
 
 
 def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """All that the rank sends to others."""
+    """The stretches that the rank sends to others."""
     for line, lo, hi in _find_shares(demands, rank):
         first = block_at(demands, line, lo)
         last = block_at(demands, line, hi - 1)
@@ -129,7 +129,7 @@ def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def _find_shares(demands: Demands, rank: int) -> list[tuple[int, int, int]]:
-    """(line, first byte, last byte + 1) of all that the rank sends."""
+    """(line, first byte, last byte + 1) of the rank's share of each line."""
     out = []
     for line in range(len(demands.holders)):
         held = demands.held_by(line)
@@ -145,7 +145,7 @@ def _find_shares(demands: Demands, rank: int) -> list[tuple[int, int, int]]:
 def _send_of_block(
     demands: Demands, line: int, block: int, rank: int, lo: int, hi: int
 ) -> Iterator[Stretch]:
-    """What the bytes lo..hi-1 of the line have of a block, receiver by receiver."""
+    """The stretches of a block in the bytes lo..hi-1 of the line, receiver by receiver."""
     each = int(demands.nbytes[block])
     start = int(demands.start[block])
     lo = max(lo - start, 0)
@@ -156,14 +156,14 @@ def _send_of_block(
     first = lo // each
     last = (hi - 1) // each
     for receiver in range(first, last + 1):
-        begin = receiver * each
-        a = max(lo - begin, 0)
-        b = min(hi - begin, each)
-        yield Stretch(block, rank, asking[receiver], a, b)
+        copy = receiver * each
+        begin = max(lo - copy, 0)
+        end = min(hi - copy, each)
+        yield Stretch(block, rank, asking[receiver], begin, end)
 
 
 def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """All that the rank receives from others."""
+    """The stretches that the rank receives from others."""
     for line, block in _asked_by(demands, rank):
         held = demands.held_by(line)
         if _among(held, rank):
@@ -178,7 +178,7 @@ def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """All that stays on the rank: whole blocks."""
+    """The stretches that stay on the rank, which are whole blocks."""
     for line, block in _asked_by(demands, rank):
         if _among(demands.held_by(line), rank):
             nbytes = int(demands.nbytes[block])
@@ -186,7 +186,7 @@ def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def _among(ranks: Ranks, rank: int) -> bool:
-    """Whether the rank is one of the ranks, which ascend."""
+    """Whether the rank is among these ascending ranks."""
     at = bisect.bisect_left(ranks, rank)
     return at < len(ranks) and ranks[at] == rank
 
@@ -194,16 +194,16 @@ def _among(ranks: Ranks, rank: int) -> bool:
 def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
     """The place of a rank among the receivers of a block that are not holders."""
     asking = demands.asked_by(block)
-    at = bisect.bisect_left(asking, rank)
+    place = bisect.bisect_left(asking, rank)
     if demands.count[block] == len(asking):
-        return at
-    lower = held[: bisect.bisect_left(held, rank)]
-    return at - sum(_among(asking, holder) for holder in lower)
+        return place
+    lower_holders = held[: bisect.bisect_left(held, rank)]
+    return place - sum(_among(asking, holder) for holder in lower_holders)
 
 
 @memo(64)
 def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
-    """(line, block) of all blocks that the rank is a receiver of."""
+    """(line, block) of all blocks for which the rank asks."""
     among = [_among(ranks, rank) for ranks in demands.sets]
     of_set = np.array(among, bool)
     is_asked = of_set[demands.receivers]
@@ -222,10 +222,10 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
     places = cuts[first : end + 1].tolist()
     ends = itertools.pairwise(places)
     for holder, (begin, stop) in zip(held[first:end], ends, strict=True):
-        a = max(lo, begin)
-        b = min(hi, stop)
-        if a < b:
-            yield holder, a, b
+        share_lo = max(lo, begin)
+        share_hi = min(hi, stop)
+        if share_lo < share_hi:
+            yield holder, share_lo, share_hi
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
@@ -236,13 +236,12 @@ def sum_sent(demands: Demands) -> dict[int, int]:
     for line in range(len(demands.holders)):
         held = demands.held_by(line)
         for place, rank in enumerate(held, first[line]):
-            before = out.get(rank, 0)
-            out[rank] = before + shares[place]
+            out[rank] = out.get(rank, 0) + shares[place]
     return out
 
 
 def sum_received(demands: Demands) -> dict[int, int]:
-    """Bytes that each receiver gets from others."""
+    """Bytes that each receiver receives from others."""
     asked = np.zeros(len(demands.sets), np.int64)
     np.add.at(asked, demands.receivers, demands.nbytes)
     out: dict[int, int] = {}
@@ -257,7 +256,7 @@ def sum_received(demands: Demands) -> dict[int, int]:
 
 
 def _find_local(demands: Demands) -> Iterator[tuple[int, int]]:
-    """(rank, bytes) of what receivers hold themselves, block by block."""
+    """(rank, bytes) of the blocks that receivers hold themselves."""
     lines = demands.blocks.owners()
     asking = lengths(demands.sets)[demands.receivers]
     some_local = demands.count < asking

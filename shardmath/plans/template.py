@@ -1,8 +1,7 @@
-"""Template: everything that moving a tensor from one layout to another depends on, but for the
-ranks' names.
+"""Template: everything on which a move from one layout to another depends, except the ranks' names.
 
 1. A template belongs to two **forms** (layouts whose ranks are their positions in the mesh) and
-   what their Partial axes ask for. Tensors, and groups of ranks, that differ in nothing else share it.
+   their reduction. Tensors, and groups of ranks, that have the same three share it.
 2. A **unit** is one (key, goal) pair per dimension; its boxes are the products of their rows. All
    positions that hold a unit hold all of it, all that ask for it ask for all of it, and units are
    disjoint: a template is the Kronecker product of its dimensions, and no loop is over pairs of
@@ -80,7 +79,7 @@ class Members:
 
 
 class Sets:
-    """Sets of ranks by number, each once."""
+    """Distinct sets of ranks, numbered as they are added."""
 
     def __init__(self) -> None:
         self.number: dict[Ranks, int] = {}
@@ -91,7 +90,7 @@ class Sets:
         return self.number.setdefault(ranks, len(self.number))
 
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
-        """The number of each set of positions, its positions named by the mesh."""
+        """The number of each set of positions of the mesh, as a set of the mesh's ranks."""
         key = id(mesh), id(members)
         if key not in self._known:
             numbers = list(map(self.add, members.name(mesh)))
@@ -99,7 +98,7 @@ class Sets:
         return self._known[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
-        """All sets in order, and the place of each number."""
+        """All sets in ascending order, and the place in it of each number."""
         listed = sorted(self.number)
         numbers = [self.number[ranks] for ranks in listed]
         place = np.empty(len(listed), np.int64)
@@ -111,8 +110,8 @@ class Sets:
 class Template:
     """All units that move tensors of form `src` to form `dst`.
 
-    Unit u is `unit_size[u]` elements of pair `unit_pairs[u, d]` in dimension d (of `overlays`, the
-    `hidden` first ones being addends and not the tensor's); it is held by `holders[unit_class[u]]`
+    Unit u has `unit_size[u]` elements, and is pair `unit_pairs[u, d]` of `overlays[d]` in dimension d (the
+    first `hidden` dimensions are addends and not the tensor's); it is held by `holders[unit_class[u]]`
     and wanted by `receivers[unit_cell[u]]`. `unit_order[u]` is its place in an order that is the
     same for every spelling of a layout.
     """
@@ -131,7 +130,7 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """How many leading dimensions are addends and not the tensor's."""
+        """The number of leading dimensions that are addends and not the tensor's."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -177,24 +176,19 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """The dimensions whose coordinate is an addend: folded ones first, then those that pass
-    through."""
+    """The dimensions whose coordinate is an addend, as partitions of both sides: folded addends first."""
     if rule.folded:
-        apart = _divide_addends(rule.folded, rule.addends)
-        everything = identity(rule.addends)
+        one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
-        together = Partition((), (everything,), cell)
-        yield apart, together
-    for here, there in rule.matched:
-        sizes = map(src.mesh.axis_size, here)
-        count = math.prod(sizes)
-        source = _divide_addends(here, count)
-        target = _divide_addends(there, count)
-        yield source, target
+        all_together = Partition((), (identity(rule.addends),), cell)
+        yield one_each, all_together
+    for src_axes, dst_axes in rule.matched:
+        count = math.prod(map(src.mesh.axis_size, src_axes))
+        yield _divide_addends(src_axes, count), _divide_addends(dst_axes, count)
 
 
 def _divide_addends(axes: tuple[str, ...], count: int) -> Partition:
-    """One addend per coordinate."""
+    """The partition with one addend per coordinate of the axes."""
     parts = []
     for addend in range(count):
         segment = 0, addend, 1
@@ -204,9 +198,9 @@ def _divide_addends(axes: tuple[str, ...], count: int) -> Partition:
 
 
 class _Units(NamedTuple):
-    """By unit: code of its keys, code of its goals, elements, and (unit, dimension) pair.
+    """By unit: the code of its keys, the code of its goals, its elements, and its pair in each dimension.
 
-    A code is a number of mixed radix, of which each dimension has one digit.
+    A code is a number of mixed radix with one digit for each dimension.
     """
 
     keys: Ints
@@ -216,7 +210,7 @@ class _Units(NamedTuple):
 
 
 def _multiply(overlays: Sequence[Overlay]) -> _Units:
-    """All products of one pair per dimension, the last dimension fastest."""
+    """The units: all products of one pair per dimension, the last dimension fastest."""
     keys = np.zeros(1, np.int64)
     goals = np.zeros(1, np.int64)
     size = np.ones(1, np.int64)
@@ -243,28 +237,28 @@ def _append_digit(codes: Ints, radix: int, digits: Ints) -> Ints:
     return np.add.outer(codes * radix, digits).ravel()
 
 
-class _Side(NamedTuple):
-    """One side of an overlay: the sets of parts that its pairs name, and which part a rank holds."""
+class _OverlaySide(NamedTuple):
+    """One side of an overlay: the partition that ranks hold, and the sets of parts that its pairs name."""
 
     held: Partition
     sets: Parts
 
     @property
     def is_divided(self) -> bool:
-        """Whether this is not one part that everybody holds."""
+        """Whether it is divided, and not one part that all ranks hold."""
         return len(self.held.parts) > 1 or len(self.sets) > 1
 
 
-def _side_of(over: Overlay, source: bool) -> _Side:
-    """The source's side, or the destination's."""
+def _side_of(over: Overlay, source: bool) -> _OverlaySide:
+    """The source side of an overlay, or its destination side."""
     if source:
-        return _Side(over.source, over.keys)
-    return _Side(over.target, over.goals)
+        return _OverlaySide(over.source, over.keys)
+    return _OverlaySide(over.target, over.goals)
 
 
 def _list_members(overlays: Sequence[Overlay], source: bool, mesh: Mesh, wanted: Ints) -> Members:
     """The positions of a side that hold each of the wanted (sorted) codes of units."""
-    # Templates often differ in dimensions that do not tell ranks apart, and then have one result.
+    # Dimensions that all ranks hold whole are left out: templates that differ only in those share one result.
     divided = tuple(over for over in overlays if _side_of(over, source).is_divided)
     return _find_members(divided, source, mesh, wanted.tobytes())
 
@@ -280,7 +274,7 @@ def _find_members(
         held, sets = _side_of(over, source)
         part_of = held.by_rank(mesh)
         part = part_of[position]
-        # A part that is in several sets stands for all of them: its position has a row for each.
+        # A position whose part is in several sets gets a row for each of them.
         if max(map(len, sets), default=1) > 1:
             owner, digit = _spread_parts(sets, part)
             position = position[owner]
@@ -288,11 +282,11 @@ def _find_members(
         else:
             digit = part
         code = code * len(sets) + digit
-    return _group(np.frombuffer(wanted, np.int64), code, position)
+    return _group_by_code(np.frombuffer(wanted, np.int64), code, position)
 
 
 def _spread_parts(sets: Parts, part: Ints) -> tuple[Ints, Ints]:
-    """(which of these parts, set) for all sets that each part is in."""
+    """(index of the part, set) for all sets that contain each part."""
     of_sets, number = _list_sets(sets)
     begin = of_sets.searchsorted(part, "left")
     end = of_sets.searchsorted(part, "right")
@@ -300,8 +294,8 @@ def _spread_parts(sets: Parts, part: Ints) -> tuple[Ints, Ints]:
     return owner, number[row]
 
 
-def _group(wanted: Ints, code: Ints, position: Ints) -> Members:
-    """The positions of each wanted code, ascending; codes that nobody wants are left out."""
+def _group_by_code(wanted: Ints, code: Ints, position: Ints) -> Members:
+    """The positions of each wanted code, ascending; other codes are left out."""
     at = wanted.searchsorted(code)
     is_wanted = at < len(wanted)
     is_wanted[is_wanted] = wanted[at[is_wanted]] == code[is_wanted]
@@ -317,12 +311,12 @@ def _group(wanted: Ints, code: Ints, position: Ints) -> Members:
 
 @memo()
 def _intern(first: bytes, position: bytes) -> Members:
-    """Equal members are one object."""
+    """The Members with these columns; equal ones are one object."""
     return Members(np.frombuffer(first, np.int64), np.frombuffer(position, np.int64))
 
 
 def _list_sets(sets: Parts) -> tuple[Ints, Ints]:
-    """(part, set) of all sets that a part is in, sorted."""
+    """(part, set) for every part of every set, sorted."""
     pairs = []
     for number, parts in enumerate(sets):
         pairs += [(part, number) for part in parts]
@@ -348,7 +342,7 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """Of which addend each unit is; 0 where nothing is folded."""
+    """The addend of each unit; 0 if there is no fold."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

@@ -1,11 +1,10 @@
-"""Cover: whether the source holds what the destination needs, and nothing twice; and whether a side
-holds all there is.
+"""Cover: checks that the source holds, once, what the destination needs, and that a side holds whole tensors.
 
-1. Windows of one source tensor hold different elements, or a destination would be sent one twice.
+1. Windows of one source tensor hold different elements: otherwise an element would be sent twice.
 2. Every position of the destination gets as many elements of every addend as it has cells. Units of
-   one template never meet (`overlay`), so counting is enough.
-3. An axis divides one dimension at most, so what all ranks of a layout hold together is a product of
-   what they hold of each dimension. Windows that are apart hold all of a tensor if and only if they
+   one template are disjoint (`overlay`), so counting is enough.
+3. An axis divides one dimension at most, so the elements that all ranks of a layout hold together are
+   a product of positions per dimension. Disjoint windows hold all of a tensor if and only if they
    have its volume.
 """
 
@@ -45,7 +44,7 @@ __all__ = [
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
-    """Source windows hold different elements, or a destination would be sent one twice."""
+    """Raise PlanError if two source windows hold the same element: it would be sent twice."""
     meeting_hulls = np.argwhere(_meet_earlier(windows))
     for j, i in meeting_hulls.tolist():
         element = _find_common(windows[i], windows[j])
@@ -66,10 +65,10 @@ def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
 
 
 def _find_common(a: Layout, b: Layout) -> tuple[int, ...] | None:
-    """An element that some rank holds under both, the first of each dimension, or None."""
+    """The first element, by dimension, that some rank holds under both layouts, or None."""
     element = []
-    for here, there in zip(a.dims, b.dims, strict=True):
-        position = _find_common_position(here, there)
+    for dim, other in zip(a.dims, b.dims, strict=True):
+        position = _find_common_position(dim, other)
         if position is None:
             return None
         element.append(position)
@@ -80,7 +79,7 @@ def _find_common_position(a: Dimension, b: Dimension) -> int | None:
     """The first position that some rank holds under both, or None."""
     lo, hi = _union(a)
     other_lo, other_hi = _union(b)
-    # Of each range here, the first range there that does not end before it.
+    # For each range of `a`, the first range of `b` that does not end before it.
     at = np.searchsorted(other_hi, lo, "right")
     inside = at < len(other_lo)
     at = at[inside]
@@ -92,10 +91,10 @@ def _find_common_position(a: Dimension, b: Dimension) -> int | None:
 
 @memo()
 def _union(dimension: Dimension) -> tuple[Ints, Ints]:
-    """Starts and stops of the disjoint ranges that anybody holds, ascending."""
+    """Starts and stops of the disjoint ranges that ranks hold together, ascending."""
     divided = partition(dimension)
     start, stop, _, _ = list_spans(divided.parts)
-    # A range begins where none before reaches, and the one before it ends there.
+    # A range begins where no earlier one reaches, and the range before it ends there.
     reach = np.maximum.accumulate(stop)
     is_first = np.ones(len(start), bool)
     is_first[1:] = start[1:] > reach[:-1]
@@ -132,8 +131,7 @@ def _meet_earlier(windows: tuple[Layout, ...]) -> Bools:
 
 @memo()
 def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
-    """The least and, plus one, the largest position that anybody holds: two arrays (windows,
-    dimensions)."""
+    """The least position that any rank holds, and the largest plus one: two arrays (windows, dimensions)."""
     shape = len(windows), windows[0].ndim
     lo = np.full(shape, 1 << 62, np.int64)
     hi = np.zeros(shape, np.int64)
@@ -156,7 +154,7 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
         return False
     if missing == 0 and not _meet_earlier(windows).any():
         return True
-    # Windows that hold the same are looked at once, which may leave ones that are apart.
+    # Of windows that hold the same elements one is enough; the rest may be disjoint.
     by_unions = {_multiply_unions(layout): layout for layout in windows}
     distinct = tuple(by_unions.values())
     if len(distinct) < len(windows):
@@ -165,15 +163,12 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 
 def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
-    """The tensors, ascending, of which no rank of a side holds some element."""
+    """The tensors, ascending, that the ranks of a side do not hold whole."""
     distinct = {id(windows): windows for windows in side.values()}
-    short = set()
-    for at, windows in distinct.items():
-        if not holds_all(windows):
-            short.add(at)
-    if not short:
+    incomplete = {key for key, windows in distinct.items() if not holds_all(windows)}
+    if not incomplete:
         return ()
-    names = [name for name, windows in side.items() if id(windows) in short]
+    names = [name for name, windows in side.items() if id(windows) in incomplete]
     return tuple(sorted(names))
 
 
@@ -187,7 +182,7 @@ def _is_all_held(dimension: Dimension) -> bool:
 
 
 def _multiply_unions(layout: Layout) -> Product:
-    """What all ranks hold together."""
+    """The elements that all ranks hold together, as ranges per dimension."""
     unions = []
     for start, stop in map(_union, layout.dims):
         ranges = zip(start.tolist(), stop.tolist(), strict=True)
@@ -196,7 +191,7 @@ def _multiply_unions(layout: Layout) -> Product:
 
 
 def _count_held(layout: Layout) -> int:
-    """How many elements all ranks hold together."""
+    """The number of elements that all ranks hold together."""
     count = 1
     for start, stop in map(_union, layout.dims):
         sizes = stop - start
@@ -205,12 +200,11 @@ def _count_held(layout: Layout) -> int:
 
 
 def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
-    """The first element of the tensor, row-major, that no rank of a side holds; None where all are
-    held."""
+    """The first element of the tensor, row-major, that no rank of a side holds; None if all are held."""
     shape = windows[0].shape
     if 0 in shape:
         return None
-    # Most plans are told apart by cheaper tests before.
+    # Imported here, since cheaper tests decide for most plans.
     from shardmath.layouts.algebra.gaps import find_gap
 
     distinct = dict.fromkeys(map(_multiply_unions, windows))
@@ -218,8 +212,7 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
 
 
 def check_covered(batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless every destination gets as many elements, of every addend, as it has
-    cells."""
+    """Raise PlanError unless every destination gets as many elements, of every addend, as it has cells."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
         key = batch.names[0], batch.target
@@ -230,21 +223,21 @@ def check_covered(batches: Sequence[Batch]) -> None:
             continue
         given = sum(_count_given(batch.template) for batch in parts)
         needed = _count_needed(t)
-        short = np.flatnonzero(given != needed)
-        if len(short):
-            _raise_uncovered(parts, int(short[0]))
+        uncovered = np.flatnonzero(given != needed)
+        if len(uncovered):
+            _raise_uncovered(parts, int(uncovered[0]))
 
 
 @memo()
 def _is_covered(t: Template) -> bool:
-    """Whether every position gets all that it has cells for."""
+    """Whether every position gets as many elements as it has cells."""
     if all(map(_is_full, t.overlays)):
         return True
     return np.array_equal(_count_given(t), _count_needed(t))
 
 
 def _count_needed(t: Template) -> Ints:
-    """How many elements of all addends each position of the destination has cells for."""
+    """By position of the destination, the number of its cells, times addends."""
     return count_cells(t.dst) * t.reduction.addends
 
 
@@ -255,7 +248,7 @@ def _is_full(over: Overlay) -> bool:
 
 
 def _count_covered(over: Overlay) -> list[int]:
-    """How many positions of each part of the destination are in rows."""
+    """By part of the destination, the number of its positions that are in rows."""
     covered = [0] * len(over.target.parts)
     pairs = zip(over.pair_goal.tolist(), over.pair_size.tolist(), strict=True)
     for goal, size in pairs:
@@ -265,7 +258,7 @@ def _count_covered(over: Overlay) -> list[int]:
 
 
 def _count_given(t: Template) -> Ints:
-    """How many elements of all addends each position of the destination gets."""
+    """By position of the destination, the number of elements, of all addends, that it gets."""
     mesh = t.dst.mesh
     given = np.ones(mesh.size, np.int64)
     for over in t.overlays:
@@ -278,7 +271,7 @@ def _count_given(t: Template) -> Ints:
 
 
 def count_cells(layout: Layout) -> Ints:
-    """How many of its local cells are the tensor's, by position in the mesh."""
+    """By position in the mesh, the number of local cells that hold elements of the tensor."""
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         divided = partition(dim)
@@ -291,8 +284,7 @@ def count_cells(layout: Layout) -> Ints:
 
 
 def _raise_uncovered(batches: Sequence[Batch], position: int) -> NoReturn:
-    """Raise PlanError for the first element that this position of the destination needs and nobody
-    holds."""
+    """Raise PlanError for the first element that this position of the destination needs and no rank holds."""
     batch = batches[0]
     form = batch.template.dst
     held = []

@@ -2,14 +2,14 @@
 
 In reading order:
 
-- `shapes`: whether what is read are tables at all;
-- `templates`: whether the rows and units that tensors share are well formed;
-- `tables`: whether a plan's demands are well formed, and where in meshes their ranks are;
-- `batches`: whether a plan's batches move its tensors as they lie;
-- `plan_proof`: that a plan's tables bring every element home, once;
-- `program_proof`: that a program delivers what its plan promises, without deadlock;
-- `part_proof`: that what ranks post, round by round, is what the plan says;
-- `claims`: that transfers made elsewhere do, one by one;
-- `simulate`: what a plan or program means, in numpy;
+- `shapes`: checks that the tables of a plan have the right types and dimensions;
+- `templates`: checks that the rows and units that tensors share are well formed;
+- `tables`: checks that a plan's demands are well formed, and positions of ranks in meshes;
+- `batches`: checks that a plan's batches move its tensors as their layouts say;
+- `plan_proof`: proof that a plan's tables deliver every element exactly once;
+- `program_proof`: proof that a program delivers what its plan promises, without deadlock;
+- `part_proof`: proof that the messages that ranks post, round by round, are the plan's;
+- `claims`: proof of transfers made by other code, transfer by transfer;
+- `simulate`: the meaning of a plan or program, in numpy;
 - `verify`: the proof of a plan, a program, or a list of transfers.
 """

@@ -1,9 +1,9 @@
-"""Batches: whether a plan's batches move all of its tensors, as they lie.
+"""Batches: checks that a plan's batches move all of its tensors, as their layouts say.
 
-1. Every tensor is in one group of batches, which move each pair of its windows at most once and
-   leave out none that something must arrive in.
-2. It lies as the template of each of them says, on the ranks of the batch, and is reduced as its
-   layouts ask.
+1. Every tensor is in one group of batches. They move each pair of its windows at most once, and
+   reach every window in which something must arrive.
+2. The template of each batch has the tensor's form on both sides, on the batch's ranks, and the
+   reduction that its layouts ask for.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's
-    layouts say."""
+    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's layouts ask for."""
     groups = _group_batches(plan)
     held = [_find_windows(plan, batches[0].names) for batches in groups]
     _check_sides(plan, held)
-    for batches, alike in zip(groups, held, strict=True):
-        _check_group(batches, alike)
+    for batches, windows in zip(groups, held, strict=True):
+        _check_group(batches, windows)
     return groups
 
 
 def _group_batches(plan: Plan) -> list[list[Batch]]:
-    """The batches by the tensors that they move; every tensor is in one group."""
+    """The batches by the tensors that they move. Raises PlanError unless every tensor is in exactly one group."""
     groups: dict[tuple[str, ...], list[Batch]] = {}
     for batch in plan.batches:
         require(batch.names, "a batch is of no tensor")
@@ -50,14 +49,14 @@ def _group_batches(plan: Plan) -> list[list[Batch]]:
         if count > 1:
             require(False, f"tensor {name!r} moves twice")
     for side in (plan.src, plan.dst):
-        odd = times.keys() ^ side.keys()
-        if odd:
-            require(False, f"tensor {min(odd)!r} is in no batch, or not in the plan")
+        wrong = times.keys() ^ side.keys()
+        if wrong:
+            require(False, f"tensor {min(wrong)!r} is in no batch, or not in the plan")
     return list(groups.values())
 
 
 _Held: TypeAlias = dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], str]
-"""The windows at both ends, and the first tensor that is held so."""
+"""By windows of the source and of the destination, the first tensor that has both."""
 
 
 def _find_windows(plan: Plan, names: Iterable[str]) -> _Held:
@@ -70,7 +69,7 @@ def _find_windows(plan: Plan, names: Iterable[str]) -> _Held:
 
 
 def _check_sides(plan: Plan, held: Sequence[_Held]) -> None:
-    """The plan knows all ranks of both sides."""
+    """Check that the plan lists all ranks of both sides."""
     pairs = list(itertools.chain.from_iterable(held))
     sources = [src for src, _ in pairs]
     targets = [dst for _, dst in pairs]
@@ -79,7 +78,7 @@ def _check_sides(plan: Plan, held: Sequence[_Held]) -> None:
 
 
 def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layout, ...]]) -> None:
-    """The ranks are those of all windows of a side, ascending."""
+    """Check that the ranks are the ranks of all windows of a side, ascending."""
     layouts = itertools.chain.from_iterable(windows)
     meshes = {layout.mesh for layout in layouts}
     distinct = {rank for mesh in meshes for rank in mesh.ranks}
@@ -90,14 +89,14 @@ def _check_ranks(word: str, ranks: tuple[int, ...], windows: Sequence[tuple[Layo
 
 
 def _check_group(batches: Sequence[Batch], held: _Held) -> None:
-    """Batches move each pair of windows once, of all their tensors, and none is left out."""
+    """Check that batches move each pair of windows at most once, for all their tensors, and leave no window out."""
     first = batches[0].names[0]
     moved = {(batch.source, batch.target) for batch in batches}
     distinct = len(moved) == len(batches)
     require(distinct, f"tensor {first!r} moves twice between two windows")
     counts = {(len(src), len(dst)) for src, dst in held}
-    alike = len(counts) == 1
-    require(alike, f"tensors of other windows move as {first!r} does")
+    same_counts = len(counts) == 1
+    require(same_counts, f"tensors of other windows move as {first!r} does")
     reached = {batch.target for batch in batches}
     for (src, dst), name in held.items():
         check_disjoint(name, src)
@@ -107,7 +106,7 @@ def _check_group(batches: Sequence[Batch], held: _Held) -> None:
 
 
 def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
-    """Some batch reaches every window in which something must arrive."""
+    """Check that some batch reaches every window in which something must arrive."""
     for j, layout in enumerate(dst):
         if j in reached:
             continue
@@ -116,7 +115,7 @@ def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
 
 
 def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
-    """The tensor lies as the batch's template says, on the batch's ranks, and is reduced so."""
+    """Check that the batch's template, on the batch's ranks, has the tensor's layouts and reduction."""
     t = batch.template
     i = batch.source
     j = batch.target
@@ -129,16 +128,16 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     planned_b = _place_form(name, t.dst, batch.dst, b)
     _check_form(name, a, planned_a)
     _check_form(name, b, planned_b)
-    rule = find_reduction(planned_a, planned_b)
-    asked = find_reduction(a, b)
-    planned_ranks = rule.by_ranks(planned_a, planned_b)
-    same = planned_ranks == asked.by_ranks(a, b)
-    if not same or repr(rule) != repr(t.reduction):
-        raise PlanError(f"tensor {name!r} is reduced by {t.reduction}; its layouts ask for {asked}")
+    planned = find_reduction(planned_a, planned_b)
+    expected = find_reduction(a, b)
+    same = planned.by_ranks(planned_a, planned_b) == expected.by_ranks(a, b)
+    if not same or repr(planned) != repr(t.reduction):
+        what = f"tensor {name!r} is reduced by {t.reduction}"
+        raise PlanError(f"{what}; its layouts ask for {expected}")
 
 
 def _check_form(name: str, layout: Layout, planned: Layout) -> None:
-    """A window lies as its template says."""
+    """Check that a window is equivalent to the layout that its template plans."""
     if layout is planned or equivalent(layout, planned):
         return
     lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
@@ -146,7 +145,7 @@ def _check_form(name: str, layout: Layout, planned: Layout) -> None:
 
 
 def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
-    """The layout of this form on the ranks of the mesh: `layout` where that is it."""
+    """The layout of this form on the ranks of the mesh: `layout` itself if it has that form and those ranks."""
     if layout.form is form and layout.mesh.ranks == mesh.ranks:
         return layout
     positions = set(form.mesh.ranks)

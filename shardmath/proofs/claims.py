@@ -1,12 +1,12 @@
-"""Claims: proofs that transfers made elsewhere do what a plan's layouts ask for, one by one.
+"""Claims: proofs that transfers made by other code do what a plan's layouts ask for, transfer by transfer.
 
-1. Each transfer's slices, shape, size and global slices agree, and both ends hold those global
-   elements there.
-2. Each enters by the right operation, in the place of its addend.
+1. The slices, shape, size and global slices of each transfer agree, and both ends hold those global
+   elements at those slices.
+2. Each transfer enters by the right operation, as the right addend.
 3. **Exactly once**: each destination replica receives each source addend of each of its elements
-   exactly once. Boxes that lie inside what is held, do not meet, and have its volume together are a
-   partition of it.
-4. They are read as Python's own names, slices and numbers, whatever made them.
+   exactly once. Boxes are a partition of what a rank holds if they lie inside it, are disjoint, and
+   have its volume together.
+4. Names, slices and numbers are converted to Python's own types first, whatever made them.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from shardmath.plans.reduction import Reduction, find_reduction
 __all__ = ["check_claim"]
 
 MANY = 256
-"""Boxes of one receiver that are first weighed (`box.tiles`), and compared one by one only where
-that fails."""
+"""More boxes than this of one receiver are first weighed (`box.tiles`), and compared one by one only if that fails."""
 
 
 def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
-    """Raise PlanError unless the transfers are right one by one, and all of them together."""
+    """Raise PlanError unless each transfer is right, and all of them together are complete."""
     forward = plan.forward if isinstance(plan, Transposed) else plan
     flip = flip_of(forward) if isinstance(plan, Transposed) else None
-    tensors = {name: _Tensor(forward, name) for name in forward.src}
+    tensors = {name: _ClaimedTensor(forward, name) for name in forward.src}
     boxes: _Boxes = {}
     for t in read_transfers(transfers):
         tensor = _find_tensor(tensors, t)
-        # An adjoint's transfer is proved as the one that it turns round; its operation is its own.
-        ahead = t if flip is None else swap_ends(t)
-        target, op = _check(tensor, ahead)
+        # An adjoint's transfer is proved as the forward transfer that it reverses; only its
+        # operation and addend are the adjoint's.
+        forward_t = t if flip is None else swap_ends(t)
+        target, op = _check_transfer(tensor, forward_t)
         entry = op, target.addend
         if flip is not None:
-            entry = flip.entry(ahead.dst_tensor, ahead.dst_rank)
+            entry = flip.entry(forward_t.dst_tensor, forward_t.dst_rank)
         _check_entry(t, entry)
-        tensor.choose(target, ahead)
-        box = from_slices(ahead.dst_slices)
+        tensor.choose(target, forward_t)
+        box = from_slices(forward_t.dst_slices)
         boxes.setdefault(target, []).append(box)
     for tensor in tensors.values():
         _check_complete(tensor, boxes)
 
 
-def _find_tensor(tensors: Mapping[str, _Tensor], t: Transfer) -> _Tensor:
-    """What the layouts say of a transfer's tensor. Raises PlanError for a stranger."""
+def _find_tensor(tensors: Mapping[str, _ClaimedTensor], t: Transfer) -> _ClaimedTensor:
+    """The layouts of a transfer's tensor. Raises PlanError if the plan has no such tensor."""
     if t.tensor not in tensors:
         names = ", ".join(map(repr, tensors))
         raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
@@ -67,9 +67,9 @@ def _find_tensor(tensors: Mapping[str, _Tensor], t: Transfer) -> _Tensor:
 
 
 class _Target(NamedTuple):
-    """What boxes must partition: one addend of a window of a tensor, at a rank or a group of them.
+    """The key of boxes that must form a partition: a tensor, a window, a group of ranks, and an addend.
 
-    A group is of ranks that hold addends of which any one receives.
+    A group is one rank, or the ranks whose Partial addends are chosen from: any one of them receives.
     """
 
     tensor: str
@@ -82,10 +82,10 @@ _Boxes: TypeAlias = dict[_Target, list[Box]]
 
 
 class _Addends(NamedTuple):
-    """What the ranks of a destination window have to do with addends, by rank.
+    """Groups and addends of the ranks of a destination window, by rank.
 
-    `group` is the number of the rank's group, of which one receives, `chosen` its addend if any one
-    may receive, and `through` its addend of those that pass through.
+    `group` is the number of the rank's group, of which one rank receives; `chosen` is the rank's addend on the
+    axes where any one addend may receive; `through` is its addend on the axes where addends pass through.
     """
 
     group: dict[int, int]
@@ -94,7 +94,7 @@ class _Addends(NamedTuple):
 
 
 def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
-    """The groups and the addends of the ranks of a mesh."""
+    """The groups and addends of the ranks of a mesh."""
     others = [axis for axis in mesh.shape if axis not in rule.chosen]
     passing = [axis for _, axes in rule.matched for axis in axes]
     chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
@@ -109,12 +109,12 @@ _Choosing: TypeAlias = tuple[int, int, int]
 """A destination window, the addend that passes through, and the one that is folded."""
 
 
-class _Tensor:
-    """What the layouts of one tensor say, looked up by rank.
+class _ClaimedTensor:
+    """The layouts of one tensor, prepared for look-ups by rank.
 
-    `windows` are, for either side, the number of each window by local name. `rules[i, j]` is how
-    source window i enters destination window j, and `ranks[j]` what the ranks of destination window
-    j have to do with addends.
+    `windows` holds, for each side, the number of each window by local name. `rules[i, j]` says how
+    source window i enters destination window j; `ranks[j]` has the addends of the ranks of
+    destination window j.
     """
 
     def __init__(self, plan: Plan, name: str) -> None:
@@ -124,9 +124,7 @@ class _Tensor:
         self.src = src
         self.dst = dst
         self.itemsize = src[0].itemsize
-        here = _number_windows(name, src)
-        there = _number_windows(name, dst)
-        self.windows = here, there
+        self.windows = _number_windows(name, src), _number_windows(name, dst)
         self.rules = _list_rules(src, dst)
         self.ranks: list[_Addends] = []
         for j, b in enumerate(dst):
@@ -136,7 +134,7 @@ class _Tensor:
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
-        """What the rank holds of a window of the source (0) or of the destination (1)."""
+        """The positions that the rank holds of a window of the source (side 0) or the destination (side 1)."""
         key = side, window, rank
         if key not in self.held:
             windows = self.dst if side else self.src
@@ -144,7 +142,7 @@ class _Tensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Note which of the destination's addends receives, where any one may."""
+        """Note which of the destination's addends receives, if any one may."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return
@@ -157,7 +155,7 @@ class _Tensor:
 
 
 def _list_rules(src: Windows, dst: Windows) -> dict[tuple[int, int], Reduction]:
-    """How each source window enters each destination window, by their numbers."""
+    """The reduction by which each source window enters each destination window, by window numbers."""
     rules = {}
     for i, a in enumerate(src):
         for j, b in enumerate(dst):
@@ -179,11 +177,8 @@ def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
 # One transfer
 
 
-def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
-    """Prove what can be said of one transfer alone.
-
-    Returns what it is part of, and by which operation it must enter.
-    """
+def _check_transfer(tensor: _ClaimedTensor, t: Transfer) -> tuple[_Target, str]:
+    """Prove one transfer by itself; return its target and the operation by which it must enter."""
     _check_sizes(tensor, t)
     i = _check_end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
     j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
@@ -191,15 +186,13 @@ def _check(tensor: _Tensor, t: Transfer) -> tuple[_Target, str]:
     dst = tensor.dst[j]
     rule = tensor.rules[i, j]
     addend = _find_addend(src, dst, rule, t)
-    groups = tensor.ranks[j].group
-    group = groups[t.dst_rank]
+    group = tensor.ranks[j].group[t.dst_rank]
     target = _Target(t.tensor, j, group, addend)
-    op = rule.op_of(addend)
-    return target, op
+    return target, rule.op_of(addend)
 
 
-def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
-    """Slices, shape and bytes agree."""
+def _check_sizes(tensor: _ClaimedTensor, t: Transfer) -> None:
+    """Check that slices, shape and bytes agree."""
     for slices in (t.src_slices, t.dst_slices, t.global_slices):
         odd = any(s.step != 1 or s.start < 0 for s in slices)
         shape = tuple(s.stop - s.start for s in slices)
@@ -213,66 +206,65 @@ def _check_sizes(tensor: _Tensor, t: Transfer) -> None:
         raise PlanError(f"{what}; it is {nbytes} B")
 
 
-def _check_shape(tensor: _Tensor, t: Transfer) -> None:
-    """The shape is a box of the tensor."""
+def _check_shape(tensor: _ClaimedTensor, t: Transfer) -> None:
+    """Check that the shape is a box of the tensor."""
     if min(t.shape, default=1) <= 0 or len(t.shape) != tensor.src[0].ndim:
         what = f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}"
-        raise PlanError(f"{what}; give a positive length a dimension")
+        raise PlanError(f"{what}; give each dimension a positive length")
 
 
 def _check_end(
-    tensor: _Tensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer
+    tensor: _ClaimedTensor, side: int, local: str, rank: int, slices: tuple[slice, ...], t: Transfer
 ) -> int:
-    """The window of one end, which must hold the global slices at the local ones."""
+    """The window at one end. Raises PlanError unless its rank holds the global slices at the local slices."""
     word = ("source", "destination")[side]
     if local not in tensor.windows[side]:
         names = ", ".join(map(repr, tensor.windows[side]))
-        raise PlanError(f"{t}: no {word} tensor {local!r}; they are {names}")
+        raise PlanError(f"{t}: no {word} tensor {local!r}; there are {names}")
     window = tensor.windows[side][local]
     layout = (tensor.src, tensor.dst)[side][window]
     if rank not in layout.mesh:
         raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
     held = tensor.runs(side, window, rank)
     for d, runs in enumerate(held):
-        here = slices[d]
-        there = t.global_slices[d]
-        if not _holds(runs, here, there):
+        local_range = slices[d]
+        global_range = t.global_slices[d]
+        if not _holds(runs, local_range, global_range):
             element = tuple(s.start for s in t.global_slices)
             has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
-            given = f"{there.start}:{there.stop} at {here.start}:{here.stop}"
+            place = f"{local_range.start}:{local_range.stop}"
+            given = f"{global_range.start}:{global_range.stop} at {place}"
             raise PlanError(f"{t}: element {element}: {has}, not {given}")
     return window
 
 
-def _holds(runs: Runs, here: slice, there: slice) -> bool:
-    """Whether the local positions `here` are the global ones `there`.
-
-    Runs are canonical, so these are within one segment.
-    """
+def _holds(runs: Runs, local_range: slice, global_range: slice) -> bool:
+    """Whether these local positions hold these global positions."""
+    # Runs are canonical, so both ranges lie within one segment.
     for lo, g, n in runs.segments:
-        inside = lo <= here.start and here.stop <= lo + n
-        if inside and g + here.start - lo == there.start:
+        inside = lo <= local_range.start and local_range.stop <= lo + n
+        if inside and g + local_range.start - lo == global_range.start:
             return True
     return False
 
 
 def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
-    """The sender's place in the fold; addends that pass through must stay in theirs."""
-    here = src.mesh.coords(t.src_rank)
-    there = dst.mesh.coords(t.dst_rank)
-    for a, b in rule.matched:
-        ours = _flatten(src.mesh, here, a)
-        theirs = _flatten(dst.mesh, there, b)
-        if ours != theirs:
-            left = f"addend {ours} of {'*'.join(a)}"
-            arrives = f"addend {theirs} of {'*'.join(b)}"
+    """The sender's addend. Raises PlanError if an addend that passes through arrives as another addend."""
+    src_coords = src.mesh.coords(t.src_rank)
+    dst_coords = dst.mesh.coords(t.dst_rank)
+    for src_axes, dst_axes in rule.matched:
+        sent = _flatten(src.mesh, src_coords, src_axes)
+        received = _flatten(dst.mesh, dst_coords, dst_axes)
+        if sent != received:
+            left = f"addend {sent} of {'*'.join(src_axes)}"
+            arrives = f"addend {received} of {'*'.join(dst_axes)}"
             what = f"{t}: {left} arrives as {arrives}"
             raise PlanError(f"{what}; addends pass through along these axes")
-    return _flatten(src.mesh, here, rule.folded)
+    return _flatten(src.mesh, src_coords, rule.folded)
 
 
 def _flatten(mesh: Mesh, coords: Mapping[str, int], axes: Iterable[str]) -> int:
-    """The coordinate on flattened axes."""
+    """The coordinate on these axes, flattened."""
     out = 0
     for name in axes:
         out = out * mesh.axis_size(name) + coords[name]
@@ -280,7 +272,7 @@ def _flatten(mesh: Mesh, coords: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
-    """The transfer enters by the operation and as the addend expected."""
+    """Check that the transfer enters by the expected operation, as the expected addend."""
     if (t.op, t.addend) == expected:
         return
     op, addend = expected
@@ -291,19 +283,19 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
 # All together
 
 
-def _check_complete(tensor: _Tensor, boxes: _Boxes) -> None:
-    """Each replica receives each addend of each element once, and all choose the same receivers."""
+def _check_complete(tensor: _ClaimedTensor, boxes: _Boxes) -> None:
+    """Check that each replica receives each addend of each element once, and that replicas choose one receiver."""
     for window in range(len(tensor.dst)):
         _check_window(tensor, window, boxes)
     for choice in tensor.choices.values():
-        made = [box for box, _ in choice]
-        chosen = [addend for _, addend in choice]
-        _check_replicas(tensor, made, chosen)
+        chosen_boxes = [box for box, _ in choice]
+        addends = [addend for _, addend in choice]
+        _check_replicas(tensor, chosen_boxes, addends)
 
 
-def _check_window(tensor: _Tensor, window: int, boxes: _Boxes) -> None:
-    """Each replica of a window receives each addend of each element once."""
-    # One rank stands for its group: the first, as earlier ranks come later here.
+def _check_window(tensor: _ClaimedTensor, window: int, boxes: _Boxes) -> None:
+    """Check that each replica of a window receives each addend of each element once."""
+    # The first rank stands for its group: in reverse order it is the last that the dict keeps.
     number = tensor.ranks[window].group
     layout = tensor.dst[window]
     ranks = layout.mesh.ranks
@@ -317,9 +309,8 @@ def _check_window(tensor: _Tensor, window: int, boxes: _Boxes) -> None:
             _check_partition(tensor, rank, runs, addend, arrived)
 
 
-def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> None:
-    """Replicas of an addend stay equal: no element goes to two different addends of the
-    destination."""
+def _check_replicas(tensor: _ClaimedTensor, boxes: list[Box], chosen: list[int]) -> None:
+    """Check that replicas of an addend stay equal: no element goes to two addends of the destination."""
     pair = first_overlap(boxes, chosen)
     if pair is None:
         return
@@ -330,23 +321,23 @@ def _check_replicas(tensor: _Tensor, boxes: list[Box], chosen: list[int]) -> Non
 
 
 def _check_partition(
-    tensor: _Tensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]
+    tensor: _ClaimedTensor, rank: int, runs: tuple[Runs, ...], addend: int, boxes: list[Box]
 ) -> None:
-    """The boxes are all that the rank holds, each element once."""
+    """Check that the boxes are all that the rank holds, each element once."""
     held = []
     for r in runs:
         held.append([(lo, lo + n) for lo, _, n in r.segments])
     if len(boxes) > MANY and tiles(held, boxes):
         return
     what = _name_receiver(tensor, rank, addend)
-    once = "it is to be received exactly once"
+    once = "it must be received exactly once"
     pair = first_overlap(boxes)
     if pair is not None:
         i, j = pair
         local = _first_common(boxes[i], boxes[j])
         element = _name_element(runs, local)
         raise PlanError(f"{what} receives element {element} twice; {once}")
-    # Boxes that do not meet are all of it if their volume is.
+    # Disjoint boxes inside the rank's elements are all of them if they have their volume.
     volume = sum(map(_measure, boxes))
     expected = math.prod(r.size for r in runs)
     if volume != expected:
@@ -355,8 +346,8 @@ def _check_partition(
         raise PlanError(f"{what} never receives element {element}; {once}")
 
 
-def _name_receiver(tensor: _Tensor, rank: int, addend: int) -> str:
-    """Who receives, and which addend where there are several."""
+def _name_receiver(tensor: _ClaimedTensor, rank: int, addend: int) -> str:
+    """The start of a message: the tensor, the rank, and the addend if there are several."""
     what = f"tensor {tensor.name!r}: rank {rank}"
     return f"{what}, addend {addend}" if tensor.rules[0, 0].addends > 1 else what
 
@@ -367,7 +358,7 @@ def _measure(box: Box) -> int:
 
 
 def _first_common(a: Box, b: Box) -> tuple[int, ...]:
-    """The first element of two boxes that meet."""
+    """The first common element of two boxes that overlap."""
     element = []
     for (begin, _), (other, _) in zip(a, b, strict=True):
         element.append(max(begin, other))
@@ -384,20 +375,20 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
     return tuple(element)
 
 
-# Transfers from elsewhere
+# Transfers made by other code
 
 
 def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """The transfers. Raises PlanError for what is not an iterable of them."""
+    """The transfers. Raises PlanError unless they are an iterable of Transfer."""
     if not isinstance(transfers, Iterable):
-        raise PlanError(f"transfers={transfers!r} are none; give an iterable of shardmath.Transfer")
-    return map(_read, listed(transfers, "transfers", PlanError))
+        what = f"transfers={transfers!r} is not an iterable"
+        raise PlanError(f"{what}; give an iterable of shardmath.Transfer")
+    return map(_read_transfer, listed(transfers, "transfers", PlanError))
 
 
-def _read(given: object) -> Transfer:
-    """The transfer, its names, slices and numbers Python's own. Raises PlanError for what is not
-    one, or has others."""
-    t = _check_transfer(given)
+def _read_transfer(given: object) -> Transfer:
+    """The transfer with Python's own names, slices and numbers. Raises PlanError if it has other ones."""
+    t = _require_transfer(given)
     sizes = listed(t.shape, "sizes", PlanError)
     return Transfer(
         tensor=_read_name(t.tensor, "tensor"),
@@ -423,9 +414,8 @@ def _read_integer(given: object, what: str) -> int:
     return as_integer(given, f"{what} of a transfer", PlanError)
 
 
-def _check_transfer(given: object) -> Transfer:
-    """The Transfer, if it is one of names, and of tuples of slices between integers. Raises
-    PlanError."""
+def _require_transfer(given: object) -> Transfer:
+    """The Transfer. Raises PlanError unless it is one, with text as names and tuples of integer slices as boxes."""
     if isinstance(given, Transfer):
         names = given.tensor, given.op, given.src_tensor, given.dst_tensor
         slices = given.src_slices, given.dst_slices, given.global_slices
@@ -437,19 +427,19 @@ def _check_transfer(given: object) -> Transfer:
 
 
 def _is_box(slices: object) -> bool:
-    """Whether this is a tuple of slices between integers."""
+    """Whether `slices` is a tuple of slices between integers."""
     return isinstance(slices, tuple) and all(map(_is_range, slices))
 
 
 def _is_range(given: object) -> bool:
-    """Whether this is a slice between integers."""
+    """Whether `given` is a slice between integers."""
     if not isinstance(given, slice):
         return False
     return isinstance(given.start, SupportsIndex) and isinstance(given.stop, SupportsIndex)
 
 
 def _read_slices(slices: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The slices, between Python's integers."""
+    """The slices with Python integers as ends."""
     what = "an end of a slice of a transfer"
     out = []
     for given in slices:

@@ -1,12 +1,12 @@
-"""Proof of parts: that what ranks really post, round by round, does what their plan says.
+"""Proof of parts: the messages that ranks post, round by round, do what their plan says.
 
-1. Ranks walk their steps in one ascending order, and post all of a step before they wait. Every
-   message that one posts the other posts, in the same step and the same place among those of their
-   pair. So the earliest step in which anybody waits has all of its messages: there is no deadlock.
-2. Pieces are transfers of the plan cut to size: they tile each transfer, none twice. (A program's
-   pieces may be relayed; that they bring what the plan promises is the proof of the program.)
-3. A message's pieces lie in it one after the other, each where its elements may begin.
-4. The addends of an element come in their order.
+1. Ranks walk their steps in one ascending order, and post all of a step before they wait. The two
+   ranks of a message both post it, in the same step and in the same order among their messages.
+   So the earliest step in which any rank waits has all of its messages: there is no deadlock.
+2. Pieces are transfers of the plan cut to size: they tile each transfer, without overlap. (A program's
+   pieces may be relayed; the program's proof shows that they bring what the plan promises.)
+3. The pieces of a message lie in it one after the other, each aligned to its elements.
+4. The addends of an element enter in their order.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
-    """Raise PlanError unless these parts, of every rank of one plan, do together what it says.
+    """Raise PlanError unless these parts, of every rank of one plan, together do what the plan says.
 
-    With `relays`, of a program, the pieces are not compared with the plan's transfers.
+    With `relays`, for parts of a program, the pieces are not compared with the plan's transfers.
     """
-    for one in parts:
-        _check_steps(one)
-        for each in one.rounds:
-            for message in each.messages:
+    for part in parts:
+        _check_steps(part)
+        for posted in part.rounds:
+            for message in posted.messages:
                 _check_places(message)
-        if not one.keeps_order:
-            raise PlanError(f"rank {one.rank} folds addends out of order; {FIX}, by addend")
+        if not part.keeps_order:
+            raise PlanError(f"rank {part.rank} folds addends out of order; {FIX}, by addend")
     _check_both_ends(parts)
     if parts and not relays:
         _check_pieces(parts[0].plan, parts)
 
 
-def _check_steps(one: RankProgram) -> None:
-    """Each round has one step, and later rounds have later ones."""
+def _check_steps(part: RankProgram) -> None:
+    """Check that each round has one step, later than the step of the round before."""
     before: Step | None = None
-    for each in one.rounds:
-        distinct = {message.step for message in each.messages}
+    for posted in part.rounds:
+        distinct = {message.step for message in posted.messages}
         steps = sorted(distinct)
         if len(steps) != 1 or (before is not None and steps[0] <= before):
-            what = f"rank {one.rank} has a round of the steps {steps} after {before}"
+            what = f"rank {part.rank} has a round of the steps {steps} after {before}"
             raise PlanError(f"{what}; {FIX}")
         before = steps[0]
 
 
 def _check_places(message: Message) -> None:
-    """Pieces begin where their elements may, after the end of the piece before."""
+    """Check that each piece begins at the first aligned byte after the piece before it."""
     end = 0
     for piece, start in zip(message.pieces, message.starts, strict=True):
         itemsize = piece.nbytes // math.prod(piece.shape)
@@ -79,16 +79,16 @@ def _check_places(message: Message) -> None:
 
 
 def _check_both_ends(parts: Sequence[RankProgram]) -> None:
-    """What one rank sends, the other receives, in the same step and order."""
+    """Check that what one rank sends, the other receives, in the same step and order."""
     sent: dict[_Pair, list[Message]] = defaultdict(list)
     received: dict[_Pair, list[Message]] = defaultdict(list)
-    for one in parts:
-        for each in one.rounds:
-            for message in each.sends:
-                pair = _Pair(message.step, one.rank, message.dst_rank)
+    for part in parts:
+        for posted in part.rounds:
+            for message in posted.sends:
+                pair = _Pair(message.step, part.rank, message.dst_rank)
                 sent[pair].append(message)
-            for message in each.receives:
-                pair = _Pair(message.step, message.src_rank, one.rank)
+            for message in posted.receives:
+                pair = _Pair(message.step, message.src_rank, part.rank)
                 received[pair].append(message)
     pairs = sent.keys() | received.keys()
     for pair in sorted(pairs):
@@ -101,7 +101,7 @@ def _check_both_ends(parts: Sequence[RankProgram]) -> None:
 
 
 def _show_sizes(posted: Sequence[Message]) -> str:
-    """The bytes of each message."""
+    """The bytes of each message, as text."""
     sizes = [f"{message.nbytes} B" for message in posted]
     return " and ".join(sizes) or "nothing"
 
@@ -115,7 +115,7 @@ def _make_key(t: Transfer) -> _Key:
 
 
 def _check_pieces(plan: Plan | Transposed, parts: Sequence[RankProgram]) -> None:
-    """Every transfer is tiled by the pieces that are cut from it."""
+    """Check that the pieces cut from each transfer tile it."""
     planned = _group_by_key(t for t in plan.transfers() if t.nbytes)
     posted = _group_by_key(_list_arriving(parts))
     keys = planned.keys() | posted.keys()
@@ -133,16 +133,15 @@ def _group_by_key(transfers: Iterable[Transfer]) -> defaultdict[_Key, list[Trans
 
 
 def _list_arriving(parts: Sequence[RankProgram]) -> Iterator[Transfer]:
-    """The pieces of all that any rank receives or keeps."""
-    for one in parts:
-        for each in one.rounds:
-            for message in each.arriving:
+    """The pieces of all messages that any rank receives or keeps."""
+    for part in parts:
+        for posted in part.rounds:
+            for message in posted.arriving:
                 yield from message.pieces
 
 
 def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transfer]) -> None:
-    """The pieces are the transfers, cut: as boxes of the tensor, of the source and of the
-    destination alike."""
+    """Check that the pieces of a key tile its transfers, in all three boxes: global, source and destination."""
     src, dst, tensor = key[:3]
     what = f"tensor {tensor!r} from rank {src} to rank {dst}"
     planned = sum(t.nbytes for t in transfers)
@@ -161,24 +160,24 @@ def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transf
 
 def _find_gap(t: Transfer, pieces: Sequence[Transfer]) -> tuple[int, ...] | None:
     """The first cell of a transfer that no piece brings."""
-    boxes = [from_slices(piece.dst_slices) for piece in pieces if _inside(piece, t)]
+    boxes = [from_slices(piece.dst_slices) for piece in pieces if _is_inside(piece, t)]
     held = [[span] for span in from_slices(t.dst_slices)]
     return first_gap(held, boxes)
 
 
-def _inside(piece: Transfer, t: Transfer) -> bool:
-    """Whether the piece is a part of the transfer, at one place in all three of its boxes."""
+def _is_inside(piece: Transfer, t: Transfer) -> bool:
+    """Whether the piece is a part of the transfer, at the same offset in all three boxes."""
     source = _find_offset(piece.src_slices, t.src_slices)
     target = _find_offset(piece.dst_slices, t.dst_slices)
     tensor = _find_offset(piece.global_slices, t.global_slices)
     return source is not None and source == target == tensor
 
 
-def _find_offset(box: tuple[slice, ...], of: tuple[slice, ...]) -> tuple[int, ...] | None:
-    """Where a box begins in another one; None where it is not inside."""
+def _find_offset(box: tuple[slice, ...], outer: tuple[slice, ...]) -> tuple[int, ...] | None:
+    """The offset of a box in an outer box; None if it is not inside."""
     offset = []
-    for a, b in zip(box, of, strict=True):
-        if a.start < b.start or b.stop < a.stop:
+    for inside, whole in zip(box, outer, strict=True):
+        if inside.start < whole.start or whole.stop < inside.stop:
             return None
-        offset.append(a.start - b.start)
+        offset.append(inside.start - whole.start)
     return tuple(offset)

@@ -1,15 +1,15 @@
-"""Proof: that a plan's tables do what its layouts ask for, without expanding them.
+"""Proof: a plan's tables do what its layouts ask for. The tables are read without expanding them.
 
-What is read is what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts.
-Once these are tables at all (`shapes`) and well formed (`templates`, `tables`):
+The proof reads what `transfers` expands: names, units, rows, sets of ranks, blocks, lines and cuts.
+Once these have the right types (`shapes`) and are well formed (`templates`, `tables`):
 
-1. **Tensors** are in one group of batches each, as `batches` says.
+1. **Tensors**: each is in one group of batches, as `batches` checks.
 2. **Ends**: all holders of a line hold the units of its rows, all receivers of a block want them.
-3. **Once**: no receiver has an element from two rows, and where any one addend may receive, all
-   replicas agree on it.
+3. **Once**: no receiver gets an element from two rows; if any one addend may receive, all
+   replicas choose the same one.
 4. **Counting**: as many elements arrive everywhere as there are cells, so every cell is reached.
 
-The cost is that of the tables: rows, batches and distinct sets of ranks, not pairs of ranks.
+The cost grows with the tables: rows, batches and distinct sets of ranks, not pairs of ranks.
 
 >>> from dataclasses import replace
 >>> from shardmath.layouts.layout import Layout
@@ -19,7 +19,7 @@ The cost is that of the tables: rows, batches and distinct sets of ranks, not pa
 >>> prove(p)
 >>> prove(replace(p, lines=replace(p.lines, cuts=p.lines.cuts * 0)))
 Traceback (most recent call last):
-shardmath.PlanError: line 0, of ranks (0,), is not cut from its first byte to its last; make the plan anew
+shardmath.PlanError: line 0, of ranks (0,), is not cut from its first byte to its last; make the plan again
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _list_sets_of_rows(demands: Demands) -> tuple[Ints, Ints]:
 
 
 def _check_ends(plan: Plan, places: Places) -> None:
-    """Every holder of a row's line has its unit, and every receiver wants it."""
+    """Check that every holder of a row's line has the row's unit, and that every receiver wants it."""
     holders, receivers = _list_sets_of_rows(plan.lines)
     for rows in _list_distinct_rows(plan, holders, source=True):
         _check_end(plan, places, rows, holders[rows], source=True)
@@ -84,22 +84,22 @@ def _check_ends(plan: Plan, places: Places) -> None:
 
 
 def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
-    """One row of all that ask the same: whether a set of ranks of a mesh has a unit's parts.
+    """Rows without repetitions: of the rows that need the same check, the first.
 
-    Those of one template and mesh stand together.
+    Rows need the same check if the same set of ranks of the same mesh must have the same parts. Each array
+    holds the rows of one template and mesh.
     """
     number: dict[tuple[Template, Mesh], int] = {}
     numbers = []
     for batch in plan.batches:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
-        own = number.setdefault(key, len(number))
-        numbers.append(own)
+        numbers.append(number.setdefault(key, len(number)))
     of_batch = np.array(numbers, np.int64)
     end = of_batch[plan.lines.batch]
     codes = [find_end(t, source).code for t, _ in number]
     code = pick(codes, end, plan.lines.unit)
-    # Rows that ask the same stand together in this order; the first of each are taken.
+    # In this order, rows that need the same check are adjacent; the first of each is taken.
     order = np.lexsort((sets, code, end))
     is_new = _find_new(sets[order], code[order], end[order])
     rows = order[is_new]
@@ -110,7 +110,7 @@ def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
 
 
 def _find_new(*columns: Ints) -> Bools:
-    """Which rows differ in some column from the row before."""
+    """Whether each row differs in some column from the row before it."""
     is_new = np.zeros(len(columns[0]), bool)
     for column in columns:
         is_new |= np.diff(column, prepend=-1) != 0
@@ -118,7 +118,7 @@ def _find_new(*columns: Ints) -> Bools:
 
 
 def _check_end(plan: Plan, places: Places, rows: Ints, sets: Ints, *, source: bool) -> None:
-    """The sets of ranks have the units of their rows, all of one template and mesh."""
+    """Check that the sets of ranks have the units of their rows; all rows are of one template and mesh."""
     first = int(rows[0])
     batch = _batch_of(plan, first)
     mesh = batch.src if source else batch.dst
@@ -135,15 +135,16 @@ def _check_end(plan: Plan, places: Places, rows: Ints, sets: Ints, *, source: bo
 def _raise_stranger(
     plan: Plan, rows: Ints, sets: Ints, owner: Ints, first: int, source: bool
 ) -> NoReturn:
-    """Raise PlanError for the first rank that has not what its row says, in the order of the sets."""
-    at = int(owner[first])
-    ranks = plan.lines.sets[int(sets[at])]
-    rank = ranks[first - int(np.searchsorted(owner, at))]
-    row = int(rows[at])
+    """Raise PlanError for member `first` of all sets end to end, which lacks the unit of its row."""
+    i = int(owner[first])
+    ranks = plan.lines.sets[int(sets[i])]
+    # Members stand set by set, so the index in the set counts from the set's first member.
+    rank = ranks[first - int(np.searchsorted(owner, i))]
+    row = int(rows[i])
     name = _batch_of(plan, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
     what = f"tensor {name!r}: rank {rank} is to {does} element {_element_of(plan, row)}"
-    raise PlanError(f"{what}, which it does not hold at the {where}; make the plan anew")
+    raise PlanError(f"{what}, which it does not hold at the {where}; make the plan again")
 
 
 def _batch_of(plan: Plan, row: int) -> Batch:
@@ -174,10 +175,10 @@ def _element_of(plan: Plan, row: int) -> tuple[int, ...]:
 
 
 def _check_once(plan: Plan, places: Places) -> None:
-    """No receiver has elements from two rows, and all receivers of an element are of one addend."""
+    """Check that no receiver gets an element from two rows, and that all its receivers have one addend."""
     demands = plan.lines
     _, asking = _list_sets_of_rows(demands)
-    # Rows of one unit stand together, by their elements.
+    # In this order, the rows of one unit are adjacent and ascend by their elements.
     order = np.lexsort((asking, demands.lo, demands.unit, demands.batch))
     first = _find_groups(plan, order)
     for rows in _group_rows(plan, order, first, asking):
@@ -185,9 +186,9 @@ def _check_once(plan: Plan, places: Places) -> None:
 
 
 def _find_groups(plan: Plan, order: Ints) -> Ints:
-    """Where the rows of other elements begin, in this order.
+    """The places in `order` where rows of other elements begin.
 
-    Two that follow each other have the same elements, or none in common, or are refused.
+    Raises PlanError if two adjacent rows share some elements but not all.
     """
     demands = plan.lines
     lo = demands.lo[order]
@@ -200,21 +201,21 @@ def _find_groups(plan: Plan, order: Ints) -> Ints:
     meets[1:] &= lo[1:] < hi[:-1]
     for row in order[meets & ~is_same].tolist():
         what = f"tensor {_batch_of(plan, row).names[0]!r}: element {_element_of(plan, row)}"
-        require(False, f"{what} is in two rows that are not alike")
+        require(False, f"{what} is in two rows with different elements")
     return np.flatnonzero(~is_same)
 
 
 def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
-    """The rows of the same elements, one group of all that are asked for by the same sets.
+    """Groups of rows with the same elements; of the groups that the same sets ask for, one.
 
-    Groups follow each other in `order` and begin at `first`. Left out are those in which nothing
-    can be wrong: of one row, where the destination chooses no addend.
+    The groups are adjacent in `order` and begin at `first`. A group of one row is left out if the destination
+    chooses no addend: nothing can be wrong in it.
     """
     rule = _number_choices(plan)[plan.lines.batch]
     ends = np.append(first, len(order))
     count = Offsets(ends).counts()
     for k in np.unique(count).tolist():
-        # Groups of k rows each as a table, whose rows numpy can tell apart.
+        # The groups of k rows as the rows of a table, so that numpy can compare them.
         begin = first[count == k]
         places = begin[:, None] + np.arange(k)
         groups = order[places]
@@ -222,12 +223,12 @@ def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[
         groups = groups[chooses | (k > 1)]
         heads = groups[:, :1]
         asked = np.hstack((rule[heads], asking[groups]))
-        _, some = np.unique(asked, axis=0, return_index=True)
-        yield from groups[some]
+        _, distinct_groups = np.unique(asked, axis=0, return_index=True)
+        yield from groups[distinct_groups]
 
 
 def _number_choices(plan: Plan) -> Ints:
-    """By batch, a number for each template and mesh whose destination chooses an addend; else 0."""
+    """By batch, the number of its template and mesh, from 1, if the destination chooses an addend; else 0."""
     number: dict[tuple[Template, Mesh], int] = {}
     out = np.zeros(len(plan.batches), np.int64)
     for i, batch in enumerate(plan.batches):
@@ -238,39 +239,35 @@ def _number_choices(plan: Plan) -> Ints:
 
 
 def _check_apart(plan: Plan, places: Places, rows: Ints, sets: list[int]) -> None:
-    """Sets that receive the same elements are disjoint.
-
-    Where any one addend may receive, they are of one.
-    """
+    """Check that sets that receive the same elements are disjoint, and have one addend if one is chosen."""
     row = int(rows[0])
     batch = _batch_of(plan, row)
-    at = _element_of(plan, row)
+    element = _element_of(plan, row)
     what = f"tensor {batch.names[0]!r}:"
     times: Counter[int] = Counter()
     for number in sets:
         times.update(plan.lines.sets[number])
     for rank, count in times.items():
         if count > 1:
-            twice = f"{what} rank {rank} receives element {at} twice"
-            raise PlanError(f"{twice}; it is to be received exactly once")
+            twice = f"{what} rank {rank} receives element {element} twice"
+            raise PlanError(f"{twice}; it must be received exactly once")
     t = batch.template
-    addend = t.dst.mesh.coordinate(t.reduction.chosen)
+    addend_of = t.dst.mesh.coordinate(t.reduction.chosen)
     positions, _ = places.within(batch.dst).of(np.array(sets, np.int64))
-    found = set(addend[positions].tolist())
-    if len(found) > 1:
-        a, b, *_ = sorted(found)
+    addends = set(addend_of[positions].tolist())
+    if len(addends) > 1:
+        a, b, *_ = sorted(addends)
         where = f"addend {a} of some replicas and to addend {b} of others"
-        raise PlanError(f"{what} element {at} goes to {where}; replicas have to stay equal")
+        raise PlanError(f"{what} element {element} goes to {where}; replicas have to stay equal")
 
 
 # Counting
 
 
 def _check_complete(plan: Plan, groups: Sequence[Sequence[Batch]], places: Places) -> None:
-    """As many elements arrive everywhere, of every tensor and addend, as there are cells."""
-    arrivals = _count_arrivals(plan, places)
+    """Check that as many elements arrive at every position, of every tensor and addend, as it has cells."""
     ids = map(id, plan.batches)
-    arrive = dict(zip(ids, arrivals, strict=True))
+    arrivals = dict(zip(ids, _count_arrivals(plan, places), strict=True))
     for group in groups:
         windows: dict[int, list[Batch]] = {}
         for batch in group:
@@ -279,12 +276,12 @@ def _check_complete(plan: Plan, groups: Sequence[Sequence[Batch]], places: Place
             _check_ranks(batches)
             total = np.zeros(batches[0].dst.size, np.int64)
             for batch in batches:
-                total += arrive[id(batch)]
+                total += arrivals[id(batch)]
             _check_count(plan, batches, total)
 
 
 def _check_ranks(batches: Sequence[Batch]) -> None:
-    """Batches of one window are to the same ranks in the same order."""
+    """Check that the batches of one window go to the same ranks in the same order."""
     first = batches[0]
     same = all(batch.dst.ranks == first.dst.ranks for batch in batches)
     name = first.names[0]
@@ -292,17 +289,17 @@ def _check_ranks(batches: Sequence[Batch]) -> None:
 
 
 def _count_arrivals(plan: Plan, places: Places) -> Iterator[Ints]:
-    """By batch, how many elements each position of its destination gets."""
+    """By batch, how many elements each position of its destination receives."""
     _, receivers = _list_sets_of_rows(plan.lines)
     elements = plan.lines.hi - plan.lines.lo
-    # Tensors of one kind are many batches that ask the same.
+    # Tensors of one kind are many batches that receive the same.
     known: dict[object, Ints] = {}
     for batch, rows in zip(plan.batches, _list_rows(plan), strict=True):
         sets = receivers[rows]
         sizes = elements[rows]
         key = batch.dst, sets.tobytes(), sizes.tobytes()
         if key not in known:
-            known[key] = _add_up(batch.dst, places, sets, sizes)
+            known[key] = _sum_by_position(batch.dst, places, sets, sizes)
         yield known[key]
 
 
@@ -316,8 +313,8 @@ def _list_rows(plan: Plan) -> Iterator[Ints]:
         yield order[begin:end]
 
 
-def _add_up(mesh: Mesh, places: Places, sets: Ints, sizes: Ints) -> Ints:
-    """By position of the mesh, the total of the sizes of what goes to the sets that it is in."""
+def _sum_by_position(mesh: Mesh, places: Places, sets: Ints, sizes: Ints) -> Ints:
+    """By position of the mesh, the total size of the rows that go to sets that contain it."""
     numbers, which = distinct(sets)
     of_set = np.zeros(len(numbers), np.int64)
     np.add.at(of_set, which, sizes)
@@ -328,25 +325,24 @@ def _add_up(mesh: Mesh, places: Places, sets: Ints, sizes: Ints) -> Ints:
 
 
 @memo()
-def _ask(t: Template) -> tuple[Ints, Ints]:
-    """By position of the destination: its group, of which one receives for all, and the elements it
-    asks for."""
+def _count_needed(t: Template) -> tuple[Ints, Ints]:
+    """By position of the destination: its group, of which one member receives, and the elements that it needs."""
     mesh = t.dst.mesh
     others = [axis for axis in mesh.shape if axis not in t.reduction.chosen]
     group = mesh.coordinate(others)
-    asked = count_cells(t.dst) * t.reduction.addends
-    return group, asked
+    needed = count_cells(t.dst) * t.reduction.addends
+    return group, needed
 
 
-def _check_count(plan: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
-    """As many elements arrive at each position as it asks for."""
+def _check_count(plan: Plan, batches: Sequence[Batch], arriving: Ints) -> None:
+    """Check that as many elements arrive at each position, or at its group, as the position needs."""
     t = batches[0].template
-    group, asked = _ask(t)
+    group, needed = _count_needed(t)
     if t.reduction.chosen:
-        together = np.zeros_like(arrive)
-        np.add.at(together, group, arrive)
-        arrive = together[group]
-    for position in np.flatnonzero(arrive != asked).tolist():
+        by_group = np.zeros_like(arriving)
+        np.add.at(by_group, group, arriving)
+        arriving = by_group[group]
+    for position in np.flatnonzero(arriving != needed).tolist():
         members = np.flatnonzero(group == group[position])
         _raise_missing(plan, batches, set(members.tolist()), position)
 
@@ -354,7 +350,7 @@ def _check_count(plan: Plan, batches: Sequence[Batch], arrive: Ints) -> None:
 def _raise_missing(
     plan: Plan, batches: Sequence[Batch], group: set[int], position: int
 ) -> NoReturn:
-    """Raise PlanError for the first element that neither a position nor any of its group gets."""
+    """Raise PlanError for the first element that no position of the group receives."""
     first = batches[0]
     t = first.template
     boxes = _list_boxes(plan, batches, group)
@@ -369,18 +365,18 @@ def _raise_missing(
     what = f"tensor {first.names[0]!r}: rank {first.dst.ranks[position]}"
     if addends > 1:
         what += f", addend {addend}"
-    raise PlanError(f"{what} never receives element {gap}; it is to be received exactly once")
+    raise PlanError(f"{what} never receives element {gap}; it must be received exactly once")
 
 
 def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int, list[Box]]:
-    """By addend, the global boxes of all that arrives at positions of a group."""
+    """By addend, the global boxes of everything that these batches bring to positions of a group."""
     demands = plan.lines
-    mine = set(map(id, batches))
+    batch_ids = set(map(id, batches))
     holders, receivers = _list_sets_of_rows(demands)
     boxes: dict[int, list[Box]] = {}
     for row in range(len(demands.batch)):
         batch = _batch_of(plan, row)
-        if id(batch) not in mine:
+        if id(batch) not in batch_ids:
             continue
         unit = int(demands.unit[row])
         lo = int(demands.lo[row])
@@ -388,8 +384,8 @@ def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[i
         holding = demands.sets[holders[row]]
         asking = demands.sets[receivers[row]]
         sender = batch.src.position(holding[0])
-        there = map(batch.dst.position, asking)
-        for receiver in group.intersection(there):
+        receiving = map(batch.dst.position, asking)
+        for receiver in group.intersection(receiving):
             pieces = expand(batch.template, unit, sender, receiver, lo, hi)
             for piece in pieces:
                 box = from_slices(piece.global_slices)

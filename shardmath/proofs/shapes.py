@@ -1,7 +1,7 @@
-"""Shapes: whether what a proof reads are tables at all.
+"""Shapes: checks that the tables that a proof reads have the right types and dimensions.
 
-Every value is of the kind that its class annotates, and every column an array of as many dimensions as it should have.
-Once that holds, wrong tables are found by what they say (`tables`), and any other error is a fault of ours.
+Every value must have the type that its class annotates, and every column be an array of the right number of dimensions.
+Once that holds, later checks find wrong tables by their content (`tables`), and any other error is a bug of shardmath.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ TABLES = (Bands, Batch, Demands, Legs, Members, Overlay, Partition, Template)
 """Classes whose fields are checked too."""
 
 PLAIN = (int, str)
-"""Classes whose values have nothing inside that is looked at."""
+"""Classes whose values have no parts to check."""
 
 MATRICES = {"Overlay.src", "Overlay.dst", "Template.unit_pairs"}
 """Columns with a number for each row and part, or unit and dimension; others have one number each."""
 
 
 def require(holds: object, what: str) -> None:
-    """Raise PlanError, which says `what` is wrong, unless it holds."""
+    """Raise PlanError, saying `what` is wrong, unless `holds`."""
     if not holds:
-        raise PlanError(f"{what}; make the plan anew")
+        raise PlanError(f"{what}; make the plan again")
 
 
-# Of their kind
+# Types
 
 
 def _check_kind(value: object, kind: Any, what: str, seen: set[int]) -> None:
-    """The value is of that kind: a class, an array, or a tuple of such; and so is what is in a table.
+    """Check that a value, and everything in it, is of a kind: a class, an array, or a tuple of one of these.
 
-    Tables that were `seen` are passed over: tensors share them.
+    Tables in `seen` are skipped: tensors share them.
     """
     origin = get_origin(kind) or kind
     expected = kind if origin is UnionType else origin
@@ -75,7 +75,7 @@ def _check_kind(value: object, kind: Any, what: str, seen: set[int]) -> None:
 
 
 def _check_fields(table: object, kind: type, seen: set[int]) -> None:
-    """The fields of a table, unless it was seen, are of their kinds."""
+    """Check that the fields of a table that was not seen before are of their kinds."""
     if id(table) not in seen:
         seen.add(id(table))
         for field, inner in _list_kinds(kind):
@@ -83,7 +83,8 @@ def _check_fields(table: object, kind: type, seen: set[int]) -> None:
 
 
 def _check_items(values: tuple[object, ...], kind: Any, what: str, seen: set[int]) -> None:
-    """All values are of that kind; of names and ranks, by the tens of thousands, it is enough to see their types."""
+    """Check that all values are of a kind."""
+    # Of names and ranks there are tens of thousands, and looking at their types is enough.
     if kind in PLAIN and {*map(type, values)} <= {kind}:
         return
     for i, value in enumerate(values):
@@ -92,14 +93,14 @@ def _check_items(values: tuple[object, ...], kind: Any, what: str, seen: set[int
 
 @memo()
 def _list_kinds(table: type) -> list[tuple[str, Any]]:
-    """The fields of a table and their kinds, without those in which it keeps what it has found out."""
+    """The fields of a table and their kinds, without the fields that only cache results."""
     kinds = get_type_hints(table)
     given = [field.name for field in fields(table) if field.init]
     return [(name, kinds[name]) for name in given]
 
 
 def check_plan_shapes(plan: Plan) -> None:
-    """Raise PlanError unless the tables of a plan are tables."""
+    """Raise PlanError unless the tables of a plan have the right types."""
     seen: set[int] = set()
     ranks = tuple[int, ...]
     kinds = {"src_ranks": ranks, "dst_ranks": ranks, "lines": Demands, "batches": tuple[Batch, ...]}
@@ -108,14 +109,14 @@ def check_plan_shapes(plan: Plan) -> None:
 
 
 def check_program_shapes(prog: Program) -> None:
-    """Raise PlanError unless the tables of a program, but for those of its plan, are tables."""
+    """Raise PlanError unless the tables of a program, except its plan's, have the right types."""
     seen: set[int] = set()
     for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
         _check_kind(getattr(prog, field), kind, f"Program.{field}", seen)
 
 
 def check_integers(table: Overlay | Template | Demands) -> None:
-    """Raise PlanError unless all columns are of 64-bit integers: no float decides anything, and no sum is cut off."""
+    """Raise PlanError unless all columns are 64-bit integers: no float decides anything, and no sum is cut off."""
     for field in fields(table):
         column = getattr(table, field.name)
         if not isinstance(column, np.ndarray):
@@ -129,7 +130,7 @@ def check_integers(table: Overlay | Template | Demands) -> None:
 
 
 def check_sides(plan: Plan | Transposed) -> None:
-    """Raise PlanError unless all that is said of tensors is said of the same ones, and of its kind."""
+    """Raise PlanError unless the source, destination and rules are of the right types, and have the same tensors."""
     if isinstance(plan, Transposed):
         _check_forward(plan.forward)
     seen: set[int] = set()
@@ -148,7 +149,7 @@ def check_sides(plan: Plan | Transposed) -> None:
 
 
 def _check_forward(forward: object) -> None:
-    """Raise PlanError unless what an adjoint turns round is a plan, and is said of the same tensors."""
+    """Raise PlanError unless the forward plan of an adjoint is a Plan that `check_sides` accepts."""
     if not isinstance(forward, Plan):
         what = f"forward={shown(forward)} is not a Plan"
         raise PlanError(f"{what}; transpose one by adjoint(plan)")
@@ -156,7 +157,7 @@ def _check_forward(forward: object) -> None:
 
 
 def _check_windows(side: object, what: str, seen: set[int]) -> None:
-    """Every tensor of the side has windows, which are layouts."""
+    """Check that every tensor of a side has windows, and that they are layouts."""
     _check_values(side, Windows, what, seen)
     assert isinstance(side, dict)
     # Tens of thousands of tensors share their windows.
@@ -167,7 +168,7 @@ def _check_windows(side: object, what: str, seen: set[int]) -> None:
 
 
 def _check_values(by_name: object, kind: type, what: str, seen: set[int]) -> None:
-    """The values are of the class itself, by names, in a dict: another mapping may change its mind."""
+    """Check that values by name are a dict of exactly this class: another mapping may change between two reads."""
     _check_kind(by_name, dict, what, seen)
     assert isinstance(by_name, dict)
     names = {type(name): name for name in by_name}

@@ -1,7 +1,7 @@
-"""Simulate: what a plan or a program means, all ranks in one process, in numpy.
+"""Simulate: the meaning of a plan or a program, with all ranks in one process, in numpy.
 
 The oracle that every backend is compared with: obviously right and kept slow. Destination arrays
-start as zeros (holes stay so), their own cells at `Plan.fill`; pieces enter in order of addend; an
+start as zeros, and their cells of the tensor as `Plan.fill`; pieces enter in order of addend; an
 average is divided at the end.
 
 >>> import numpy as np
@@ -43,21 +43,20 @@ FOLD: dict[str, Callable[[Array, Array], Array]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-"""How a piece enters, given what is there, by the operation of its transfer."""
+"""By a transfer's operation, the function of the value that is there and the piece that enters."""
 
 NO_NUMBERS = "OSUMmT"
-"""Kinds of numpy's dtypes: objects, text and times. Those of other libraries have kinds of their
-own."""
+"""Kinds of numpy's dtypes that are not numbers: objects, text and times. Dtypes of other libraries have other kinds."""
 
 
 def simulate(
     plan: Plan | Transposed | Program, shards: Shards
 ) -> dict[int, Array] | dict[int, dict[str, Array]]:
-    """The destination's local arrays, given the source's; of a program, round by round.
+    """The destination's local arrays after the plan, given the source's; a program runs round by round.
 
-    For two Layouts {rank: array} gives {rank: array}; for mappings, or tensors held as several
-    windows, the values are mappings by local name (`name`, or `name[i]` for window i). Any numpy
-    dtype. Raises PlanError for a missing rank or tensor, or an array whose shape is not the
+    A plan of two Layouts takes {rank: array} and returns {rank: array}; for mappings, or tensors held as
+    several windows, the values are mappings by local name (`name`, or `name[i]` for window i). Arrays may
+    have any numeric dtype. Raises PlanError if a rank or tensor is missing, or if an array does not have the
     layout's local shape.
     """
     if not isinstance(plan, Plan | Transposed):
@@ -80,9 +79,9 @@ def simulate(
 
 
 def as_program(given: object) -> Program:
-    """The Program, which is imported here because few who import this have one.
+    """The Program. Raises PlanError if `given` is anything else.
 
-    Raises PlanError for anything else.
+    The class is imported here because few programs that import this module have one.
     """
     from shardmath.plans.programs.program import Program
 
@@ -110,8 +109,7 @@ def _make_destination(plan: Movable, held: _Arrays) -> dict[int, dict[str, Array
 
 
 def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
-    """Bring the pieces, each from these arrays, to their destinations; all are read before any is
-    written."""
+    """Move the pieces, each from the arrays next to it, into `out`; all are read before any is written."""
     read = []
     for t, source in pieces:
         array = source[t.src_rank][t.src_tensor]
@@ -124,22 +122,21 @@ def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
 
 
 def _run_transfers(plan: Plan | Transposed, held: _Arrays, out: _Arrays) -> None:
-    """All transfers of a plan, in order of addend."""
+    """Run all transfers of a plan, in order of addend."""
     for rank in out:
         transfers = sorted(plan.transfers(dst=rank), key=lambda t: t.addend)
         _enter(out, [(t, held) for t in transfers])
 
 
 def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
-    """All rounds of all ranks, step by step; what is relayed is read where it has arrived."""
+    """Run all rounds of all ranks, step by step; relayed pieces are read from destination arrays."""
     steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
     for rank in out:
-        rounds = prog.for_rank(rank)
-        for one in rounds:
-            pieces = steps.setdefault(one.step, [])
-            for m in one.arriving:
-                source = out if m.relayed else held
-                pieces += [(t, source) for t in m.pieces]
+        for round_ in prog.for_rank(rank):
+            pieces = steps.setdefault(round_.step, [])
+            for message in round_.arriving:
+                source = out if message.relayed else held
+                pieces += [(t, source) for t in message.pieces]
     for step in sorted(steps):
         _enter(out, steps[step])
 
@@ -149,8 +146,8 @@ def _read_arrays(plan: Movable, shards: Shards, rank: int) -> dict[str, Array]:
     if rank not in shards:
         ranks = ", ".join(map(str, plan.src_ranks))
         raise PlanError(f"no source arrays for rank {rank}; give them for ranks {ranks}")
-    mine: object = shards[rank]
-    named = mine if isinstance(mine, Mapping) else {"": mine}
+    arrays: object = shards[rank]
+    named = arrays if isinstance(arrays, Mapping) else {"": arrays}
     given = cast(Mapping[str, Array], named)
     out = {}
     for name, windows in plan.src.items():
@@ -160,8 +157,7 @@ def _read_arrays(plan: Movable, shards: Shards, rank: int) -> dict[str, Array]:
 
 
 def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
-    """One source array. Raises PlanError for one that is missing, not of numbers, or of another
-    shape."""
+    """One source array. Raises PlanError if it is missing, not numeric, or of another shape than the layout's."""
     if key not in given:
         names = ", ".join(map(repr, given)) or "none"
         raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {names}")
@@ -169,29 +165,28 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
     try:
         array = np.asarray(given[key])
     except ValueError as error:
-        raise PlanError(f"{what} is none: {error}; pass a numpy array") from None
+        raise PlanError(f"{what} is not an array: {error}; pass a numpy array") from None
     if array.dtype.kind in NO_NUMBERS:
         raise PlanError(f"{what} has dtype {array.dtype}; pass numbers")
     expected = layout.local_shape(rank)
     if array.shape != expected:
-        there = f"{layout} has {expected} there"
-        raise PlanError(f"{what} has shape {array.shape}, {there}; pass that local array")
+        local = f"{layout} has {expected} there"
+        raise PlanError(f"{what} has shape {array.shape}, {local}; pass that local array")
     return array
 
 
 def _find_dtype(plan: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
-    """The dtype of all arrays of a tensor. Raises PlanError for several, and for integers to be
-    averaged."""
+    """The dtype of all arrays of a tensor. Raises PlanError if there are several, or if integers are averaged."""
     keys = set(plan.src[name].local_names(name))
     # The last rank that holds an array of each dtype.
-    found: dict[np.dtype[Any], int] = {}
+    rank_of: dict[np.dtype[Any], int] = {}
     for rank, arrays in held.items():
         for key in keys & arrays.keys():
-            found[arrays[key].dtype] = rank
-    if len(found) != 1:
-        shown = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in found.items())
-        raise PlanError(f"tensor {name!r} has several dtypes: {shown}; pass one")
-    dtype = next(iter(found))
+            rank_of[arrays[key].dtype] = rank
+    if len(rank_of) != 1:
+        dtypes = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in rank_of.items())
+        raise PlanError(f"tensor {name!r} has several dtypes: {dtypes}; pass one")
+    dtype = next(iter(rank_of))
     if plan.divisor(name) > 1 and dtype.kind in "biu":
         what = f"tensor {name!r} is averaged, and its arrays are {dtype}"
         raise PlanError(f"{what}; pass floating or complex ones")
@@ -199,7 +194,7 @@ def _find_dtype(plan: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
 
 
 def _make_array(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex | None) -> Array:
-    """Zeros, and the fill in what the rank holds of the tensor."""
+    """An array of zeros, with the fill in the cells that hold elements of the tensor."""
     out = np.zeros(layout.local_shape(rank), dtype)
     if fill is not None:
         # Positions of holes are negative.
@@ -209,7 +204,7 @@ def _make_array(layout: Layout, rank: int, dtype: np.dtype[Any], fill: complex |
 
 
 def _divide(plan: Movable, arrays: dict[str, Array]) -> None:
-    """Divide what is averaged, in place of the sum."""
+    """Replace the sums of averaged tensors by the averages."""
     for name, windows in plan.dst.items():
         divisor = plan.divisor(name)
         if divisor == 1:

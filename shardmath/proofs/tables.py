@@ -1,11 +1,10 @@
-"""Tables: whether a plan's demands are well formed, so that both ends of a pair expand the same
-transfers from them.
+"""Tables: checks that a plan's demands are well formed, so that both ends of a pair expand the same transfers.
 
 **Lines** are blocks laid end to end, blocks are rows laid end to end, and lines are cut from the
 first byte to the last, where pieces may be cut.
 
-What they say of tensors and ranks is for `plan_proof`, which asks `Places` where in a mesh a set of
-ranks is.
+`plan_proof` checks what the tables say of tensors and ranks. It finds the positions of a set of
+ranks in a mesh by `Places`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
 
 
 def _require_rows(demands: Demands, batches: Sequence[Batch], holds: Bools, what: str) -> None:
-    """Raise PlanError, which says `what` is wrong with a row of which tensor, unless all hold."""
+    """Raise PlanError for the first row that does not hold, naming its tensor and `what` is wrong."""
     for row in np.flatnonzero(~holds).tolist():
         name = _name_row(demands, batches, row)
         require(False, f"tensor {name!r}: row {row} {what}")
 
 
 def _require_blocks(demands: Demands, batches: Sequence[Batch], holds: Bools, what: str) -> None:
-    """Raise PlanError, which says `what` is wrong with a block for which ranks, unless all hold."""
+    """Raise PlanError for the first block that does not hold, naming its ranks and `what` is wrong."""
     for block in np.flatnonzero(~holds).tolist():
         name = _name_row(demands, batches, int(demands.row_first[block]))
         ranks = demands.asked_by(block)[:8]
@@ -57,7 +56,7 @@ def _require_blocks(demands: Demands, batches: Sequence[Batch], holds: Bools, wh
 
 
 def _require_lines(demands: Demands, holds: Bools, what: str) -> None:
-    """Raise PlanError, which says `what` is wrong with a line of which ranks, unless all hold."""
+    """Raise PlanError for the first line that does not hold, naming its ranks and `what` is wrong."""
     for line in np.flatnonzero(~holds).tolist():
         ranks = demands.held_by(line)[:8]
         require(False, f"line {line}, of ranks {ranks}, {what}")
@@ -73,7 +72,7 @@ def _name_row(demands: Demands, batches: Sequence[Batch], row: int) -> str:
 
 
 def _check_tables(demands: Demands) -> None:
-    """The tables fit each other: lines have blocks, blocks have rows, and a line has cuts."""
+    """Check that the tables fit each other: lines have blocks and cuts, blocks have rows."""
     rows = (
         demands.batch,
         demands.unit,
@@ -93,8 +92,7 @@ def _check_tables(demands: Demands) -> None:
 
 
 def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
-    """Whether each owner i has some of what is owned: items `first[i]..first[i+1]-1` of all
-    columns."""
+    """Whether each owner i has items, which are `first[i]..first[i+1]-1` of all owned columns."""
     if len(first) != len(owners) + 1 or first[0] != 0:
         return False
     counts = np.diff(first)
@@ -104,19 +102,19 @@ def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
 
 
 def check_numbers_of_sets(demands: Demands) -> None:
-    """Holders and receivers are sets that there are."""
+    """Check that holders and receivers are numbers of existing sets."""
     for column in (demands.holders, demands.receivers):
         _check_known(column, len(demands.sets))
 
 
 def _check_known(column: Ints, count: int) -> None:
-    """Numbers are of `count` sets or batches."""
+    """Check that the numbers are from 0 to count - 1."""
     known = (column >= 0) & (column < count)
     require(known.all(), "lines are of unknown ranks or tensors")
 
 
 def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Sets are of ascending ranks, and every number is one of something."""
+    """Check that sets have ascending ranks, and that sets, batches and units exist."""
     for ranks in demands.sets:
         ascending = ranks and all(map(operator.lt, ranks, ranks[1:]))
         require(ascending, f"ranks {ranks[:8]} are not ascending")
@@ -126,7 +124,7 @@ def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
 
 
 def _check_units(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Rows are of units that there are, and inside them."""
+    """Check that the rows' units exist, and that rows lie inside them."""
     unit = demands.unit
     sizes = [batch.template.unit_size for batch in batches]
     counts = lengths(sizes)
@@ -143,7 +141,7 @@ def _check_units(demands: Demands, batches: Sequence[Batch]) -> None:
 
 
 def _check_rows(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Rows have the bytes of their elements, end to end in their blocks, whose addends they are."""
+    """Check that rows have the bytes of their elements, lie end to end in blocks, and are of their addends."""
     each, row_bytes = _measure_rows(demands, batches)
     same = each == demands.each
     _require_rows(demands, batches, same, "is not of the bytes of its elements")
@@ -159,7 +157,7 @@ def _check_rows(demands: Demands, batches: Sequence[Batch]) -> None:
 
 
 def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
-    """By row: bytes of one tensor, and of all tensors of its batch."""
+    """By row: its bytes in one tensor, and in all tensors of its batch."""
     itemsizes = [batch.template.src.itemsize for batch in batches]
     itemsize = np.array(itemsizes, np.int64)
     tensors = lengths(batch.names for batch in batches)
@@ -170,7 +168,7 @@ def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Int
 
 
 def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Blocks count who asks for them, and lie end to end in their lines."""
+    """Check that blocks count their receivers rightly, and lie end to end in their lines."""
     count = _count_asking(demands)
     _require_blocks(demands, batches, count == demands.count, "counts other receivers")
     total = demands.nbytes * demands.count
@@ -196,7 +194,7 @@ def _count_asking(demands: Demands) -> Ints:
 
 
 def _check_cuts(demands: Demands, length: Ints) -> None:
-    """Every holder has a share, and the shares are the line."""
+    """Check that every holder has a share, and that the shares together are the line."""
     cuts = demands.cuts
     lines = Offsets(demands.cut_first)
     holders = lengths(demands.sets)[demands.holders]
@@ -207,25 +205,26 @@ def _check_cuts(demands: Demands, length: Ints) -> None:
     end = cuts[lines.first[1:] - 1]
     complete = (begin == 0) & (end == length)
     _require_lines(demands, complete, "is not cut from its first byte to its last")
-    ascends = ~_go_back(lines, cuts)
+    ascends = ~_find_descending(lines, cuts)
     _require_lines(demands, ascends, "has cuts that go back")
 
 
-def _go_back(lines: Offsets, cuts: Ints) -> Bools:
-    """Of each line, whether a cut is less than the one before it."""
+def _find_descending(lines: Offsets, cuts: Ints) -> Bools:
+    """Whether each line has a cut that is less than the cut before it."""
     line = lines.owners()
     later = line[1:]
     same_line = later == line[:-1]
     less = cuts[1:] < cuts[:-1]
-    back = later[same_line & less]
     out = np.zeros(len(lines), bool)
-    out[back] = True
+    out[later[same_line & less]] = True
     return out
 
 
 def _check_stripes(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Rows that begin inside their units begin where those may be cut; where others end, these
-    begin."""
+    """Check that rows that begin inside their units begin where units may be cut.
+
+    Ends need no check: a row that ends inside its unit ends where another begins.
+    """
     for row in np.flatnonzero(demands.lo).tolist():
         batch = batches[int(demands.batch[row])]
         itemsize = batch.template.src.itemsize
@@ -234,26 +233,26 @@ def _check_stripes(demands: Demands, batches: Sequence[Batch]) -> None:
 
 
 def _check_inner_cuts(demands: Demands, batches: Sequence[Batch], length: Ints) -> None:
-    """Cuts inside lines are where units may be cut."""
+    """Check that cuts inside lines are where units may be cut."""
     cuts = demands.cuts
     lines = Offsets(demands.cut_first)
     line = lines.owners()
     is_inner = (cuts > 0) & (cuts < length[line])
     line = line[is_inner]
     inner = cuts[is_inner]
-    row, place = _find_places(demands, length, line, inner)
-    places = zip(row.tolist(), place.tolist(), strict=True)
-    for one, byte in dict.fromkeys(places):
-        _check_place(demands, batches, one, byte)
+    rows, bytes_of_units = _find_places(demands, length, line, inner)
+    places = zip(rows.tolist(), bytes_of_units.tolist(), strict=True)
+    for row, place in dict.fromkeys(places):
+        _check_place(demands, batches, row, place)
 
 
 def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> tuple[Ints, Ints]:
-    """The rows that bytes `at` of lines are in, and which bytes of their units these are."""
-    # A cut lies in a block, there in one of its copies, and in that in a row, and in one of its
-    # tensors.
-    block, inside = _find(demands.start, demands.blocks, length, line, at)
+    """The row that byte `at` of each line is in, and which byte of the row's unit that is."""
+    # From the outside in: the block, the byte of one copy of its content, the row, and the byte of
+    # one of the row's tensors.
+    block, inside = _locate(demands.start, demands.blocks, length, line, at)
     content = inside % demands.nbytes[block]
-    row, inside = _find(demands.at, demands.rows, demands.nbytes, block, content)
+    row, inside = _locate(demands.at, demands.rows, demands.nbytes, block, content)
     lo = demands.lo[row]
     elements = demands.hi[row] - lo
     each = demands.each[row]
@@ -262,21 +261,21 @@ def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> tuple[
     return row, place
 
 
-def _find(start: Ints, things: Offsets, length: Ints, owner: Ints, at: Ints) -> tuple[Ints, Ints]:
-    """Which of the things laid on owners has byte `at` of its owner, and which byte of it that is.
+def _locate(start: Ints, items: Offsets, length: Ints, owner: Ints, at: Ints) -> tuple[Ints, Ints]:
+    """The item that has byte `at` of each owner, and which byte of the item that is.
 
-    Things begin at byte `start` of their owner, owner i has `length[i]` bytes.
+    Items begin at byte `start` of their owner, and owner i has `length[i]` bytes.
     """
     # All owners end to end, so that one search serves all.
     begin = np.cumsum(length) - length
-    starts = things.spread(begin) + start
+    starts = items.spread(begin) + start
     place = begin[owner] + at
-    found = np.searchsorted(starts, place, "right") - 1
-    return found, at - start[found]
+    item = np.searchsorted(starts, place, "right") - 1
+    return item, at - start[item]
 
 
 def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: int) -> None:
-    """Byte `place` of a row's unit is at the border of a box, or of a row of one."""
+    """Check that byte `place` of a row's unit is at the border of a box, or of a row of a box."""
     batch = batches[int(demands.batch[row])]
     t = batch.template
     unit = int(demands.unit[row])
@@ -290,11 +289,10 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """What is wrong with how a program's bands fit its lines, "" if nothing, before anything is
-    laid out by them.
+    """A message that says how a program's bands do not fit its lines; "" if they fit.
 
-    So what a proof takes is in proportion to the tables' lengths, whatever stands in them. Raises
-    PlanError where lines and cuts do not fit each other.
+    This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
+    lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other.
     """
     demands = legs.lines
     bands = legs.bands
@@ -312,27 +310,27 @@ def find_misfit_of_bands(legs: Legs) -> str:
 
 
 def _fit_blocks(bands: Bands, blocks: Ints) -> bool:
-    """Whether every block has classes and a start, and entries, which are columns of one length."""
+    """Whether every block has classes, a start and entries, and entries are columns of one length."""
     entries = bands.at, bands.begin, bands.count, bands.place, bands.span
     if not _are_owned(blocks, bands.first, entries):
         return False
     return len(bands.classes) == len(bands.start) == len(blocks)
 
 
-# Where sets of ranks are
+# Positions of sets of ranks
 
 
 class MemberTable(NamedTuple):
-    """The positions of sets of ranks in one mesh, set by set; -1 for strangers."""
+    """The positions of sets of ranks in one mesh, set by set; -1 for ranks that the mesh does not have."""
 
     of_set: Offsets
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """The positions of the ranks of sets, one set after the other, and which of the sets each is of."""
+        """The positions of the ranks of these sets, set by set, and the index in `numbers` of each rank's set."""
         first = self.of_set.first
-        at, owner = ranges(first[numbers], first[numbers + 1])
-        return self.positions[at], owner
+        items, owner = ranges(first[numbers], first[numbers + 1])
+        return self.positions[items], owner
 
 
 class Places:
@@ -346,32 +344,31 @@ class Places:
 
     def __init__(self, sets: Sequence[Ranks]) -> None:
         self._of_set = Offsets.of_counts(lengths(sets))
-        # By a dict, as ranks that someone wrote into a table may be of any size.
+        # A dict and not an array: ranks that someone wrote into a table may be of any size.
         number: dict[int, int] = {}
         which = [number.setdefault(rank, len(number)) for ranks in sets for rank in ranks]
         self._number = number
         self._which = np.array(which, np.int64)
         self._known: dict[Mesh, MemberTable] = {}
-        # Meshes that are equal are many objects, which are quicker to look up than to compare. The
-        # plan keeps them alive, so that their ids are theirs alone.
+        # Equal meshes are many objects, which are quicker to look up by id than to compare. The
+        # plan keeps them alive, so that no id is reused.
         self._by_id: dict[int, MemberTable] = {}
 
     def within(self, mesh: Mesh) -> MemberTable:
-        """All sets in the mesh."""
-        found = self._by_id.get(id(mesh))
-        if found is None:
+        """The positions of all sets in the mesh."""
+        table = self._by_id.get(id(mesh))
+        if table is None:
             if mesh not in self._known:
                 self._known[mesh] = self._find(mesh)
-            found = self._by_id[id(mesh)] = self._known[mesh]
-        return found
+            table = self._by_id[id(mesh)] = self._known[mesh]
+        return table
 
     def _find(self, mesh: Mesh) -> MemberTable:
-        # By the ranks of the mesh: all sets together may have many more, and meshes be as many.
-        at = [-1] * len(self._number)
+        # A loop over the ranks of the mesh: the sets may have many more, and there may be many meshes.
+        position_of = [-1] * len(self._number)
         for position, rank in enumerate(mesh.ranks):
             number = self._number.get(rank)
             if number is not None:
-                at[number] = position
-        positions = np.array(at, np.int64)
-        of_each = positions[self._which]
-        return MemberTable(self._of_set, of_each)
+                position_of[number] = position
+        positions = np.array(position_of, np.int64)
+        return MemberTable(self._of_set, positions[self._which])

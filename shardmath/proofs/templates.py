@@ -1,9 +1,9 @@
-"""Templates: whether the rows and units that a plan's tensors share are well formed.
+"""Templates: checks that the rows and units that a plan's tensors share are well formed.
 
 1. **Rows** of a dimension lie inside what every part of their key and goal holds, at the place they
-   say, and no two have a position in common. So boxes, which are products of rows, are right on
+   give, and no two share a position. So boxes, which are products of rows, are right on
    both sides and disjoint.
-2. **Units** are distinct products of pairs of rows, so disjoint too.
+2. **Units** are distinct products of pairs of rows, so they are disjoint too.
 3. At either **end** a position has a unit if it holds the unit's part in every dimension.
 
 >>> from shardmath.layouts.layout import Layout
@@ -15,7 +15,7 @@
 >>> check_template(replace(t, unit_size=t.unit_size + 1), set())
 Traceback (most recent call last):
 shardmath.PlanError: float32[4] n on one rank to float32[4] n on one rank has units of other sizes than their \
-rows; make the plan anew
+rows; make the plan again
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ __all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless rows and units are right; `known` holds the ids of overlays proved
-    already."""
+    """Raise PlanError unless rows and units are right; `known` collects the ids of proved overlays."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
@@ -58,8 +57,7 @@ def check_template(t: Template, known: set[int]) -> None:
 
 
 def _list_partitions(t: Template) -> list[tuple[Partition, Partition]]:
-    """How the layouts divide each dimension at the source and at the destination, hidden ones
-    first."""
+    """By dimension, hidden ones first, how the layouts divide it at the source and at the destination."""
     pairs = list(hidden_pairs(t.src, t.reduction))
     for a, b in zip(t.src.dims, t.dst.dims, strict=True):
         source = partition(a)
@@ -76,9 +74,9 @@ def _is_same(a: Partition, b: Partition) -> bool:
 
 
 def _check_pairs(over: Overlay, what: str) -> None:
-    """Pairs are of known keys and goals, and rows follow each other in them."""
+    """Check that pairs have known keys and goals, and the sizes of their rows."""
     check_integers(over)
-    require(_fits(over), f"{what} has empty pairs or rows")
+    require(_are_filled(over), f"{what} has empty pairs or rows")
     sizes = Offsets(over.first).sums(over.size)
     same = np.array_equal(sizes, over.pair_size)
     require(same, f"{what} has pairs of other sizes than their rows")
@@ -89,13 +87,13 @@ def _check_pairs(over: Overlay, what: str) -> None:
 
 
 def _are_known(numbers: Ints, count: int) -> bool:
-    """Whether all numbers are of `count` things."""
+    """Whether all numbers are from 0 to count - 1."""
     known = (numbers >= 0) & (numbers < count)
     return bool(known.all())
 
 
-def _fits(over: Overlay) -> bool:
-    """Whether pairs and rows are columns of one length each, and none is empty."""
+def _are_filled(over: Overlay) -> bool:
+    """Whether the columns of pairs and of rows have one length each, and no pair or row is empty."""
     pairs = len(over.pair_key)
     rows = len(over.start)
     of_pairs = over.pair_goal, over.pair_size
@@ -115,7 +113,7 @@ def _fits(over: Overlay) -> bool:
 
 
 def _check_rows(over: Overlay, what: str) -> None:
-    """Rows are where they say on both sides, and disjoint."""
+    """Check that rows are at the places that they give on both sides, and disjoint."""
     pairs = Offsets(over.first)
     key = pairs.spread(over.pair_key)
     goal = pairs.spread(over.pair_goal)
@@ -133,8 +131,10 @@ def _check_rows(over: Overlay, what: str) -> None:
 def _check_side(
     over: Overlay, sets: Parts, number: Ints, held: Partition, at: Ints, what: str
 ) -> None:
-    """Every part of a row's set, given by its number, holds the row, from the local place on that
-    the row gives for the part."""
+    """Check that every part of each row's set holds the row, from the local place that the row gives.
+
+    `number` is the set of each row, and `at[row, m]` the row's place in member m of the set.
+    """
     widest = max(map(len, sets), default=0)
     fits = widest <= at.shape[1]
     require(fits, f"{what} has keys or goals of more parts than its rows")
@@ -153,7 +153,7 @@ def _check_side(
 
 
 def _tabulate(sets: Parts, widest: int) -> Ints:
-    """Sets as a table, -1 where a set has no further part."""
+    """Sets as the rows of a table, filled with -1 behind their last part."""
     shape = len(sets), widest
     members = np.full(shape, -1, np.int64)
     for k, parts in enumerate(sets):
@@ -163,7 +163,7 @@ def _tabulate(sets: Parts, widest: int) -> Ints:
 
 
 def _list_segments(held: Partition) -> Ints:
-    """(part, local start, start, size) of all that parts hold, by part and local start."""
+    """(part, local start, start, size) of all segments that parts hold, by part and local start."""
     segments = []
     for part, runs in enumerate(held.parts):
         segments += [(part, *segment) for segment in runs.segments]
@@ -172,29 +172,27 @@ def _list_segments(held: Partition) -> Ints:
 
 
 def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints) -> Bools:
-    """Whether positions `local` on of a part are `start` on, within one segment."""
+    """Whether a part holds, from position `local` on and in one segment, the positions from `start` on."""
     if not len(segments):
         return np.zeros(len(part), bool)
     owner, lo, g, n = segments.T
-    # Places in the order of all values, so that (part, place) is one small number to search for.
-    both = np.concatenate((lo, local))
-    values = np.unique(both)
+    # Each local position by its place among all of them, so that (part, place) is one small number
+    # to search for.
+    values = np.unique(np.concatenate((lo, local)))
     count = len(values)
-    place = np.searchsorted(values, lo)
-    code = owner * count + place
-    place = np.searchsorted(values, local)
-    wanted = part * count + place
-    found = np.searchsorted(code, wanted, "right") - 1
-    is_known = (found >= 0) & (owner[found] == part)
-    offset = local - lo[found]
-    fits = offset + size <= n[found]
-    same = g[found] + offset == start
+    code = owner * count + np.searchsorted(values, lo)
+    wanted = part * count + np.searchsorted(values, local)
+    segment = np.searchsorted(code, wanted, "right") - 1
+    is_known = (segment >= 0) & (owner[segment] == part)
+    offset = local - lo[segment]
+    fits = offset + size <= n[segment]
+    same = g[segment] + offset == start
     out: Bools = is_known & fits & same
     return out
 
 
 def _check_units(t: Template, what: str) -> None:
-    """Units are distinct products of pairs."""
+    """Check that units are distinct products of pairs."""
     count = len(t.unit_size)
     fits = t.unit_pairs.shape == (count, len(t.overlays))
     require(fits, f"{what} has units of other dimensions")
@@ -220,8 +218,8 @@ def _check_units(t: Template, what: str) -> None:
 class End(NamedTuple):
     """One end of a template, dimension by dimension.
 
-    `sets[d]` are sets of parts, `held[d]` the part that each position holds, `number[:, d]` the set
-    of each unit. Units of one `code` have the same sets.
+    `sets[d]` are sets of parts, `held[d]` is the part that each position holds, and `number[:, d]` the set
+    of each unit. Units with the same `code` have the same sets in every dimension.
     """
 
     sets: list[Parts]
@@ -230,7 +228,7 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """Whether position `at[i]`, -1 for none, has the part of `units[i]` in every dimension."""
+        """Whether position `at[i]` (False for -1) holds a part of the set of `units[i]` in every dimension."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             number = self.number[units, d]
@@ -240,7 +238,7 @@ class End(NamedTuple):
 
 
 def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
-    """Whether each part is one of the set of its number."""
+    """Whether each part is in the set with its number."""
     every = itertools.chain.from_iterable(sets)
     members = np.fromiter(every, np.int64)
     # Most sets are of one part, and comparing is far quicker than isin.
@@ -249,7 +247,8 @@ def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
         return np.equal(part, only)
     by_set = Offsets.of_counts(lengths(sets))
     owners = by_set.owners()
-    # (set, part) as one number; of parts that are not asked for the numbers would be another set's.
+    # (set, part) as one number. Members above all parts asked for are left out: their numbers would
+    # run into the next set's.
     count = 1 + part.max(initial=-1)
     is_asked = (members >= 0) & (members < count)
     code = owners[is_asked] * count

@@ -1,12 +1,11 @@
-"""Verify: proofs that a plan, a program of it, or a list of transfers, does what two layouts ask
-for.
+"""Verify: proofs that a plan, a program of it, or a list of transfers, does what two layouts ask for.
 
-A plan is proved by its tables (`plan_proof`), which are what its transfers expand from, a program
-by its streams (`program_proof`), a transposed plan by what its plan becomes. Transfers from
-elsewhere are proved one by one (`claims`).
+A plan is proved by its tables (`plan_proof`), from which its transfers are expanded, a program
+by its streams (`program_proof`), a transposed plan by its forward plan. Transfers made by other code
+are proved transfer by transfer (`claims`).
 
-Whatever is proved, every element of a tensor is held at the destination, but of those tensors that
-the plan names in `in_part`.
+In each case, the destination holds every element of every tensor, except those that the plan names
+in `in_part`.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def verify(
     """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the
     layouts ask for.
 
-    Proved is that each element that the destination holds arrives there exactly once, and that all
-    elements of every tensor but those of `Plan.in_part` are held there; and that the digest, by which
-    ranks tell plans apart, is that of the layouts. Without `transfers` the plan's own tables are
-    proved, and what it fills in and divides by. With them the error names the first offending element.
+    The proof shows that each element that the destination holds arrives there exactly once; that the
+    destination holds all elements of every tensor that is not in `Plan.in_part`; and that the plan's digest,
+    by which ranks tell plans apart, is the digest of its layouts. Without `transfers` it also covers the
+    plan's own tables, fills and divisors. With `transfers` the error names the first wrong element.
     """
     if not isinstance(plan, Plan | Transposed):
         plan = as_program(plan)
@@ -58,30 +57,30 @@ def verify(
 
 
 def _check_in_part(plan: Movable) -> None:
-    """The plan says of exactly those tensors that the destination holds them in part."""
-    short = find_not_whole(plan.dst)
+    """Check that `in_part` names exactly the tensors that the destination does not hold whole."""
+    in_part = find_not_whole(plan.dst)
     given: object = plan.in_part
     if not isinstance(given, tuple) or not all(isinstance(name, str) for name in given):
-        raise PlanError(f"in_part={shown(given)} is not a tuple of names; make the plan anew")
-    if given == short:
+        raise PlanError(f"in_part={shown(given)} is not a tuple of names; make the plan again")
+    if given == in_part:
         return
-    # The same names in another order are odd too.
-    odd = sorted({*given} ^ {*short}) or list(given)
-    name = odd[0]
+    # The same names in another order are wrong too.
+    wrong = sorted({*given} ^ {*in_part}) or list(given)
+    name = wrong[0]
     says = "in part" if name in given else "whole"
     what = f"tensor {name!r} is not held {says} at the destination of {plan!r}"
-    raise PlanError(f"{what}; make the plan anew")
+    raise PlanError(f"{what}; make the plan again")
 
 
 def _check_left(plan: Plan) -> None:
-    """Ranks have left a plan of which nobody had, and who stays holds what it held in that."""
+    """Check a plan that ranks have left: its whole plan is complete, and ranks that stay hold what they held there."""
     whole = plan.whole
     if whole is None:
-        nobody = isinstance(plan.left, tuple) and not plan.left
-        require(nobody, f"ranks {shown(plan.left)} have left no plan")
+        is_complete = isinstance(plan.left, tuple) and not plan.left
+        require(is_complete, f"left={shown(plan.left)}, but the plan has no whole plan")
         return
     is_whole = isinstance(whole, Plan) and whole.whole is None
-    require(is_whole, "the whole plan is none, or not whole")
+    require(is_whole, "the whole plan is not a Plan, or not whole")
     check_sides(whole)
     left = _read_left(plan.left, whole)
     pairs = {}
@@ -98,29 +97,28 @@ def _check_left(plan: Plan) -> None:
 
 
 def _read_left(left: object, whole: Plan) -> frozenset[int]:
-    """Those who have left: ranks of the destination, ascending."""
+    """The ranks that have left. Raises PlanError unless they are ranks of the destination, ascending."""
     wrong = f"ranks {shown(left)} have not left the whole plan"
     ranks = left if isinstance(left, tuple) else ()
     require(ranks and all(type(rank) is int for rank in ranks), wrong)
     ascending = sorted(set(ranks))
     require(ranks == tuple(ascending), wrong)
-    there: set[int] = set()
+    dst_ranks: set[int] = set()
     for layout in set(itertools.chain.from_iterable(whole.dst.values())):
-        there.update(layout.mesh.ranks)
-    gone = frozenset(ranks)
-    require(gone.issubset(there), wrong)
-    return gone
+        dst_ranks.update(layout.mesh.ranks)
+    require(dst_ranks.issuperset(ranks), wrong)
+    return frozenset(ranks)
 
 
 def _check_staying(name: str, before: Windows, after: Windows, left: frozenset[int]) -> None:
-    """The windows of a tensor of which somebody stays are there, as they were on each rank that stays."""
-    there = [layout for layout in before if not left.issuperset(layout.mesh.ranks)]
-    same = len(there) == len(after)
-    require(same, f"tensor {name!r} has other windows than those of who stays")
-    for whole, layout in zip(there, after, strict=True):
-        ranks = left.symmetric_difference(whole.mesh.ranks) - left
+    """Check that a tensor keeps the windows of which some rank stays, unchanged on each rank that stays."""
+    staying = [layout for layout in before if not left.issuperset(layout.mesh.ranks)]
+    same = len(staying) == len(after)
+    require(same, f"tensor {name!r} has other windows than those of the ranks that stay")
+    for whole, layout in zip(staying, after, strict=True):
+        ranks = set(whole.mesh.ranks) - left
         same = ranks == set(layout.mesh.ranks)
-        require(same, f"tensor {name!r} is on other ranks than stay")
+        require(same, f"tensor {name!r} is on other ranks than those that stay")
         for rank in sorted(ranks):
             held = _describe_held(layout, rank)
             same = held == _describe_held(whole, rank)
@@ -128,14 +126,14 @@ def _check_staying(name: str, before: Windows, after: Windows, left: frozenset[i
 
 
 def _describe_held(layout: Layout, rank: int) -> tuple[object, ...]:
-    """What a rank holds, and of which addend."""
+    """A key of the elements that a rank holds, and of their addend."""
     coords = layout.mesh.coords(rank)
     addend = [(axis, op, coords[axis]) for axis, op in layout.partial]
     return layout.shape, layout.dtype, layout.runs(rank), addend
 
 
 def _prove(plan: Plan | Transposed | Program) -> None:
-    """Prove the tables. The provers are imported here because few who import this prove a table."""
+    """Prove the tables. The provers are imported here because few programs that import this module need them."""
     from shardmath.proofs.plan_proof import prove
     from shardmath.proofs.program_proof import prove_program
 
@@ -151,8 +149,7 @@ def _prove(plan: Plan | Transposed | Program) -> None:
 
 
 def _check_transposed(plan: Transposed) -> None:
-    """All that it says is what its plan becomes, and what that fills in, and divides by, is what its
-    own layouts ask for."""
+    """Check that a transposed plan is the adjoint of its forward plan, and that the latter's rules are right."""
     _check_rules(plan.forward)
     expected = adjoint(plan.forward)
     for name, rule in expected.rules.items():
@@ -161,12 +158,12 @@ def _check_transposed(plan: Transposed) -> None:
         what = f"{plan!r} does not list the transfers of {plan.forward!r} with their ends swapped"
         raise PlanError(what)
     if (plan.src, plan.dst) != (expected.src, expected.dst):
-        what = f"{plan!r} is not between the layouts that those of {plan.forward!r} become"
-        raise PlanError(f"{what}; transpose the plan anew")
+        what = f"{plan!r} is not between the transposed layouts of {plan.forward!r}"
+        raise PlanError(f"{what}; transpose the plan again")
 
 
 def _check_digest(plan: Plan | Transposed | Program) -> None:
-    """Raise PlanError unless the digest is that of what is proved, and so is that of its plan."""
+    """Raise PlanError unless the digest, and the digest of the plan inside, is what the content gives."""
     if isinstance(plan, Plan):
         found = digest_of(plan)
     elif isinstance(plan, Transposed):
@@ -178,31 +175,31 @@ def _check_digest(plan: Plan | Transposed | Program) -> None:
         _check_digest(plan.plan)
         found = digest_program(plan)
     if plan.digest != found:
-        what = f"{plan!r} has the digest {plan.digest!r}, and what it does the digest {found!r}"
-        raise PlanError(f"{what}; make it anew")
+        what = f"{plan!r} has the digest {plan.digest!r}, but its content has {found!r}"
+        raise PlanError(f"{what}; make it again")
 
 
 def _check_rules(plan: Plan) -> None:
-    """What is filled in, and divided by, is what the layouts ask for."""
-    asked: dict[tuple[Layout, Layout], Reduction] = {}
-    # Tensors share their windows and rules: what is the same three objects is compared once. The plan
-    # keeps them alive, so that their ids are theirs alone.
+    """Check that every tensor's reduction is the one that its layouts ask for."""
+    expected: dict[tuple[Layout, Layout], Reduction] = {}
+    # Tensors share their windows and rules: the same three objects are compared once. The plan keeps
+    # them alive, so that no id is reused.
     compared: set[tuple[int, int, int]] = set()
-    for name, here in plan.src.items():
-        there = plan.dst[name]
+    for name, src in plan.src.items():
+        dst = plan.dst[name]
         given = plan.rules[name]
-        objects = id(here), id(there), id(given)
+        objects = id(src), id(dst), id(given)
         if objects in compared:
             continue
         compared.add(objects)
-        pair = here[0], there[0]
-        if pair not in asked:
-            asked[pair] = find_reduction(*pair)
-        _check_rule(name, given, asked[pair])
+        pair = src[0], dst[0]
+        if pair not in expected:
+            expected[pair] = find_reduction(*pair)
+        _check_rule(name, given, expected[pair])
 
 
 def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:
-    """A tensor is reduced as it should be; what fills in is compared as text, as -0.0 == 0."""
+    """Check that a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
     if given is expected or repr(given) == repr(expected):
         return
     what = f"tensor {name!r} is reduced by {given}; its layouts ask for {expected}"

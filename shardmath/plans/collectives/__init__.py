@@ -3,7 +3,7 @@
 In reading order:
 
 - `spans`: sets of positions as ranges, and boxes of them;
-- `kinds`: which operations groups of ranks fit;
-- `moves`: what ranks hold before and after, by class;
+- `kinds`: the operations that fit groups of ranks;
+- `moves`: the boxes that ranks hold before and after, by class;
 - `collective`: the operation that moves one layout to another.
 """

@@ -9,14 +9,14 @@
 2. `recognise` compares what each rank holds before and after, element for element, and what the
    addends ask for: all that `plan(src, dst)` depends on. Placements, the order of splits and the
    names of axes do not matter.
-3. Groups are of the source's mesh, or of the destination's where the source's axes do not say them.
+3. Groups are along axes of the source's mesh, or else of the destination's mesh.
    The smallest groups that fit are taken, then those of the first ranks, then broadcast, permute,
    all_gather, all_to_all in this order.
-4. Order within a rank is free: a strided shard may be gathered in order, or as the buffers come.
-   `contiguous` says that the buffers are the operation's own, without a hole and without a copy
+4. Order within a rank is free: a strided shard may be gathered in order, or as the buffers arrive.
+   `contiguous` says that the operation can use the buffers directly, without holes and without a copy
    before or after.
-5. Everything else is None: run its transfers. So are gathering and reducing to one rank, and
-   destinations that wait for a reduction of their own, other than of addends that pass through.
+5. Everything else is None: run its transfers. That includes gathering and reducing to one rank, and
+   destinations that are Partial themselves, unless their addends pass through.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
@@ -85,7 +85,7 @@ class Collective:
         return f"{self.op} {self.kind}" if self.op else self.kind
 
     def _dims(self) -> str:
-        """What is said of dimensions, "" for none."""
+        """The dimensions, as text; "" if there are none."""
         if self.kind == "all_to_all":
             gathered, divided = self.dims
             return f" from dimension {gathered} to {divided}"
@@ -94,7 +94,7 @@ class Collective:
         return f" of dimension {', '.join(map(str, self.dims))}"
 
     def _over(self) -> str:
-        """What is said of groups, "" for no axes."""
+        """The groups and their axes, as text; "" if there are no axes."""
         if not self.axes:
             return ""
         groups = f"{plural(self.groups, 'group')} of {len(self.groups[0])}"
@@ -104,7 +104,7 @@ class Collective:
 def recognise_all(plan: Plan) -> dict[str, Collective]:
     """The tensors of a plan whose move is one textbook operation within groups of ranks, by name.
 
-    Only tensors of one window on either side are, with the same ranks on both sides.
+    A tensor with several windows on a side, or with other ranks on one side than on the other, is left out.
     """
     known: dict[tuple[Layout, Layout], Collective | None] = {}
     collectives: dict[str, Collective] = {}
@@ -176,7 +176,7 @@ def _check(src: Layout, dst: Layout) -> None:
 
 
 def _stays(move: Move, folded: tuple[str, ...]) -> bool:
-    """Whether every rank has what it needs."""
+    """Whether every rank already has what it needs."""
     before = move.before.held
     after = move.after.held
     if folded:
@@ -185,7 +185,7 @@ def _stays(move: Move, folded: tuple[str, ...]) -> bool:
 
 
 def _find_copy(here: Mesh, there: Mesh, move: Move, addend: Mapping[int, int]) -> Collective | None:
-    """The collective that copies: smallest groups first, of those that keep addends apart."""
+    """The collective that copies: the smallest groups come first, and groups that mix addends are left out."""
     sources = set(here.ranks)
     destinations = set(there.ranks)
     if not sources <= destinations:
@@ -289,7 +289,7 @@ def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) 
 def _list_buffers(
     move: Move, group: Members, places: Mapping[Members, Members]
 ) -> tuple[list[Buffer | None], list[Buffer | None]]:
-    """What is sent to each member of a group, and what each wants, as buffers."""
+    """The buffers that are sent to each member of a group, and the buffers that each needs."""
     senders = places.get(group, range(len(group)))
     have = []
     for place in senders:
@@ -310,7 +310,7 @@ def _split_dims(found: Collective) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _have_one_shape(buffers: list[Buffer | None]) -> bool:
-    """Whether all of these have one shape, or none is there."""
+    """Whether all buffers have one shape, or all are missing."""
     shapes: set[tuple[int, ...] | None] = set()
     for buffer in buffers:
         shape = None if buffer is None else tuple(map(len, buffer))
@@ -319,9 +319,9 @@ def _have_one_shape(buffers: list[Buffer | None]) -> bool:
 
 
 def _join(buffers: list[Buffer | None], dims: tuple[int, ...]) -> list[Buffer]:
-    """The buffers, or for each the concatenation of all along the dimension named.
+    """The buffers as they are without `dims`; otherwise each is the concatenation of all along `dims`.
 
-    [] where one is missing or has holes, and where they cannot be joined.
+    [] if a buffer is missing or has holes, or if they cannot be joined.
     """
     known = [buffer for buffer in buffers if buffer is not None and _is_dense(buffer)]
     if len(known) < len(buffers):
@@ -335,7 +335,7 @@ def _join(buffers: list[Buffer | None], dims: tuple[int, ...]) -> list[Buffer]:
 
 
 def _can_join(buffers: list[Buffer], dim: int) -> bool:
-    """Whether buffers are alike but along a dimension, and share no position there."""
+    """Whether buffers differ only along a dimension, and share no position there."""
     others = {(buffer[:dim], buffer[dim + 1 :]) for buffer in buffers}
     if len(others) > 1:
         return False
@@ -349,7 +349,7 @@ def _is_dense(buffer: Buffer) -> bool:
 
 
 def _are_apart(parts: list[Runs]) -> bool:
-    """Whether no two of them hold one position."""
+    """Whether no two parts hold the same position."""
     spans = []
     for part in parts:
         for _, start, size in part.segments:

@@ -1,4 +1,4 @@
-"""Kinds: which textbook operations move what the ranks of each group hold.
+"""Kinds: the textbook operations that fit the boxes of a group's ranks before and after.
 
 A group fits a kind if its members hold before, and after, what the operation takes and gives. Ranks
 are looked at in **classes** that hold the same before and the same after, and groups of the same
@@ -47,7 +47,7 @@ class CollectiveSide:
 def _broadcast(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """One member holds it all, everybody gets it."""
+    """One member holds a box, every member gets it."""
     senders: dict[Members, Members] = {}
     for group in groups:
         have = before.boxes(group)
@@ -72,7 +72,7 @@ def _find_member(side: CollectiveSide, group: Members) -> int:
 def _permute(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """Every member gets what one member held; whoever holds it already keeps it."""
+    """Every member gets the box that one member held; a member that needs its own box keeps it."""
     senders: dict[Members, Members] = {}
     for group in groups:
         have = before.boxes(group)
@@ -84,9 +84,9 @@ def _permute(
 
 
 def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
-    """The place from which each member gets what it wants: its own if it can be."""
+    """By member, the place of the member that sends it its box: its own place if possible."""
     pairs = list(zip(have, want, strict=True))
-    # Where each holding is that its holder does not keep.
+    # By box, the places of the members that hold it and do not keep it.
     free: dict[Holding, list[int]] = {}
     for place, (held, wanted) in enumerate(pairs):
         if held != wanted:
@@ -101,7 +101,7 @@ def _match(have: list[Holding], want: list[Holding]) -> tuple[int, ...]:
 def _all_gather(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """Members hold shares of a box, everybody gets it."""
+    """Members hold shares of a box, every member gets the whole box."""
     dims: set[int] = set()
     for group in groups:
         have = before.boxes(group)
@@ -138,7 +138,7 @@ def _all_to_all(
 def _all_reduce(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """Members hold addends of a box, everybody gets their reduction."""
+    """Members hold addends of a box, every member gets their reduction."""
     for group in groups:
         if before.boxes(group) != after.boxes(group):
             return None
@@ -148,7 +148,7 @@ def _all_reduce(
 def _reduce_scatter(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """Members hold addends of a box, everybody gets a share of their reduction.
+    """Members hold addends of a box, every member gets a share of their reduction.
 
     That is the transpose of an all_gather.
     """
@@ -168,4 +168,4 @@ FITS: dict[Kind, Callable[[CollectiveSide, CollectiveSide, Iterable[Members]], F
     "reduce_scatter": _reduce_scatter,
 }
 COPIES: tuple[Kind, ...] = ("broadcast", "permute", "all_gather", "all_to_all")
-"""In the order in which they are tried."""
+"""The kinds that copy, in the order in which they are tried."""

@@ -1,7 +1,7 @@
-"""Moves: what the ranks of a source and a destination hold, by class.
+"""Moves: the boxes that the ranks of a source and a destination hold, by class.
 
-Ranks that hold the same before and the same after are of one **class**. Whatever fits one of them
-fits all, so that operations are looked for among classes, of which there are few.
+Ranks that hold the same before and the same after are one **class**. An operation that fits one of them
+fits all, so operations are looked for among classes, which are few.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Parts: TypeAlias = list[tuple[Runs, ...]]
 
 
 def compare_ranks(src: Layout, dst: Layout) -> Move:
-    """What ranks of each class hold before and after."""
+    """The Move from a source to a destination: the boxes of each class before and after."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
     # Classes are numbered as they come.
@@ -76,7 +76,7 @@ def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:
 
 
 def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> CollectiveSide:
-    """What each class holds, given by the number of its part of each dimension.
+    """The boxes and buffers of classes, each given by the number of its part in each dimension.
 
     None stands for ranks outside the mesh.
     """
@@ -94,7 +94,7 @@ def _make_side(parts: _Parts, classes: Iterable[Members | None]) -> CollectiveSi
 
 
 def _pick(options: Iterable[Sequence[_T]], numbers: Members) -> tuple[_T, ...]:
-    """The one of each dimension that has this number."""
+    """The option with the given number, for each dimension."""
     picked = []
     for each, number in zip(options, numbers, strict=True):
         picked.append(each[number])

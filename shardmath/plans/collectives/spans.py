@@ -36,7 +36,7 @@ NOTHING: Holding = ((),)
 
 
 def spans_of(runs: Runs) -> Spans:
-    """The global positions of the runs, () where two of their segments share one."""
+    """The global positions of the runs; () if two of their segments share a position."""
     return merge((g, g + n) for _, g, n in runs.segments) or ()
 
 
@@ -60,18 +60,18 @@ def is_inside(box: Holding, other: Holding) -> bool:
     return other != NOTHING and all(map(_is_subset, box, other))
 
 
-def _is_subset(spans: Spans, of: Spans) -> bool:
-    """Whether each range lies within one of the other set."""
+def _is_subset(spans: Spans, others: Spans) -> bool:
+    """Whether each range lies within a range of the other set."""
     for start, stop in spans:
-        # The last range that does not begin after this one is the only one that may contain it.
-        i = bisect.bisect_right(of, start, key=itemgetter(0)) - 1
-        if i < 0 or stop > of[i][1]:
+        # Only the last range that does not begin after this one may contain it.
+        i = bisect.bisect_right(others, start, key=itemgetter(0)) - 1
+        if i < 0 or stop > others[i][1]:
             return False
     return True
 
 
 def tile(boxes: list[Holding]) -> Holding | None:
-    """The box that these make up as a grid without sharing an element, None if they do not."""
+    """The box of which these boxes are a grid, without overlap; None if they are not such a grid."""
     some = [box for box in boxes if box != NOTHING]
     if not some:
         return NOTHING
@@ -84,7 +84,7 @@ def tile(boxes: list[Holding]) -> Holding | None:
         if spans is None:
             return None
         whole.append(spans)
-    # Distinct cells of a grid are disjoint; they are all of its cells if their volumes say so.
+    # Distinct cells of a grid are disjoint; they are all of its cells if they have its volume.
     volume = sum(map(_measure, some))
     return tuple(whole) if volume == _measure(tuple(whole)) else None
 

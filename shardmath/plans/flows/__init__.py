@@ -1,4 +1,4 @@
-"""Flows: integers on a network of ranks; nothing here knows of tensors.
+"""Flows: integers on a network of ranks, without tensors.
 
 In reading order:
 
@@ -7,9 +7,9 @@ In reading order:
 - `forest`: flows freed of cycles and rounded;
 - `lines`: bytes that any of their holders may send, checked and grouped;
 - `flow`: exact min-max balance over sets of holders;
-- `shedding`: how much of each line others have to relay;
-- `certificate`: how near a time is to a bound;
-- `blocks`: what has to move, as values and as arrays;
-- `borders`: what must cross the border of a set of ranks, and how fast;
+- `shedding`: the bytes of each line that other ranks have to relay;
+- `certificate`: a time compared with a bound;
+- `blocks`: the elements that have to move, as values and as arrays;
+- `borders`: the bytes that must cross the border of a set of ranks, and the rate of its links;
 - `bound`: bounds that no schedule beats.
 """

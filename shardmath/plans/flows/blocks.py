@@ -1,6 +1,6 @@
-"""Blocks: what has to move between ranks, as values and as arrays.
+"""Blocks: the elements that have to move between ranks, as values and as arrays.
 
-A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
+A **block** is bytes of distinct elements that exactly its holders have before the move, and its receivers
 need after it. `read_blocks` numbers ranks, nodes, sets of ranks and addends, so that bounds are found with
 whole arrays.
 """
@@ -100,7 +100,7 @@ def read_blocks(
 
 
 def _check(blocks: Sequence[Block]) -> None:
-    """Raise PlanError for sizes that are not, and for bytes that nobody holds."""
+    """Raise PlanError for sizes that are not integers or are negative, and for bytes that no rank holds."""
     total = 0
     for block in blocks:
         nbytes = as_integer(block.nbytes, "the size of a block", PlanError)
@@ -138,7 +138,7 @@ def _read_table(blocks: Sequence[Block], machine: Machine) -> BlockTable:
     held_by = [block.holders for block in blocks]
     receivers = _number_sets(wanted_by, machine)
     holders = _number_sets(held_by, machine)
-    # One number for (set, key), so that equal pairs are summed as equal numbers.
+    # (set, key) as one number, so that equal pairs are summed as equal numbers.
     keys = len(group)
     pairs = receivers.of * keys + key
     code, amount = sum_by_code(pairs, nbytes)
@@ -156,15 +156,14 @@ def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
     for key in sorted(set(keys)):
         number[key] = len(number)
         group, _ = key
-        own = number_of_group.setdefault(group, len(number_of_group))
-        group_of_key.append(own)
+        group_of_key.append(number_of_group.setdefault(group, len(number_of_group)))
     key_of_block = [number[key] for key in keys]
     return np.array(key_of_block, np.int64), np.array(group_of_key, np.int64)
 
 
 def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> NumberedSets:
-    """The sets by value. Raises PlanError for a rank that the machine does not have."""
-    # Most blocks share their tuples: those that are one object are hashed once.
+    """The sets, numbered by value. Raises PlanError for a rank that the machine does not have."""
+    # Most blocks share their tuples: each object is hashed once.
     by_id = {id(ranks): ranks for ranks in given}
     number: dict[tuple[int, ...], int] = {}
     number_of_id = {}
@@ -190,7 +189,7 @@ def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple
 
 
 def _find_positions(ranks: Ints, machine: Machine) -> Ints:
-    """Where each rank stands in the machine. Raises PlanError for a rank that it does not have."""
+    """The position of each rank in the machine. Raises PlanError for a rank that it does not have."""
     position = np.searchsorted(machine.ranks, ranks)
     found = position < len(machine.ranks)
     found[found] = machine.ranks[position[found]] == ranks[found]

@@ -1,7 +1,7 @@
-"""Cuts: what must cross the border of a set of ranks, and how fast that can be.
+"""Cuts: the bytes that must cross the border of a set of ranks, and the rate of its links.
 
-A **family** is a label for every rank, and each label's ranks are a set to look at: all sets of a
-family are looked at together. Forced bytes are those that must enter or leave a set; they cross no
+A **family** is a label for every rank. The ranks of each label are a set, and all sets of a
+family are examined together. Forced bytes are those that must enter or leave a set; they cross no
 faster than the links between the set and the rest carry.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 class TouchedLabels:
     """The labels of each set of ranks, ascending; block i has the labels of set `of[i]`.
 
-    `labels` are items of the sets, `sets` whose they are.
+    `sets` are ranges of `labels`.
     """
 
     of: Ints
@@ -32,7 +32,7 @@ class TouchedLabels:
     labels: Ints
 
     def widths(self) -> Ints:
-        """How many labels each block has."""
+        """The number of labels of each block."""
         return self.sets.counts()[self.of]
 
     def only(self) -> Ints:
@@ -57,7 +57,7 @@ class TouchedLabels:
 
 def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
     """The labels, below `count`, that the ranks of each set have."""
-    # One number for (set, label): sorted, they are the labels set by set.
+    # (set, label) as one number: sorted, these are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
     code = np.unique(pairs)
     borders = np.arange(sets.count + 1) * count
@@ -67,13 +67,13 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """(label, block) wherever some ranks of one label hold the block and some need it."""
+    """(label, block) for every label with ranks that hold the block and ranks that need it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
         few, many = many, few
     label, block = few.expand(few.of)
-    # One number for (set, label), so that pairs are looked up as numbers.
+    # (set, label) as one number, so that pairs are looked up as numbers.
     there = many.sets.owners() * count + many.labels
     asked = many.of[block] * count + label
     both = np.isin(asked, there)
@@ -84,9 +84,9 @@ def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[I
 
 
 def _force(table: BlockTable, label: Ints, key: Ints, nbytes: Ints, count: int) -> Ints:
-    """Bytes by label, given rows (label, key, bytes): of a group the addend with most, then summed.
+    """Bytes by label, given rows (label, key, bytes): for each group the most bytes of any addend, then the sum.
 
-    A group's addends are copies of the same elements, and one sum may serve all that miss.
+    A group's addends are copies of the same elements, and one sum may bring all missing addends.
     """
     keys = len(table.group)
     groups = int(table.group[-1]) + 1
@@ -113,7 +113,7 @@ def _force_in(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count
     sets, key, nbytes = table.wanted
     label, row = need.expand(sets)
     here, block = find_shared(hold, need, count)
-    # All that X needs, less what X holds of it.
+    # The bytes that X needs, minus those of them that X holds.
     held = -table.nbytes[block]
     held_key = table.key[block]
     labels = np.concatenate((label, here))
@@ -125,8 +125,8 @@ def _force_in(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count
 def _force_out(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count: int) -> Ints:
     """Bytes that must leave the ranks X of each label: only X has them, and others need them.
 
-    This is what must enter the ranks outside X. The number of replicas that want them does not
-    matter: one copy leaves, the rest may be copies of it.
+    These bytes must enter the ranks outside X. The number of replicas that need them does not
+    matter: one copy leaves, and the others may be copies of it.
     """
     home = hold.only()
     held_by_one = home >= 0
@@ -136,13 +136,13 @@ def _force_out(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, coun
 
 
 DIRECTIONS = (("in", _force_in), ("out", _force_out))
-"""What has to cross a border, by the way that it goes."""
+"""By direction, the function that gives the bytes that must cross a border."""
 
 # Cuts
 
 
 class Cut(NamedTuple):
-    """One set of a family, as who is inside it, and what its forced bytes take."""
+    """One set of a family: whether each rank is inside it, its forced bytes, and the time that they take."""
 
     seconds: Fraction
     inside: Bools
@@ -160,7 +160,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
     links are at work, none where all ranks are on one node. The other direction is the same with
     senders and receivers changed over.
 
-    So a whole node has its NICs alone, one per rank that takes part, and one rank has both its
+    So a whole node has only its NICs, one per rank of the program, and one rank has both its
     links, even for bytes that another rank of its node holds: they may come over either, relayed by
     another node.
     """
@@ -203,7 +203,7 @@ def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]
 def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
     """Of the labels that have equal links, the one with the most forced bytes, if it has any."""
     rows = np.flatnonzero(forced)
-    # Equal links stand together, most bytes first: the first of each run is the one.
+    # In this order sets with equal links are neighbors, most bytes first: the first of each run is taken.
     order = np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))
     rows = rows[order]
     is_first = np.ones(len(rows), bool)

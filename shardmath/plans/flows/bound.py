@@ -1,19 +1,19 @@
-"""Bound: no schedule is faster than this, and a set of ranks that shows why.
+"""Bound: a time that no schedule beats, and a set of ranks that forces it.
 
-1. A **block** is bytes of distinct elements that exactly these ranks hold before the move and these
-   need after it.
+1. A **block** is bytes of distinct elements that exactly its holders have before the move, and its
+   receivers need after it.
 2. **Time**: every rank sends at most `intra_bytes_per_s` to other ranks of its node and
    `inter_bytes_per_s` to other nodes, and receives at most as much of each. A NIC carries nothing
-   between two ranks of one node, and ranks that take no part lend no links. A message takes
-   `latency_s` beside its bytes. All else is allowed: relays through any rank, multicast, any order,
-   any splitting, sums on the way.
+   between two ranks of one node, and only ranks of the program have links. A message takes
+   `latency_s` in addition to its bytes. Everything else is allowed: relays through any rank,
+   multicast, any order, any splitting, sums on the way.
 3. A **cut** is a set X of ranks. Bytes needed in X and held nowhere in X must enter it, once however
    many ranks of X want them; bytes held in X alone and needed elsewhere must leave it. They cross
    no faster than the links between X and the rest carry. Entering X is leaving the rest, so every
    set is asked both ways.
-4. The addends of a reduction are copies of the same elements. What misses addend k at X is not made
-   up for by the other addends, but one sum may serve all that miss: the addend that misses most
-   counts.
+4. The addends of a reduction are copies of the same elements. Elements of addend k that are missing
+   in X cannot be replaced by other addends, but one sum may bring all missing addends: the addend
+   with most missing bytes counts.
 5. Every cut is a true bound. Which ones are looked at decides how close the bound is, never whether
    it holds: each rank, each node, what each node and the whole program hold and need, and the sets
    that crowd what they alone hold.
@@ -55,14 +55,14 @@ __all__ = ["find_bound"]
 def find_bound(
     blocks: Iterable[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[float, Witness | None]:
-    """Seconds that no schedule among `ranks` beats, and what shows it; (0.0, None) without moves.
+    """Seconds that no schedule among `ranks` beats, and the witness; (0.0, None) if nothing moves.
 
-    `ranks` are all ranks that take part, in any order: their links may relay. One latency comes on
-    top of the time of the worst cut: each link that carries some of its bytes spends that on a
-    message beside them. Raises PlanError for a block with a rank not among `ranks`, with receivers
+    `ranks` are all ranks of the program, in any order: their links may relay. One latency is added
+    to the time of the worst cut, since each link that carries some of its bytes sends at least one
+    message. Raises PlanError for a block with a rank not among `ranks`, with receivers
     and no holder, or of a negative size.
     """
-    # Bytes that stay where they are cross no cut; the families of who holds and needs anything are those of the others.
+    # Blocks that stay on their ranks cross no cut, and must not enter the families of holders and receivers.
     asked = [b for b in blocks if b.nbytes and not set(b.receivers) <= set(b.holders)]
     if not asked:
         return 0.0, None
@@ -76,15 +76,15 @@ def find_bound(
 
 
 def _gather_cuts(table: BlockTable, machine: Machine) -> list[Cut]:
-    """The worst cuts of all families that are looked at."""
+    """The worst cuts of all families."""
     cuts: list[Cut] = []
     for label in _list_families(table, machine):
         cuts += list_cuts(table, machine, label)
     if not cuts:
         return []
     for unit, link in _list_units(machine):
-        found = max(cut.seconds for cut in cuts)
-        crowded = _find_crowded(table, unit, link, found)
+        worst = max(cut.seconds for cut in cuts)
+        crowded = _find_crowded(table, unit, link, worst)
         if crowded is not None:
             cuts += list_cuts(table, machine, crowded)
     return cuts
@@ -102,10 +102,7 @@ def _name_witness(cut: Cut, machine: Machine) -> Witness:
 
 
 def _list_families(table: BlockTable, machine: Machine) -> Iterator[Ints]:
-    """Nodes; ranks; the ranks that hold or need anything and those that do not.
-
-    The latter both of each node and of the program.
-    """
+    """The families: nodes; ranks; ranks that hold anything, and that need anything, in the program and in each node."""
     count = len(machine.ranks)
     yield machine.node
     yield np.arange(count)
@@ -117,7 +114,7 @@ def _list_families(table: BlockTable, machine: Machine) -> Iterator[Ints]:
 
 
 def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
-    """Nodes and ranks as units: the unit of each rank, and what the links of a rank carry."""
+    """(unit of each rank, rate of a rank's links out of its unit) with nodes as units, then with ranks."""
     yield machine.node, machine.inter
     link = machine.intra
     if len(machine.size) > 1:
@@ -126,26 +123,25 @@ def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
     yield each_rank, link
 
 
-def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, found: Fraction) -> Ints | None:
-    """A family of sets of whole units (nodes, or ranks) with the most bytes that they alone hold.
+def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, worst: Fraction) -> Ints | None:
+    """A family of unions of units (nodes, or ranks) with the most bytes per rank that only they hold.
 
-    Most per rank, that is. Where the links of units add up, no union has to take in more per rank
-    than the worst of its units: what must enter the union must enter one of them. Leaving differs:
-    what two nodes hold need leave neither of them alone. The worst union is the highest level of
-    the flow that spreads each block once, however many want it, over its holders; the levels below
-    are looked at too. An even spread is at least as high: where it takes no longer than the time
-    `found`, no union of units whose links add up does, and the answer is None.
+    If the links of units add up, no union has to take in more per rank than the worst of its units: bytes
+    that must enter the union must enter one of them. Leaving differs: bytes that two nodes hold need not
+    leave either of them by itself. The worst union is the highest level of the flow that spreads each
+    block once, however many ranks want it, over its holders; the family has the lower levels too. An even
+    spread has at least the load of that level: if it takes no longer than the time `worst`, neither does
+    any union of units whose links add up, and the answer is None.
     """
     lengths, holders = _gather_demands(table, unit)
     load = np.zeros(len(unit), np.int64)
     for nbytes, held in zip(lengths, holders, strict=True):
         share = -(-nbytes // len(held))
         load[list(held)] += share
-    if int(load.max()) <= found * link:
+    if int(load.max()) <= worst * link:
         return None
     label = np.zeros(len(unit), np.int64)
-    found_levels = find_levels(lengths, holders)
-    for i, level in enumerate(found_levels, 1):
+    for i, level in enumerate(find_levels(lengths, holders), 1):
         label[list(level.ranks)] = i
     return label
 

@@ -1,4 +1,4 @@
-"""Certificate: how near a time is to a bound that no schedule beats, and the ranks that show why.
+"""Certificate: a time compared with a bound that no schedule beats, and the ranks that force the bound.
 
 >>> witness = Witness(ranks=(2, 3), direction="in", nbytes=10**9, bytes_per_s=1e11)
 >>> print(make_certificate((0.01, witness), 0.0125))
@@ -21,8 +21,8 @@ __all__ = ["Certificate", "Witness", "make_certificate"]
 class Witness(NamedTuple):
     """The ranks, ascending, that must take in ("in") or give out ("out") `nbytes`.
 
-    They do so at `bytes_per_s` or less. The other ranks of the program would do as well, the other
-    way; these are the fewer.
+    They do so at `bytes_per_s` or less. The program's other ranks, in the other direction, show the same;
+    these are fewer.
     """
 
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Certificate:
     """How close a plan is to the fastest one that can exist. Made by `make_certificate`.
 
     `plan_s` is the plan's time in seconds, `bound_s` a time that no plan can beat, and `witness`
-    names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 where nothing
+    names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 if nothing
     has to move.
     """
 
@@ -84,7 +84,9 @@ PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e
 def _show_si(value: float) -> str:
     """The value with four digits, a space and the prefix of its unit."""
     for prefix, size in PREFIXES:
-        if value >= size * 0.99995:  # four digits round what is just below up to the size
+        if (
+            value >= size * 0.99995
+        ):  # with four digits, a value just below the size is rounded up to it
             return f"{value / size:.4g} {prefix}"
     if not value:
         return "0 "

@@ -1,25 +1,25 @@
-"""Flow: which holder of a line of bytes sends how much of it, so that no rank sends too much.
+"""Flow: the bytes that each holder of a line sends, balanced so that no rank sends too much.
 
 1. A **line** is a number of bytes that any of its **holders** may send, cut at any integer. A rank's
    **load** is what it sends of all lines.
 2. Loads are lexicographically optimal: the largest is as small as any choice can make it, then the
    next, and so on. Over the reals these loads are unique; here each is rounded down or up, and no
    integers are better.
-3. `find_levels` says what forces them: without the ranks of the levels above, and the lines that only
-   those hold, the ranks of a level hold as many bytes that nobody else holds as they carry. The
+3. `find_levels` shows what forces these loads: leaving out the ranks of the levels above, and their
+   lines, the ranks of a level send exactly the bytes that only they hold. The
    first level is the witness of the optimum: max over sets S of ranks of the bytes that are held
    only in S, divided by |S|.
-4. Ties are broken by rank id. The order of the lines means nothing; lines with the same holders are
+4. Ties are broken by rank id. The order of the lines has no effect; lines with the same holders are
    one line.
-5. Few pieces: fewer than lines and ranks together.
-6. Integers of any size and no float: every machine finds the same.
+5. Pieces are few: fewer than lines and ranks together.
+6. Integers may have any size, and there are no floats: every machine finds the same result.
 
 Ranks that hold the same lines are one **kind**. Kinds that lines connect are decomposed into levels
 (see `network`) and the flow is rounded (see `forest`); a kind's bytes are wrapped around its ranks
 (McNaughton 1959).
 
-With nodes, a rank takes exactly `cap` bytes: its share of lines, and what is missing from a further
-line of `cap` bytes, the rest of which its node takes. So a node takes as many bytes as its ranks
+With nodes, every rank has a further line of `cap` bytes, which fills the rank up to exactly `cap`
+bytes; its node takes the rest of that line. So a node takes as many bytes as its ranks
 send, and the same decomposition balances nodes.
 
 >>> shares([6, 4], [(0, 1), (1, 2)])
@@ -47,7 +47,7 @@ __all__ = ["Level", "find_levels", "shares"]
 
 
 class Level(NamedTuple):
-    """Ranks that carry `nbytes` bytes between them, `nbytes / len(ranks)` each, whatever is chosen."""
+    """Ranks that send `nbytes` bytes together, `nbytes / len(ranks)` each, in every optimal choice."""
 
     nbytes: int
     ranks: tuple[int, ...]
@@ -67,11 +67,11 @@ def shares(
        choice can beat;
     2. of all integer choices that keep 1, node loads (sums over the node's ranks), sorted from the
        largest, are lexicographically the least; so the largest is as small as it can be;
-    3. given what of each line leaves from each node, rank loads are as good as they are without
+    3. given the bytes of each line that leave from each node, rank loads are as good as without
        `nodes`.
 
-    Raises PlanError: a negative length, holders that are none or not ascending, a holder without a
-    node.
+    Raises PlanError for a negative length, for holders that are empty or not ascending, and for a holder
+    without a node.
     """
     groups = group_lines(lengths, holders)
     total = sum_groups(groups)
@@ -84,7 +84,7 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """What forces the loads, highest load per rank first.
+    """The levels that force the loads, highest load per rank first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.
@@ -107,11 +107,11 @@ def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Leve
     return found
 
 
-# What a set of holders sends, line by line and rank by rank
+# The bytes that a set of holders sends, line by line and rank by rank
 
 
 def _deal(lines: dict[int, int], sent: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Lines of one set of holders, longest first, and what of each every holder sends."""
+    """(line, bytes that each holder sends) for the lines of one set of holders, longest first."""
     if len(lines) == 1:
         (line,) = lines
         yield line, sent
@@ -129,7 +129,7 @@ def _wrap_around(rows: Iterable[int], columns: Iterable[int]) -> Iterator[Edge]:
 
     Yields (row, column, bytes).
     """
-    at = enumerate(columns)
+    remaining = enumerate(columns)
     j = 0
     room = 0
     for i, nbytes in enumerate(rows):
@@ -137,7 +137,7 @@ def _wrap_around(rows: Iterable[int], columns: Iterable[int]) -> Iterator[Edge]:
             if room:
                 yield i, j, room
             nbytes -= room
-            j, room = next(at)
+            j, room = next(remaining)
         if nbytes:
             yield i, j, nbytes
             room -= nbytes
@@ -152,8 +152,8 @@ def _even_parts(nbytes: int, count: int) -> list[int]:
 # Ranks that hold the same lines are one kind
 
 
-class _Kind(NamedTuple):
-    """Ranks of one node that hold the same `lines` and each send `base` bytes that nobody else holds."""
+class _HolderKind(NamedTuple):
+    """Ranks of one node that hold the same `lines` and each send `base` bytes that no other rank holds."""
 
     node: int
     base: int
@@ -161,16 +161,18 @@ class _Kind(NamedTuple):
     ranks: list[int]
 
 
-def _find_kinds(total: dict[Holders, int], nodes: Mapping[int, int] | None = None) -> list[_Kind]:
+def _find_kinds(
+    total: dict[Holders, int], nodes: Mapping[int, int] | None = None
+) -> list[_HolderKind]:
     """The kinds, by lowest rank."""
-    kinds: dict[tuple[int, int, tuple[int, ...]], _Kind] = {}
+    kinds: dict[tuple[int, int, tuple[int, ...]], _HolderKind] = {}
     for rank, lines in _list_lines_by_rank(total).items():
         node = nodes[rank] if nodes else 0
         base = total.get((rank,), 0)
         key = node, base, tuple(lines)
         kind = kinds.get(key)
         if kind is None:
-            kind = _Kind(*key, ranks=[])
+            kind = _HolderKind(*key, ranks=[])
             kinds[key] = kind
         kind.ranks.append(rank)
     return list(kinds.values())
@@ -186,13 +188,13 @@ def _list_lines_by_rank(total: dict[Holders, int]) -> dict[int, list[int]]:
     return lines
 
 
-def _find_kind(network: Network, kinds: list[_Kind], sink: int) -> _Kind:
-    """The kind that a sink of the network is."""
+def _find_kind(network: Network, kinds: list[_HolderKind], sink: int) -> _HolderKind:
+    """The kind of a sink of the network."""
     return kinds[sink - network.first]
 
 
-def _rank_network(total: dict[Holders, int], kinds: list[_Kind]) -> Network:
-    """The network in which every kind takes the level for each of its ranks."""
+def _rank_network(total: dict[Holders, int], kinds: list[_HolderKind]) -> Network:
+    """The network in which every kind takes the level once for each of its ranks."""
     nbytes = [total[held] for held in list_shared(total)]
     first = len(nbytes)
     reach: list[list[int]] = [[] for _ in nbytes]
@@ -208,10 +210,10 @@ def _rank_network(total: dict[Holders, int], kinds: list[_Kind]) -> Network:
 
 
 def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
-    """By set of holders: what each holder sends of its line."""
+    """By set of holders: the bytes that each holder sends of its line."""
     out = {}
     for held, nbytes in total.items():
-        # Of a line that nobody has to divide, the only holder sends all; or there is nothing to send.
+        # A line that is not shared has one holder, which sends everything, or it is empty.
         nothing = [0] * (len(held) - 1)
         out[held] = [nbytes, *nothing]
     sent = _divide_lines(total)
@@ -221,7 +223,7 @@ def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
 
 
 def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
-    """By line: what ranks send of it; ranks that send nothing may be missing."""
+    """By line, the bytes that ranks send of it; ranks that send nothing may be missing."""
     kinds = _find_kinds(total)
     network = _rank_network(total, kinds)
     sent: list[dict[int, int]] = [{} for _ in network.nbytes]
@@ -241,7 +243,7 @@ def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
 
 
 def _divide_kind(row: list[tuple[int, int]], ranks: list[int], sent: list[dict[int, int]]) -> None:
-    """Divide what a kind takes of its lines evenly among its ranks."""
+    """Divide the bytes that a kind takes of its lines evenly among its ranks; adds them to `sent`."""
     sizes = [nbytes for _, nbytes in row]
     even = _even_parts(sum(sizes), len(ranks))
     for i, j, nbytes in _wrap_around(sizes, even):
@@ -256,7 +258,7 @@ def _divide_kind(row: list[tuple[int, int]], ranks: list[int], sent: list[dict[i
 def _divide_by_node(
     total: dict[Holders, int], nodes: Mapping[int, int]
 ) -> dict[Holders, list[int]]:
-    """By set of holders: what each holder sends, nodes balanced before ranks."""
+    """By set of holders: the bytes that each holder sends, nodes balanced before ranks."""
     _check_nodes(total, nodes)
     lengths = []
     holders = []
@@ -288,7 +290,7 @@ def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:
 def _divide_among_nodes(
     total: dict[Holders, int], nodes: Mapping[int, int]
 ) -> Iterator[tuple[Holders, Holders, int]]:
-    """What of each line leaves from each node: its holders, those of them in the node, bytes."""
+    """(holders of a line, its holders in a node, bytes that leave from there) for all lines and nodes."""
     shared = list_shared(total)
     for (line, node), nbytes in _sum_by_node(total, nodes).items():
         held = shared[line]
@@ -323,11 +325,11 @@ def _find_cap(network: Network) -> int:
     return cap
 
 
-def _node_network(ranks: Network, kinds: list[_Kind], cap: int) -> Network:
-    """The network in which every kind takes what fills its ranks to `cap`.
+def _node_network(ranks: Network, kinds: list[_HolderKind], cap: int) -> Network:
+    """The network in which every kind takes the bytes that fill its ranks to `cap`.
 
-    There is a further line of as many bytes for each kind, which may go there or to its node. Lines
-    are numbered from 0, then come those further lines, then kinds as sinks, then nodes as sinks.
+    Each kind has a further line of as many bytes, which the kind or its node may take. Numbers go
+    first to lines, then to those further lines, then to kinds as sinks, then to nodes as sinks.
     """
     further = len(kinds)
     first = ranks.first + further
@@ -351,7 +353,7 @@ def _node_network(ranks: Network, kinds: list[_Kind], cap: int) -> Network:
     return Network(first, ranks.nbytes + room, reach, weight, base | base_of_node)
 
 
-def _number_nodes(kinds: list[_Kind], first: int) -> dict[int, int]:
-    """The sink that each node is, ascending, from `first` on."""
+def _number_nodes(kinds: list[_HolderKind], first: int) -> dict[int, int]:
+    """The sink of each node, ascending, from `first` on."""
     nodes = sorted({kind.node for kind in kinds})
     return {node: sink for sink, node in enumerate(nodes, first)}

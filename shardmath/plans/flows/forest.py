@@ -24,11 +24,11 @@ Edge: TypeAlias = tuple[int, int, int]
 """Two nodes and the bytes between them."""
 
 Sent: TypeAlias = dict[int, dict[int, int]]
-"""What each sink takes of each line: `sent[sink][line]`."""
+"""The amount that each sink takes of each line: `sent[sink][line]`."""
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """What every sink takes of every line, in bytes; the network is used up."""
+    """(line, sink, bytes that the sink takes of the line), for all that are not 0; the network is used up."""
     for leaf in list_leaves(network):
         forest = _free_of_cycles(leaf.sent)
         yield from _round(forest, leaf.weight or 1)
@@ -57,7 +57,7 @@ def _free_of_cycles(sent: Sent) -> list[Edge]:
 
 
 def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Edge]) -> None:
-    """Put what is on no cycle into the forest, from the leaves on."""
+    """Move the edges that are on no cycle into the forest, beginning at the leaves."""
     leaf_nodes = [node for node, others in near.items() if len(others) == 1]
     for leaf in leaf_nodes:
         if near[leaf]:
@@ -66,21 +66,21 @@ def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Edge]) -> None
             amount = _pop_edge(sent, leaf, parent)
             out.append((leaf, parent, amount))
             if len(near[parent]) == 1:
-                leaf_nodes.append(parent)  # the loop goes on to it
+                leaf_nodes.append(parent)  # the loop reaches it later
 
 
 def _pop_edge(sent: Sent, a: int, b: int) -> int:
-    """Take the edge between two nodes out of the flow: its amount."""
+    """Remove the edge between two nodes from the flow; return its amount."""
     sink = max(a, b)
     line = min(a, b)
     return sent[sink].pop(line)
 
 
 def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[Edge]) -> None:
-    """Put all that is connected to the root into the forest.
+    """Move everything that is connected to the root into the forest.
 
-    Walk on until an edge closes a cycle: move an amount around it until an edge of it is empty. Or
-    until there is no way on: the last edge is one of the forest.
+    Walk from the root. When an edge closes a cycle, move an amount around the cycle that empties one of
+    its edges. When there is no way on, the last edge belongs to the forest.
     """
     path = [root]
     place = {root: 0}  # of each node of the path
@@ -108,9 +108,9 @@ def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[
 
 
 def _step(arcs: list[int], sent: Sent, node: int, came: int) -> int | None:
-    """A neighbour along an edge that is left, other than the one that we came from.
+    """A neighbor along a remaining edge, other than the node that the walk came from; None if there is none.
 
-    Edges that are gone are dropped.
+    Drops edges that are gone from `arcs`.
     """
     onward = None
     back = False
@@ -120,7 +120,7 @@ def _step(arcs: list[int], sent: Sent, node: int, came: int) -> int | None:
             back = True
         elif (node in sent[other]) if node < other else (other in sent[node]):
             onward = other
-    # Both stay, the way back below the way on.
+    # Both edges stay, the way back below the way on.
     if back:
         arcs.append(came)
     if onward is not None:
@@ -145,9 +145,9 @@ def _cancel(sent: Sent, cycle: list[int]) -> None:
 
 
 def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
-    """Every edge by `scale`, down or up, so that every sum at a line or sink is rounded too.
+    """Every edge divided by `scale` and rounded so that every sum at a line or sink is rounded down or up too.
 
-    From the roots on: what rounding has added at a node so far stays within a byte.
+    It begins at the roots, and keeps the amount that rounding has added at each node within a byte.
     """
     added: dict[int, int] = defaultdict(int)
     for child, parent, amount in reversed(forest):

@@ -41,7 +41,7 @@ def group_lines(
     for held, lines in groups.items():
         if not _is_ascending(held):
             first = next(iter(lines))
-            _refuse(first, held)
+            _raise_unordered(first, held)
     return {held: groups[held] for held in sorted(groups)}
 
 
@@ -56,8 +56,8 @@ def sum_groups(groups: dict[Holders, dict[int, int]]) -> dict[Holders, int]:
     return {held: sum(lines.values()) for held, lines in groups.items()}
 
 
-def _refuse(line: int, held: Holders) -> None:
-    """Raise PlanError for holders that are none or not ascending."""
+def _raise_unordered(line: int, held: Holders) -> None:
+    """Raise PlanError for holders that are empty or not ascending."""
     for a, b in itertools.pairwise(held):
         if a >= b:
             what = f"line {line}: holder {b} comes after {a}"
@@ -66,7 +66,7 @@ def _refuse(line: int, held: Holders) -> None:
 
 
 def list_shared(total: dict[Holders, int]) -> list[Holders]:
-    """Lines that somebody has to divide; lines are numbered by their place here."""
+    """The sets of holders whose lines have bytes to divide; shared lines are numbered by their place in this list."""
     shared = []
     for held, nbytes in total.items():
         if nbytes and len(held) > 1:

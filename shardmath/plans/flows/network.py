@@ -4,8 +4,8 @@ The maximum flow is our own because scipy.sparse.csgraph.maximum_flow counts in 
 not fit: it answers 0 for a single arc of capacity 2**40 (scipy 1.17).
 
 1. Kinds that lines connect are decomposed (Fujishige 1980): try to give every sink the average. A
-   maximum flow does it, or its minimum cut separates the sinks that must take more from the others,
-   which then take all that both may.
+   maximum flow does it, or its minimum cut separates the sinks that must take more from the others.
+   The others then take all lines that both could take.
 2. Bytes are multiplied by the weight of a part, so that its average is a whole number: there is no
    float.
 
@@ -23,15 +23,14 @@ from typing import NamedTuple
 __all__ = ["Leaf", "Network", "Subnetwork", "list_leaves", "take"]
 
 SPREAD = 7919
-"""A prime, so that its multiples are anywhere in a list."""
+"""A prime, so that its multiples are spread over a list of any length."""
 
 
 class Network(NamedTuple):
     """Lines and the sinks that take them; sinks are numbered after the lines, from `first` on.
 
-    A sink takes level x `weight` - `base` bytes at some level. `reach` (of a line: its sinks) and
-    `base` change as lines are left to fewer sinks: a line that is left to one sink has become part
-    of its base.
+    At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
+    `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
     """
 
     first: int
@@ -54,7 +53,7 @@ class Subnetwork(NamedTuple):
 class Leaf(NamedTuple):
     """Sinks that reach one level, `nbytes / weight`, by a flow of bytes times `weight`.
 
-    `sent[sink][line]` is what the sink takes of the line.
+    `sent[sink][line]` is the amount that the sink takes of the line.
     """
 
     nbytes: int
@@ -84,7 +83,7 @@ def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
 
 
 def _average(network: Network, part: Subnetwork) -> tuple[Leaf, Mapping[int, int]]:
-    """The part with every sink at the average, and what has too much among itself for that."""
+    """The part with every sink at the average, and the lines and sinks that have too many bytes for that."""
     nbytes = 0
     weight = 0
     for line in part.lines:
@@ -98,7 +97,7 @@ def _average(network: Network, part: Subnetwork) -> tuple[Leaf, Mapping[int, int
 
 
 def _settle_decided(network: Network, lines: list[int]) -> list[int]:
-    """Lines that have several sinks; the others join the base of theirs."""
+    """The lines that have several sinks; each other line is added to the base of its sink."""
     out = []
     for line in lines:
         sinks = network.reach[line]
@@ -110,9 +109,9 @@ def _settle_decided(network: Network, lines: list[int]) -> list[int]:
 
 
 def _leave_low(network: Network, part: Subnetwork, high: Mapping[int, int]) -> Subnetwork:
-    """What remains without the high part.
+    """The part without its high lines and sinks.
 
-    Lines that both could take go to the sinks that remain: the high ones have too much already.
+    Lines that both could take go to the sinks that remain: the high sinks have too much already.
     """
     lines = [line for line in part.lines if line not in high]
     sinks = [sink for sink in part.sinks if sink not in high]
@@ -123,7 +122,7 @@ def _leave_low(network: Network, part: Subnetwork, high: Mapping[int, int]) -> S
 
 
 def _divide_connected(network: Network, part: Subnetwork) -> list[Subnetwork]:
-    """The part, as parts that share nothing, without lines that have one sink."""
+    """The connected parts of a part, without lines that have one sink."""
     lines = _settle_decided(network, part.lines)
     sinks = part.sinks
     if lines and _count_near(network, lines) == len(sinks):
@@ -147,14 +146,14 @@ def _label_connected(
     for line in lines:
         found = {label[sink] for sink in network.reach[line]}
         if len(found) > 1:
-            _join(label, members, found)
+            _merge_labels(label, members, found)
     return label, list(members)
 
 
 def _count_near(network: Network, lines: list[int]) -> int:
-    """How many sinks two passes find to be connected to the first line.
+    """The number of sinks that two passes find connected to the first line.
 
-    Mostly all are, and then this is quicker than labels.
+    Usually all are connected, and then this is faster than labels.
     """
     seen = set(network.reach[lines[0]])
     for line in itertools.chain(lines, reversed(lines)):
@@ -163,8 +162,8 @@ def _count_near(network: Network, lines: list[int]) -> int:
     return len(seen)
 
 
-def _join(label: dict[int, int], members: dict[int, list[int]], found: set[int]) -> None:
-    """Make the found parts one, under the label of the largest."""
+def _merge_labels(label: dict[int, int], members: dict[int, list[int]], found: set[int]) -> None:
+    """Merge the parts with the labels `found`, under the label of the largest."""
     keep = max(found, key=lambda part: len(members[part]))
     for part in found - {keep}:
         joining = members.pop(part)
@@ -178,8 +177,8 @@ def _join(label: dict[int, int], members: dict[int, list[int]], found: set[int])
 class _Flow(NamedTuple):
     """Bytes times a scale: `left` of each line, `spare` at each sink, and what each sink takes.
 
-    `sent[sink][line]` is what the sink takes of the line; no zeros are kept but in `spare`. Sinks
-    that are `over` carry more than they may before any line is sent.
+    `sent[sink][line]` is the amount that the sink takes of the line; only `spare` keeps zeros. Sinks
+    that are `over` have more than the average before any line is sent.
     """
 
     left: dict[int, int]
@@ -235,11 +234,11 @@ def _spill(flow: _Flow, line: int, size: int, sinks: list[int]) -> None:
 
 
 def _maximise(network: Network, flow: _Flow) -> Mapping[int, int]:
-    """Make the flow maximum; the lines and sinks that then have too much among themselves.
+    """Make the flow maximum; return all lines and sinks that then have too much among themselves.
 
-    All of them, the most there are. Shortest paths from all that is left, as Dinic has it. But what
-    is left of one line does not pass another that has something left, and along a chain that takes
-    a turn each: so every other turn starts from one line alone, anywhere.
+    Each turn takes shortest paths from all lines that have bytes left (Dinic). But bytes of one such line
+    do not pass another such line, so a long chain of them would take one turn per line: after a few
+    turns, every other turn starts from one line only, at a spread-out place.
     """
     for turn in itertools.count():
         starts = list(flow.left)
@@ -254,7 +253,7 @@ def _maximise(network: Network, flow: _Flow) -> Mapping[int, int]:
 
 
 def _augment(network: Network, flow: _Flow, layers: dict[int, int], room: int) -> None:
-    """Send what is left to sinks with room, layer by layer, until no path or no room is left."""
+    """Send remaining bytes to sinks with room, layer by layer, until no path or no room is left."""
     arcs: dict[int, list[int]] = {}
     for line in [line for line in flow.left if line in layers]:
         while room and line in flow.left:
@@ -283,7 +282,7 @@ def _find_layers(network: Network, flow: _Flow, starts: list[int]) -> tuple[dict
 
 
 def _enter_layer(layers: dict[int, int], depth: int, ahead: Iterable[Iterable[int]]) -> list[int]:
-    """What is ahead and in no layer yet; now it is in this one."""
+    """Put the nodes ahead that are in no layer yet into this one; return them."""
     out = []
     for row in ahead:
         for node in row:
@@ -296,9 +295,9 @@ def _enter_layer(layers: dict[int, int], depth: int, ahead: Iterable[Iterable[in
 def _find_path(
     network: Network, flow: _Flow, layers: dict[int, int], arcs: dict[int, list[int]], line: int
 ) -> list[int]:
-    """Line, sink, line, ..., a sink with room, a layer further each; empty if there is none.
+    """A path line, sink, line, ..., to a sink with room, one layer further each step; [] if there is none.
 
-    `arcs` are what is ahead of each node and not yet known to lead nowhere.
+    `arcs` has the nodes ahead of each node that are not known to be dead ends.
     """
     path = [line]
     while path:
@@ -307,7 +306,7 @@ def _find_path(
         if node >= network.first:
             if flow.spare[node]:
                 return path
-            # A push may have taken away what the sink took of a line: that way back is gone.
+            # A push may have emptied the sink's share of a line: that way back is gone.
             taken = flow.sent[node]
             while ahead and ahead[-1] not in taken:
                 ahead.pop()
@@ -323,16 +322,16 @@ def _find_path(
 
 
 def _list_ahead(network: Network, flow: _Flow, layers: dict[int, int], node: int) -> list[int]:
-    """The nodes of the next layer that a node leads to: a line's sinks, or what a sink took of."""
+    """The nodes of the next layer to which a node leads: a line's sinks, or the lines of which a sink takes some."""
     row: Iterable[int] = network.reach[node] if node < network.first else flow.sent[node]
     next_layer = layers[node] + 1
     return [other for other in row if layers.get(other) == next_layer]
 
 
 def _push(flow: _Flow, path: list[int]) -> None:
-    """Send along the path as much as it takes.
+    """Send as many bytes along the path as it can carry.
 
-    Every sink takes more of the line before it, and but for the last less of the line after it.
+    Every sink takes more of the line before it, and every sink except the last takes less of the line after it.
     """
     lines = path[::2]
     sinks = path[1::2]
@@ -353,7 +352,7 @@ def _push(flow: _Flow, path: list[int]) -> None:
 
 
 def take(row: dict[int, int], line: int, amount: int) -> None:
-    """Less of the line by this amount; a line of which nothing is left is not kept."""
+    """Subtract the amount from the line; a line with nothing left is removed."""
     if row[line] == amount:
         del row[line]
     else:

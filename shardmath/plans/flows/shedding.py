@@ -1,7 +1,7 @@
-"""Shedding: how much of each line others have to relay, so that no holder sends more than a target.
+"""Shedding: the bytes of each line that other ranks have to relay, so that no holder sends more than a target.
 
-A line is bytes that the holders of a set send among them, copies included. It can be shortened down
-to its bytes once; what is taken off it, the line **sheds**.
+A line is bytes that the holders of a set send together, copies included. It can be shortened until
+each byte is sent once; the line **sheds** the rest.
 
 >>> shed_to_target([30, 10], [10, 10], [(0,), (1,)], 15)
 [15, 0]
@@ -14,17 +14,15 @@ from shardmath.plans.flows.flow import Level, find_levels
 __all__ = ["find_least_sent", "shed_to_target"]
 
 CORRECTIONS = 6
-"""How often at most the shares of lines are corrected to meet the target, each time by a max flow.
+"""Most corrections of lines' shares to meet the target, each by a max flow.
 
-A correction takes load off the fullest holders, and the next flow may find others that are then the
-fullest. Of 1,500 networks drawn at random none took more than three. A target that is missed costs
-time, and nothing else.
+A correction takes load off the fullest holders; then others may be the fullest. Of 1,500 networks drawn
+at random none took more than three. A missed target only costs time.
 """
 
 
 def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
-    """The least that the fullest holder sends if lines of these lengths leave their holders
-    once."""
+    """The least load of the fullest holder if lines of these lengths leave their holders once."""
     found = find_levels(once, held)
     if not found:
         return 0
@@ -35,7 +33,7 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """How much each line sheds so that no holder sends more than the target, or little more.
+    """The bytes that each line sheds so that no holder sends more than about the target.
 
     Line i sends `copies[i]` bytes and cannot go below `once[i]`.
     """
@@ -54,7 +52,7 @@ def shed_to_target(
 
 
 def _group_by_level(high: list[Level], held: list[tuple[int, ...]]) -> list[list[int]]:
-    """The lines of each of these levels: those that none of the levels below could take load of."""
+    """The lines of each of these levels: those whose holders are all at this level or above it."""
     count = len(high)
     number = {}
     for n, level in enumerate(high):

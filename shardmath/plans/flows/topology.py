@@ -4,9 +4,9 @@
 2. Rates are bytes per second, per rank and per direction: `intra` to a rank of the same node
    (NVLink), `inter` to one of another node (one NIC per GPU). A rank sends and receives at full
    rate at once.
-3. `latency_s` is what one message costs beside its bytes, in seconds.
-4. A topology is a value: equal numbers are equal topologies, whatever their names (so H100 == H200,
-   whose links are alike), and its repr, which enters a plan's digest, is the same on every machine.
+3. `latency_s` is the cost of one message in addition to its bytes, in seconds.
+4. A topology is a value: equal numbers are equal topologies, whatever their names (H100 == H200,
+   which have the same links), and its repr, which enters a plan's digest, is the same on every machine.
 
 >>> Topology(ranks_per_node=4).nodes([1, 9, 3, 8])
 {0: (1, 3), 2: (8, 9)}
@@ -30,7 +30,7 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 class Topology:
     """A cluster: nodes of `ranks_per_node` ranks, link rates in bytes per second, seconds per message.
 
-    The rates are those of the hardware. Software reaches less; measure how much on your cluster.
+    The default rates are the hardware's. Software reaches less; measure the rates of your cluster.
     Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.
     """
 
@@ -78,7 +78,7 @@ def checked(topology: object) -> Topology:
 
 
 MOST_RANKS = 1 << 24
-"""Of a node; as many as a mesh may have."""
+"""Most ranks of a node: as many as a mesh may have."""
 
 
 def _check_number(name: str, value: object, *, zero: bool) -> float:

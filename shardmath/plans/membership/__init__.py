@@ -1,9 +1,9 @@
-"""Membership: ranks that leave a plan, and what stays for those that do not.
+"""Membership: plans that ranks leave, and their parts for the ranks that stay.
 
 In reading order:
 
-- `staying`: what is left of a destination when some of its ranks are gone;
-- `lines`: what is left of who sends what;
+- `staying`: the destination without the ranks that left;
+- `lines`: the lines without the bytes for ranks that left;
 - `leaving`: the plan from which ranks have left;
-- `keeping`: a rank's part in it, of the part that the rank had.
+- `keeping`: a rank's part in that plan, made from the part that it had before.
 """

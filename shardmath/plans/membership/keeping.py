@@ -1,11 +1,11 @@
-"""Keeping: what a rank does once others have left or come back, of what it did before.
+"""Keeping: a rank's part after others have left or come back, made from its part before.
 
-1. Ranks that stay send each other what they sent before, so their messages are the same objects as
-   long as the pace is the same. Those for ranks that are gone fall out, those for ranks that are
-   back are made anew.
-2. `follow` gives what `outline_part(...).part(...)` gives of the new plan at that pace, or None
-   where nothing can be kept: the plan is of another `whole`, or goes at another pace. What the rank
-   stores is said by the layouts of the plan before: on this rank they are the same.
+1. Ranks that stay send each other the same bytes as before, so their messages are the same objects as
+   long as the pace is the same. Messages for ranks that are gone are dropped, messages for ranks that
+   are back are made again.
+2. `follow` returns what `outline_part(...).part(...)` returns for the new plan at that pace, or None
+   if nothing can be kept: the plan has another `whole`, or another pace. The part keeps the layouts
+   of the plan before: on this rank they are the same.
 
 >>> from shardmath import Layout, Mesh, plan, without
 >>> from shardmath.plans.programs.part import make_parts
@@ -36,16 +36,17 @@ __all__ = ["MembershipChange", "compare", "count_peers", "follow"]
 
 
 class MembershipChange(NamedTuple):
-    """The ranks that have left since, and those that are back."""
+    """The ranks that have left since then, and those that are back."""
 
     gone: frozenset[int]
     back: frozenset[int]
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """Who has left the plan of the part, and who is back; None where this is another plan, or the rank had left.
+    """The ranks that have left the plan of the part, and those that are back; None if this is another plan, or if the
+    part's own rank had left.
 
-    Programs are others: who leaves may have relayed what others get.
+    A program is another plan: a rank that leaves may have relayed bytes for others.
     """
     before = part.plan
     if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
@@ -58,21 +59,21 @@ def compare(part: RankProgram, plan: object) -> MembershipChange | None:
 
 
 def _are_related(one: Plan, other: Plan) -> bool:
-    """Whether they are of the same tensors, and differ in who has left and in nothing else."""
+    """Whether two plans have the same tensors and the same whole plan, and differ only in the ranks that left."""
     whole = one.whole or one
     if whole != (other.whole or other):
         return False
-    # Tensors that nobody asks for are in no plan.
+    # A tensor that no rank asks for is not in the plan.
     tensors = len(whole.src)
     return tensors == len(one.src) == len(other.src)
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
     """The `peers` of an outline of the plan, for a rank that stays in it."""
-    # What a rank receives comes from whom it came before.
+    # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
-    for one in part.rounds:
-        senders.update(m.src_rank for m in one.receives)
+    for posted in part.rounds:
+        senders.update(m.src_rank for m in posted.receives)
     receivers: set[int] = set()
     if part.rank in plan.src_ranks:
         sent = list_sent(plan.lines, part.rank)
@@ -83,24 +84,24 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
     """The rank's part in a plan from which ranks have left, or to which they have come back.
 
-    None where nothing of the part can be kept.
+    None if nothing of the part can be kept.
     """
-    found = compare(part, plan)
-    if found is None or part.pace is None or not part.pace.is_like(pace):
+    change = compare(part, plan)
+    if change is None or part.pace is None or not part.pace.is_like(pace):
         return None
-    if part.rank in found.gone:
-        return _leave(part.rank, plan, pace)
+    if part.rank in change.gone:
+        return _make_empty_part(part.rank, plan, pace)
     rounds = part.rounds
-    # Nobody who leaves is a source, so that of two destinations neither sends the other anything.
+    # Ranks that leave are destinations only, so the rounds of other destinations do not change.
     if part.rank in plan.src_ranks:
-        rounds = _drop(rounds, found.gone)
-        new = list(_list_new(plan, part.rank, found.back))
-        rounds = _add(rounds, new, pace, part.rank)
+        rounds = _drop_sends(rounds, change.gone)
+        new = list(_list_new(plan, part.rank, change.back))
+        rounds = _add_sends(rounds, new, pace, part.rank)
     return replace(part, plan=plan, rounds=rounds, pace=pace)
 
 
-def _leave(rank: int, plan: Plan, pace: Pace) -> RankProgram:
-    """What a rank does that has left: nothing."""
+def _make_empty_part(rank: int, plan: Plan, pace: Pace) -> RankProgram:
+    """The part of a rank that has left: it does nothing."""
     return RankProgram(
         plan=plan,
         rank=rank,
@@ -115,20 +116,20 @@ def _leave(rank: int, plan: Plan, pace: Pace) -> RankProgram:
     )
 
 
-def _drop(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round, ...]:
-    """The rounds without what goes to ranks that are gone."""
+def _drop_sends(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round, ...]:
+    """The rounds without messages to ranks that are gone."""
     if not gone:
         return rounds
     kept = []
-    for one in rounds:
-        sends = [m for m in one.sends if m.dst_rank not in gone]
-        if sends or one.receives or one.keeps:
-            kept.append(Round(tuple(sends), one.receives, one.keeps))
+    for posted in rounds:
+        sends = [m for m in posted.sends if m.dst_rank not in gone]
+        if sends or posted.receives or posted.keeps:
+            kept.append(Round(tuple(sends), posted.receives, posted.keeps))
     return tuple(kept)
 
 
 def _list_new(plan: Plan, rank: int, back: Collection[int]) -> Iterator[Transfer]:
-    """What the rank sends to those who are back."""
+    """The transfers from the rank to ranks that are back."""
     if not back:
         return
     for stretch in list_sent(plan.lines, rank):
@@ -136,12 +137,12 @@ def _list_new(plan: Plan, rank: int, back: Collection[int]) -> Iterator[Transfer
             yield from spell_transfers(plan, plan.lines, stretch)
 
 
-def _add(
+def _add_sends(
     rounds: tuple[Round, ...], transfers: list[Transfer], pace: Pace, rank: int
 ) -> tuple[Round, ...]:
-    """The rounds with what is sent besides."""
+    """The rounds with messages for further transfers."""
     if not transfers:
         return rounds
-    messages: list[Message] = [m for one in rounds for m in one.messages]
+    messages: list[Message] = [m for posted in rounds for m in posted.messages]
     messages += cut_transfers(transfers, pace)
     return gather_rounds(messages, rank)

@@ -1,11 +1,12 @@
 """Leaving: the plan from which ranks of the destination have left.
 
-1. What goes to a rank that leaves is dropped. Every other transfer is exactly as it was: what those
-   who stay send and receive, from whom, and in which order.
+1. Transfers to a rank that leaves are dropped. All other transfers stay exactly as they were, in
+   the same order.
 2. Ranks leave by whole copies (`staying`), and a rank that is a source cannot leave.
-3. `whole` is the plan of which nobody has left, so who leaves later or earlier makes no difference:
-   without(without(p, a), b) == without(p, a | b), and who comes back is left out of those that left.
-4. What is dropped was dropped by all, who agree on it by the digest: that of `whole`, and who left.
+3. `whole` is the plan that no rank has left, so the order of leaving makes no difference:
+   without(without(p, a), b) == without(p, a | b). A rank comes back if `without(p.whole, ...)` omits it.
+4. All ranks drop the same transfers: they agree by the digest, made of that of `whole` and the ranks
+   that left.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -44,13 +45,13 @@ __all__ = ["without"]
 
 
 def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
-    """The plan from which these ranks of the destination have left: all else goes as it did.
+    """The plan without these destination ranks, which have left; all other transfers are unchanged.
 
-    `window=True` says that the destination may hold less of the tensors than it did, as of `plan`: tensors that nobody
-    asks for any longer are in no plan then.
+    `window=True` says that the destination may hold less of the tensors than before, as in `plan`: tensors that no rank
+    asks for any longer are then dropped from the plan.
 
-    Raises PlanError for a rank that the destination does not have, or that is a source; where only some ranks of a copy
-    leave; where nobody stays; and, without `window`, where those who stay do not hold all of a tensor, of which it
+    Raises PlanError for a rank that the destination does not have, or that is a source; if only some ranks of a copy
+    leave; if no rank stays; and, without `window`, if the ranks that stay hold less of a tensor than before: the error
     names an element.
     """
     _check_plan(plan)
@@ -66,7 +67,7 @@ def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
 
 
 def _check_plan(plan: object) -> None:
-    """Raise PlanError for what is no plan."""
+    """Raise PlanError unless `plan` is a Plan."""
     if not isinstance(plan, Plan):
         kind = type(plan).__name__
         what = f"ranks leave a plan, not a {kind}"
@@ -74,7 +75,7 @@ def _check_plan(plan: object) -> None:
 
 
 def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
-    """The ranks, all of the destination and none of the source."""
+    """The ranks that leave. Raises PlanError unless all are ranks of the destination and none of the source."""
     given = listed(ranks, "the ranks that leave", PlanError)
     leaving = frozenset(as_integer(rank, "a rank that leaves", PlanError) for rank in given)
     strangers = sorted(leaving.difference(whole.dst_ranks))
@@ -87,13 +88,13 @@ def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
     if sources:
         raise PlanError(
             f"rank {sources[0]} leaves, and is a source, which sends {_name_sent(whole, sources[0])}; "
-            f"plan anew from layouts without it"
+            f"make a new plan from layouts without it"
         )
     return leaving
 
 
 def _name_sent(whole: Plan, rank: int) -> str:
-    """The first that a rank sends, in words."""
+    """The first element that a rank sends, in words."""
     first = next(whole.transfers(src=rank), None)
     if first is None:
         return "nothing now, and holds what others send"
@@ -103,7 +104,7 @@ def _name_sent(whole: Plan, rank: int) -> str:
 
 
 class _Tensors(NamedTuple):
-    """The tensors that somebody asks for, and those of them that are not held whole."""
+    """The tensors that some rank asks for, and those of them that are not held whole."""
 
     src: Mapping[str, Windows]
     dst: Mapping[str, Windows]
@@ -112,12 +113,12 @@ class _Tensors(NamedTuple):
 
     @property
     def src_ranks(self) -> Ranks:
-        """The ranks that hold them at the source."""
+        """The ranks that hold these tensors at the source."""
         return list_ranks(self.src[names[0]] for names in self.alike)
 
 
 def _keep(whole: Plan, left: frozenset[int]) -> Plan:
-    """What stays of the plan."""
+    """The plan without the ranks that left."""
     staying = Staying(left)
     tensors = _keep_tensors(whole, staying)
     batches = _keep_batches(whole, staying)
@@ -141,8 +142,8 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
 
 
 def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
-    """The tensors that somebody who stays asks for. Raises PlanError for none."""
-    # Of tens of thousands of tensors few differ: to change them in a copy is quicker than to add all to a new dict.
+    """The tensors that a rank that stays asks for. Raises PlanError if there are none."""
+    # Of tens of thousands of tensors few differ: changing those in a copy is faster than building a new dict.
     dst = dict(whole.dst)
     alike = []
     incomplete: list[str] = []
@@ -165,11 +166,11 @@ def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
 
 
 _Known: TypeAlias = dict[tuple[Template, Layout], Template]
-"""The template of a batch once its destination is this layout, where ranks have left that."""
+"""By the template of a batch and its destination window without the ranks that left, the new template."""
 
 
 def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
-    """What stays of each batch, by its number, where its window does."""
+    """The batches whose destination windows stay, without the ranks that left; by number."""
     known: _Known = {}
     batches = {}
     for number, batch in enumerate(whole.batches):
@@ -180,39 +181,39 @@ def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
 
 
 def _keep_batch(whole: Plan, batch: Batch, staying: Staying, known: _Known) -> Batch | None:
-    """What stays of a batch; None where its window is gone."""
+    """A batch without the ranks that left; None if its destination window is gone."""
     name = batch.names[0]
     before = whole.dst[name]
     windows, places = staying.keep(name, before)
     target = places.get(batch.target)
     if target is None:
         return None
-    there = windows[target]
+    window = windows[target]
     template = batch.template
-    if there is not before[batch.target]:
-        key = template, there
+    if window is not before[batch.target]:
+        key = template, window
         if key not in known:
             source = whole.src[name][batch.source]
-            _check_rule(name, batch, source, there)
-            known[key] = make_template(source, there, template.reduction)
+            _check_rule(name, batch, source, window)
+            known[key] = make_template(source, window, template.reduction)
         template = known[key]
-    return Batch(template, batch.names, batch.src, there.mesh, batch.source, target)
+    return Batch(template, batch.names, batch.src, window.mesh, batch.source, target)
 
 
-def _check_rule(name: str, batch: Batch, source: Layout, there: Layout) -> None:
-    """Addends are reduced as before: of fewer ranks, those of both sides may be the same ones."""
-    if not (source.partial or there.partial):
+def _check_rule(name: str, batch: Batch, source: Layout, target: Layout) -> None:
+    """Raise PlanError if the reduction changes: with fewer ranks, both sides may have the same addends."""
+    if not (source.partial or target.partial):
         return
-    rule = find_reduction(source, there)
+    rule = find_reduction(source, target)
     if rule != batch.template.reduction:
         raise PlanError(
-            f"tensor {name!r}: {source} and {there} have the same addends once ranks have left, which "
-            f"then pass through; plan anew from layouts of those that stay"
+            f"tensor {name!r}: {source} and {target} have the same addends once ranks have left, which "
+            f"then pass through; make a new plan from layouts of the ranks that stay"
         )
 
 
 def _check_held(before: Plan, kept: Plan) -> None:
-    """Raise PlanError where those who stay hold less of a tensor than was held before."""
+    """Raise PlanError if the ranks that stay hold less of a tensor than the destination did before."""
     fix = "let fewer leave, or say that this is a window: without(..., window=True)"
     if len(kept.dst) < len(before.dst):
         name = next(name for name in before.dst if name not in kept.dst)

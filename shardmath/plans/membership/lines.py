@@ -1,10 +1,10 @@
-"""Lines: who sends what, without what goes to ranks that are gone.
+"""Lines: the lines of a plan without the bytes for ranks that left.
 
-1. What a rank that is gone was to receive is taken out of its line, and what is left moves together.
-   Cuts move with the bytes around them; one inside of what is taken out stands where that was.
-2. So every holder sends those who stay exactly what it sent them, in the same order.
-3. Blocks that nobody asks for any longer are gone, and so are lines without blocks. No others are
-   joined or put in another order, though a plan made anew might.
+1. The bytes for a rank that left are removed from their line, which closes up. Cuts move with the
+   bytes around them; a cut inside removed bytes moves to the place where those were.
+2. So every holder sends the ranks that stay exactly the same bytes as before, in the same order.
+3. Blocks that no rank asks for any longer are removed, and so are lines without blocks. The others
+   are not joined or reordered, though those of a new plan might be.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -30,11 +30,11 @@ __all__ = ["drop_receivers"]
 
 
 def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int]) -> Demands:
-    """The lines without what goes to the ranks `left`, none of which is a holder.
+    """The lines without the bytes for the ranks `left`, none of which is a holder.
 
-    `batches` are the numbers, ascending, of the batches that stay; they are numbered anew.
+    `batches` are the numbers, ascending, of the batches that stay; they are renumbered from 0.
     """
-    staying = [_drop(ranks, left) for ranks in demands.sets]
+    staying = [_drop_ranks(ranks, left) for ranks in demands.sets]
     size = lengths(staying)
     gone = lengths(demands.sets) - size
     asking = demands.receivers
@@ -53,7 +53,7 @@ def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int
 
 
 def _keep_blocks(demands: Demands, stays: Bools, count: Ints, cuts: Ints) -> Demands:
-    """The lines of these blocks alone, which have so many receivers; sets and batches as they were."""
+    """The lines with only the blocks that stay, which now have `count` receivers; sets and batches are unchanged."""
     blocks = _pick_owned(demands.first, stays)
     some = blocks.counts() > 0
     in_line = Offsets(demands.cut_first).spread(some)
@@ -76,18 +76,18 @@ def _keep_blocks(demands: Demands, stays: Bools, count: Ints, cuts: Ints) -> Dem
 
 
 def _pick_owned(first: Ints, stays: Bools) -> Offsets:
-    """Owners of the items that stay; some may have none."""
+    """The items that stay, by owner; some owners may have none."""
     counts = Offsets(first).sums(stays.astype(np.int64))
     return Offsets.of_counts(counts)
 
 
 def _drop_empty(owned: Offsets) -> Ints:
-    """Where the items begin of each owner that has some, and the number of all."""
+    """The first item of each owner that has items, and the number of all items."""
     return np.unique(owned.first)
 
 
 def _keep_rows(demands: Demands, stays: Bools) -> Demands:
-    """Some of the rows, of blocks that are gone but for them."""
+    """The demands with only the rows that stay; the other rows' blocks are already removed."""
     rows = _pick_owned(demands.row_first, stays)
     return replace(
         demands,
@@ -101,22 +101,22 @@ def _keep_rows(demands: Demands, stays: Bools) -> Demands:
     )
 
 
-def _drop(ranks: Ranks, left: frozenset[int]) -> Ranks:
-    """Those of the ranks that stay."""
+def _drop_ranks(ranks: Ranks, left: frozenset[int]) -> Ranks:
+    """The ranks that stay."""
     if left.isdisjoint(ranks):
         return ranks
     return tuple(rank for rank in ranks if rank not in left)
 
 
-class _Numbered(NamedTuple):
-    """Sets in order and each once, and the number of each that there was."""
+class _RenumberedSets(NamedTuple):
+    """Distinct sets in order, and by old number the new number of each set."""
 
     sets: tuple[Ranks, ...]
     number: Ints
 
 
-def _number_sets(staying: Sequence[Ranks], holders: Ints, receivers: Ints) -> _Numbered:
-    """Those of the sets that are used."""
+def _number_sets(staying: Sequence[Ranks], holders: Ints, receivers: Ints) -> _RenumberedSets:
+    """The sets that are used, renumbered."""
     used = np.union1d(holders, receivers)
     listed = sorted({staying[number] for number in used.tolist()})
     place = {ranks: i for i, ranks in enumerate(listed)}
@@ -124,7 +124,7 @@ def _number_sets(staying: Sequence[Ranks], holders: Ints, receivers: Ints) -> _N
     for old in used.tolist():
         ranks = staying[old]
         number[old] = place[ranks]
-    return _Numbered(tuple(listed), number)
+    return _RenumberedSets(tuple(listed), number)
 
 
 def _renumber(column: Ints, kept: Sequence[int]) -> Ints:
@@ -150,15 +150,15 @@ def _move_cuts(demands: Demands, left: frozenset[int], count: Ints) -> Ints:
     return moved
 
 
-class _Place(NamedTuple):
-    """Byte `at` of what a block of a line takes there."""
+class _PlaceInBlock(NamedTuple):
+    """Byte `at` of a block on its line, which has the content once for each receiver."""
 
     line: int
     block: int
     at: int
 
 
-def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> list[_Place]:
+def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> list[_PlaceInBlock]:
     """The blocks that bytes `at` of lines are in, each before the end of its line."""
     # All lines laid end to end, so that one search serves all.
     ends = length.cumsum()
@@ -168,11 +168,11 @@ def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> list[_
     block = begin.searchsorted(place, "right") - 1
     inside = at - demands.start[block]
     columns = line.tolist(), block.tolist(), inside.tolist()
-    return list(map(_Place, *columns))
+    return list(map(_PlaceInBlock, *columns))
 
 
-def _keep_before(demands: Demands, left: frozenset[int], place: _Place) -> int:
-    """How many bytes of the block before this place go to receivers that stay."""
+def _keep_before(demands: Demands, left: frozenset[int], place: _PlaceInBlock) -> int:
+    """The bytes of the block before this place that go to receivers that stay."""
     each = int(demands.nbytes[place.block])
     receiver, rest = divmod(place.at, each)
     asking = list_receivers(demands, place.line, place.block)

@@ -1,8 +1,8 @@
-"""Staying: what is left of a destination when some of its ranks are gone.
+"""Staying: the windows of a destination without the ranks that left.
 
-1. Ranks leave by whole copies: those that stay of a mesh are a mesh of the same axes, shorter along
-   axes that divide nothing. So nobody who stays holds anything else than before.
-2. A window of which nobody stays is gone. The others keep their names.
+1. Ranks leave by whole copies: the ranks of a mesh that stay form a mesh of the same axes, shorter along
+   axes that divide nothing. So every rank that stays holds the same elements as before.
+2. A window of which no rank stays is gone. The others keep their names.
 
 >>> mesh = Mesh(engine=3, tp=2)
 >>> stays = Staying(frozenset({2, 3}))
@@ -11,7 +11,7 @@ float32[4] (tp n) on engine=2 tp=2
 >>> stays.keep_layout("w", Layout((6,), mesh, "(engine n)"))
 Traceback (most recent call last):
 shardmath.PlanError: tensor 'w': rank 2 leaves and holds element (2,) of float32[6] (engine n) on engine=3 tp=2, of \
-whose copy ranks 0, 4 stay; let whole copies leave, or plan anew from layouts of those that stay
+whose copy ranks 0, 4 stay; let whole copies leave, or make a new plan from layouts of the ranks that stay
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Kept", "Staying", "find_held"]
 
 
 class _Shorter(NamedTuple):
-    """The mesh of those that stay, and the axes that are shorter in it; None where they are no mesh."""
+    """The mesh of the ranks that stay (None if they do not form one), and the axes that are shorter in it."""
 
     mesh: Mesh | None
     axes: frozenset[str]
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What stays where the ranks `left` are gone. Meshes and windows are looked at once each."""
+    """The windows and meshes without the ranks `left`, each computed once."""
 
     left: frozenset[int]
     _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)
@@ -56,11 +56,11 @@ class Staying:
 
     def keep(self, name: str, windows: Windows) -> Kept:
         """The windows of the tensor of which some rank stays. Raises PlanError as `keep_layout` does."""
-        # The plan keeps its windows alive, so that their ids are theirs alone.
-        found = self._windows.get(id(windows))
-        if found is None:
-            found = self._windows[id(windows)] = self._keep(name, windows)
-        return found
+        # The plan keeps its windows alive, so that no id is reused.
+        kept = self._windows.get(id(windows))
+        if kept is None:
+            kept = self._windows[id(windows)] = self._keep(name, windows)
+        return kept
 
     def _keep(self, name: str, windows: Windows) -> Kept:
         layouts: dict[int, Layout] = {}
@@ -69,13 +69,13 @@ class Staying:
                 layouts[place] = self.keep_layout(name, layout)
         places = {before: now for now, before in enumerate(layouts)}
         kept = windows.keep(layouts)
-        # What nobody leaves is the same object, as it was before.
+        # Windows that no rank leaves stay the same object.
         return Kept(windows if kept == windows else kept, places)
 
     def keep_layout(self, name: str, layout: Layout) -> Layout:
         """The layout on the ranks that stay, at least one.
 
-        Raises PlanError, which names an element of tensor `name`, where they are not whole copies.
+        Raises PlanError, naming an element of tensor `name`, if these ranks are not whole copies.
         """
         mesh = layout.mesh
         if self.left.isdisjoint(mesh.ranks):
@@ -105,7 +105,7 @@ def _shorten(mesh: Mesh, left: Iterable[int]) -> _Shorter:
 
 def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
     """Raise PlanError for an element of a copy of which only some ranks leave."""
-    fix = "let whole copies leave, or plan anew from layouts of those that stay"
+    fix = "let whole copies leave, or make a new plan from layouts of the ranks that stay"
     mesh = layout.mesh
     copy_of = mesh.coordinate(layout.free_axes).tolist()
     copies: dict[int, list[int]] = {}
@@ -124,13 +124,13 @@ def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
     stay = sorted(set(mesh.ranks) - left)
     listed = show_ranks(stay, noun=False, joined_from=None, most=16)
     raise PlanError(
-        f"tensor {name!r}: ranks {listed} stay of {layout}, and are no mesh of its "
-        f"axes; let whole coordinates of an axis leave, or plan anew from layouts of those that stay"
+        f"tensor {name!r}: ranks {listed} stay of {layout}, and do not form a mesh of its axes; let "
+        f"whole coordinates of an axis leave, or make a new plan from layouts of the ranks that stay"
     )
 
 
 def find_held(layout: Layout, ranks: Sequence[int]) -> tuple[int, str]:
-    """The first of these ranks that holds an element, and its first one; the first rank where none does."""
+    """(rank, its first element in words) for the first of these ranks that holds one; else the first rank."""
     for rank in ranks:
         boxes = layout.boxes(rank)
         if boxes:

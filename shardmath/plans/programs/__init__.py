@@ -1,17 +1,17 @@
-"""Programs: in which rounds a plan is carried out.
+"""Programs: the rounds in which a plan is carried out.
 
 In reading order:
 
-- `legs`: how contents are cut, and who shares what enters;
-- `streams`: what goes from rank to rank, straight or relayed;
-- `messages`: messages and rounds, what ranks post;
-- `stretch_parts`: what stretches have of the tensors of rows;
-- `spelling`: the transfers that they are;
-- `program`: a plan as rounds of messages, with what is relayed;
-- `cutting`: a plan as rounds of messages, with nothing relayed;
-- `part`: all that one rank does;
-- `fanout`: who relays what;
-- `loads`: bytes by rank and link, and how long they take;
-- `scheduling`: which relays, in how many rounds;
-- `certify`: a program beside its bound.
+- `legs`: cuts of blocks, and groups of ranks that share the bytes that enter them;
+- `streams`: bytes from rank to rank, straight or relayed;
+- `messages`: the messages and rounds that ranks post;
+- `stretch_parts`: the parts of tensors in stretches of bytes;
+- `spelling`: the transfers of these parts;
+- `program`: a plan as rounds of messages, with relays;
+- `cutting`: a plan as rounds of messages, without relays;
+- `part`: everything that one rank does;
+- `fanout`: the choice of relays;
+- `loads`: bytes by rank and link, and the time that they take;
+- `scheduling`: the choice of relays and of the number of rounds;
+- `certify`: a program compared with its bound.
 """

@@ -1,10 +1,9 @@
-"""Certify: how near a program is to the fastest that any program could be.
+"""Certify: a program's time compared with a bound that no program can beat.
 
-The bound counts each element once, wherever it is wanted and however it gets there (`cost`); the
-program's own figure counts every byte of every round, one round after the other. A plan that is
-compiled as it is has a figure of its own, which is that of `as_planned`: its own senders, whatever
-the topology. Where the bound cannot know what a plan was free to choose (which addend of a Partial
-destination receives) it asks for nothing.
+The bound counts each element once, wherever it is wanted and however it gets there (`flows.bound`); the
+program's time counts every byte of every round, one round after the other. The time of a plan that is
+compiled itself is the time of `as_planned`: its own senders, whatever the topology. Elements whose
+receiver the plan was free to choose (the addend of a Partial destination) do not count in the bound.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -40,12 +39,12 @@ __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
 def certify(plan: Plan | Program, topology: Topology | None = None) -> Certificate:
-    """The certificate of what runs when `plan` is compiled: its bound, its time, their ratio, and who
-    forces the bound.
+    """The certificate of the program that runs when `plan` is compiled: its bound, its time, their
+    ratio, and the ranks that force the bound.
 
-    A program runs on its own topology, a plan on the one given, or its own. Raises PlanError for
-    anything else than what `plan` and `schedule` return, for a plan without a topology and for its
-    program, since nothing says where the nodes are, and for a program with another topology.
+    A program runs on its own topology, a plan on the given topology, or its own. Raises PlanError if `plan` is
+    neither a Plan nor a Program, if no topology was given here, for the plan or for the program, and if the
+    topology is not the program's.
     """
     prog = find_running(plan, topology)
     loads = sum_round_loads(prog)
@@ -55,16 +54,16 @@ def certify(plan: Plan | Program, topology: Topology | None = None) -> Certifica
 
 
 @memo(2)
-def _find_least(plan: Plan, lines: Demands, where: Topology) -> tuple[float, Witness | None]:
-    """The bound of a plan with these lines; a plan is mostly certified beside its program."""
-    return find_bound(list_blocks(plan), plan.ranks, where)
+def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, Witness | None]:
+    """The bound of a plan with these lines, cached since a plan is often certified together with its program."""
+    return find_bound(list_blocks(plan), plan.ranks, topology)
 
 
 def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """How many bytes cross from one node to another when a plan or a program runs.
+    """The bytes that cross from one node to another when a plan or a program runs.
 
-    A byte that crosses twice counts twice. `plan` and `topology` are as in `certify`, errors too. An
-    adjoint has as many as its plan, in the other direction.
+    A byte that crosses twice counts twice. Arguments and errors are as in `certify`. An adjoint has
+    the same number as its plan, in the other direction.
     """
     if isinstance(plan, Transposed):
         plan = plan.forward
@@ -75,7 +74,7 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """What runs when `plan` is compiled. Raises PlanError as `certify` does."""
+    """The program that runs when `plan` is compiled. Raises PlanError as `certify` does."""
     if not isinstance(plan, Plan | Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"
         raise PlanError(f"{plan!r} is not a plan or a Program; {what}")
@@ -91,9 +90,9 @@ def find_running(plan: object, topology: Topology | None) -> Program:
 
 
 def list_blocks(plan: Plan) -> Iterator[Block]:
-    """What must be where, as the bound takes it: distinct elements, whoever sends them."""
-    # The bound counts what must move, and not whom a topology has the plan ask for it: near and
-    # far lines would part one set of receivers in two.
+    """The blocks of a plan for its bound: distinct elements, whichever rank sends them."""
+    # Without the topology: it would divide one set of receivers into near and far lines, but the
+    # bound counts what must move, whichever rank is asked for it.
     demands = plan.lines if plan.topology is None else gather_lines(plan.batches)
     folded = _find_folded(plan, demands).tolist()
     addend = demands.addend.tolist()
@@ -109,7 +108,7 @@ def list_blocks(plan: Plan) -> Iterator[Block]:
 
 
 def _find_folded(plan: Plan, demands: Demands) -> Ints:
-    """1 for each block with a batch that is folded, 0 for others."""
+    """1 for each block with a folded batch, 0 for others."""
     is_folded = [bool(batch.template.reduction.folded) for batch in plan.batches]
     by_batch = np.array(is_folded, np.int64)
     by_row = by_batch[demands.batch]
@@ -118,7 +117,7 @@ def _find_folded(plan: Plan, demands: Demands) -> Ints:
 
 
 def _count_bytes(plan: Plan, demands: Demands) -> Ints:
-    """The bytes of each block of the lines, without those of batches that are not counted."""
+    """The bytes of each block of the lines, without batches that do not count."""
     tensors = []
     for number, batch in enumerate(plan.batches):
         count = len(batch.names) if _is_counted(plan, number) else 0
@@ -129,9 +128,9 @@ def _count_bytes(plan: Plan, demands: Demands) -> Ints:
 
 
 def _is_counted(plan: Plan, number: int) -> bool:
-    """Whether a batch's elements count: the ranks that receive them need them, and no others do.
+    """Whether a batch's elements count: exactly the ranks that receive them need them.
 
-    What a destination's windows have in common counts for the first of them alone.
+    Elements that several windows of a destination share count only for the first of them.
     """
     batch = plan.batches[number]
     if batch.template.reduction.chosen:

@@ -1,16 +1,16 @@
-"""Pace: a plan as the program that relays nothing, its transfers cut into messages.
+"""Pace: a plan as a program without relays, its transfers cut into messages.
 
 1. All transfers from one rank to another, in their common order, are one **stream**. A stream is
    cut into messages of at most `Pace.message_bytes`: big transfers are cut by whole rows, small
-   ones joined. Both ends cut alike, because a cut depends on nothing but the stream and the pace,
-   and the pace is agreed. So a rank needs its own transfers alone, where a schedule looks at all.
-2. Message k of every stream is of **slot** k.
-3. Many peers or a small limit: streams take **turns**. In one turn go the streams of
-   `Pace.peers_at_once` neighbouring values of (receiver - sender) modulo the number of ranks, so a
-   rank has at most so many messages each way in hand, however many ranks there are, and never more
-   than `MOST_OPS` both ways together.
-4. A rank's own copies are a stream like any other that never meets the wire.
-5. Where addends would come out of order, `Pace.by_addend` gives each a **phase** of its own.
+   ones joined. Both ends cut at the same places, because a cut depends only on the stream and the
+   pace, and ranks agree on the pace. So a rank needs only its own transfers; a schedule needs all.
+2. Message k of every stream is in **slot** k.
+3. With many peers or a small limit, streams take **turns**. One turn has the streams of
+   `Pace.peers_at_once` neighboring values of (receiver - sender) modulo the number of ranks, so a
+   rank has at most that many messages in each direction in flight, however many ranks there are, and
+   at most `MOST_OPS` in both directions together.
+4. A rank's local copies are a stream too, which is never sent.
+5. If addends would arrive out of order, `Pace.by_addend` gives each addend its own **phase**.
 
 >>> pace = set_pace((0, 1, 2), peers=2, max_inflight_bytes=1 << 20, by_addend=False)
 >>> pace.message_bytes, pace.peers_at_once
@@ -37,11 +37,11 @@ from shardmath.plans.programs.messages import (
 __all__ = ["Pace", "cut_transfers", "most_peers", "set_pace"]
 
 LEAST_MESSAGE = 1 << 16
-"""Bytes; rather than cut streams finer than this, let fewer of them go at once."""
+"""Bytes of a message: instead of cutting streams into smaller messages, fewer streams go at once."""
 
 
 class Pace(NamedTuple):
-    """What all ranks agree on before they cut their streams."""
+    """The parameters on which all ranks agree before they cut their streams."""
 
     ranks: tuple[int, ...]
     message_bytes: int
@@ -49,17 +49,17 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Whether streams of ranks that are in both are cut alike, and go in the same steps."""
+        """Whether both paces cut the streams between their common ranks alike, into the same steps."""
         if self == other:
             return True
-        # Where all go in one turn, it does not matter who the other ranks are.
+        # If all streams go in one turn, the other ranks make no difference.
         turns = self.peers_at_once < len(self.ranks), other.peers_at_once < len(other.ranks)
-        here = self.message_bytes, self.by_addend
-        return not any(turns) and here == (other.message_bytes, other.by_addend)
+        cut = self.message_bytes, self.by_addend
+        return not any(turns) and cut == (other.message_bytes, other.by_addend)
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
-    """The larger of how many ranks these transfers of one rank go to, and come from."""
+    """The number of ranks to which, or from which, these transfers of one rank go, whichever is larger."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
     out_of: Counter[int] = Counter()
     into: Counter[int] = Counter()
@@ -76,11 +76,11 @@ def set_pace(
 ) -> Pace:
     """The pace at which no rank stages more than `max_inflight_bytes`.
 
-    `ranks` are the plan's; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
-    for a limit that has no room for one element each way.
+    `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
+    if the limit has no room for a message of `ALIGNMENT` bytes in each direction.
     """
     wanted = max(1, peers)
-    # Half of the room is for each way, and half of the messages.
+    # Each direction has half of the bytes, and half of the messages.
     most_at_once = max_inflight_bytes // (2 * LEAST_MESSAGE)
     at_once = min(wanted, MOST_OPS // 2, max(1, most_at_once))
     message_bytes = max_inflight_bytes // (2 * at_once)
@@ -90,7 +90,7 @@ def set_pace(
         raise ExchangeError(
             f"max_inflight_bytes={max_inflight_bytes} {what}; pass {2 * ALIGNMENT} or more"
         )
-    # Where all peers have room there is one turn, however far ranks are from each other.
+    # If all peers have room there is one turn, whatever the distances between ranks.
     peers_at_once = len(ranks) if at_once == wanted else at_once
     return Pace(ranks, message_bytes, peers_at_once, by_addend)
 
@@ -105,11 +105,9 @@ def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
     streams = _group_by_stream(transfers, pace)
     messages: list[Message] = []
     for (phase, src, dst), stream in streams.items():
-        ahead = place[dst] - place[src]
-        distance = ahead % count
+        distance = (place[dst] - place[src]) % count
         turn = distance // pace.peers_at_once
-        cut = _cut(stream, pace.message_bytes)
-        for slot, pieces in enumerate(cut):
+        for slot, pieces in enumerate(_cut_stream(stream, pace.message_bytes)):
             step = phase, slot, turn
             message = make_message(step, src, dst, 1, pieces)
             messages.append(message)
@@ -131,7 +129,7 @@ def _group_by_stream(transfers: Iterable[Transfer], pace: Pace) -> dict[_Stream,
     return streams
 
 
-def _cut(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
+def _cut_stream(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     """The stream as lists of pieces, each list of at most `limit` bytes."""
     pieces: list[Transfer] = []
     end = 0
@@ -139,7 +137,7 @@ def _cut(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     while left:
         t = left.pop()
         start = align(end, itemsize_of(t))
-        # A row is cut only where even an empty message has no room for it.
+        # A row is cut only if even an empty message has no room for it.
         head, tail = _split(t, limit - start, within_rows=not pieces)
         left.extend(reversed(tail))
         if head is None:
@@ -153,10 +151,9 @@ def _cut(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
 
 
 def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | None, list[Transfer]]:
-    """What of `t` fits into `room` bytes, None for nothing, and the rest in order.
+    """The beginning of `t` that fits into `room` bytes (None if nothing fits), and the rest in order.
 
-    Cuts between rows of the outermost dimension longer than 1; inside a row only where
-    `within_rows`.
+    Cuts between rows of the outermost dimension longer than 1; inside a row only if `within_rows`.
     """
     if t.nbytes <= room:
         return t, []
@@ -179,7 +176,7 @@ def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | Non
 
 
 def _find_rows(t: Transfer) -> int | None:
-    """The outermost dimension longer than 1, None if there is not any."""
+    """The outermost dimension longer than 1; None if there is none."""
     for dim, n in enumerate(t.shape):
         if n != 1:
             return dim
@@ -202,7 +199,7 @@ def _narrow(t: Transfer, dim: int, lo: int, hi: int) -> Transfer:
 
 
 def _narrow_slices(slices: tuple[slice, ...], dim: int, lo: int, hi: int) -> tuple[slice, ...]:
-    """The slices, that along `dim` narrowed to its positions lo..hi-1."""
+    """The slices, with the slice of `dim` narrowed to its positions lo..hi-1."""
     start = slices[dim].start
     narrow = slice(start + lo, start + hi)
     return (*slices[:dim], narrow, *slices[dim + 1 :])

@@ -1,10 +1,10 @@
-"""Fan-out: who relays what, so that few bytes cross between nodes and no holder sends all copies.
+"""Fan-out: the choice of relays, so that few bytes cross between nodes and no holder sends all copies.
 
-1. By node: each byte enters a node once, at one replica of it, a stripe each, and is spread there.
-2. Relays: where what holders send is the bottleneck, nodes of the destination relay a share to
-   other nodes. Only lines whose holders would send more than they must **shed** copies, evenly over
+1. By node: each byte enters a node once, each replica there receives one stripe, and spreads it.
+2. Relays: if the holders' links are the bottleneck, nodes of the destination relay a share to
+   other nodes. Only lines whose holders would send too much **shed** copies, evenly over
    the line's blocks (`shardmath.plans.flows.shedding` says how much).
-3. All is decided by integers that every rank finds alike; the first leg's lines are cut by `flow`.
+3. Only integers decide, so every rank decides alike; the first leg's lines are cut by `flow`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def find_legs(
 
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
     """
-    none = np.zeros(0, np.int64)
-    no_bands = Bands(*[none] * 10)
+    empty = np.zeros(0, np.int64)
+    no_bands = Bands(*[empty] * 10)
     sharing = per_node if by_node else 1
     bare = Legs(demands, no_bands, sharing)
     groups = _count_by_node(demands, sharing)
@@ -77,14 +77,14 @@ def _count_by_node(demands: Demands, sharing: int) -> list[list[int]]:
     return groups
 
 
-# How much is relayed between nodes
+# Bytes relayed between nodes
 
 
 def _choose_shed(demands: Demands, groups: list[list[int]]) -> dict[int, int]:
-    """For each block that sheds some, the bytes of its node copies that other nodes relay.
+    """By block that sheds some, the bytes of its copies to nodes that other nodes relay.
 
-    The target is what no rank can go below: what the fullest rank takes in, or what the fullest
-    holder sends if each byte leaves its holders once.
+    The target is a load that some rank has in any case: the bytes that the fullest rank takes in, or those
+    that the fullest holder sends if each byte leaves its holders once.
     """
     is_far = _find_far(demands)
     counts = list(map(len, groups))
@@ -105,13 +105,13 @@ def _choose_shed(demands: Demands, groups: list[list[int]]) -> dict[int, int]:
 def _find_far(demands: Demands) -> Bools:
     """The blocks whose copies may be relayed from node to node."""
     is_far = demands.blocks.spread(~demands.near)
-    # Addends after the first are folded where they come, and cannot be relayed.
+    # Addends after the first are folded on arrival, and cannot be relayed.
     is_first: Bools = demands.addend == 0
     return is_far & is_first
 
 
 def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
-    """For each block that sheds some, its part of what its line is to shed."""
+    """By block that sheds some, its part of the bytes that its line sheds."""
     sizes = demands.nbytes.tolist()
     shed: dict[int, int] = {}
     for line, nbytes in enumerate(by_line):
@@ -122,14 +122,14 @@ def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]
         for block in range(first, end):
             if copies[block] > 1:
                 can_shed[block] = sizes[block]
-        shed |= _spread(can_shed, copies, nbytes)
+        shed |= _spread_evenly(can_shed, copies, nbytes)
     return shed
 
 
 def _find_most_taken_in(demands: Demands, groups: list[list[int]], is_far: Bools) -> int:
     """The most bytes that a rank takes in from other nodes, each node taking every byte once.
 
-    Receivers of far lines have no holder on their node, so all of them are on the wire.
+    Receivers of far lines have no holder on their node, so all of them receive from other nodes.
     """
     wanted: Counter[int] = Counter()
     nodes: dict[int, list[int]] = {}
@@ -138,7 +138,7 @@ def _find_most_taken_in(demands: Demands, groups: list[list[int]], is_far: Bools
         receivers = int(demands.receivers[block])
         wanted[receivers] += int(demands.nbytes[block])
         nodes[receivers] = groups[block]
-    # Exact, so that the target is the same in whatever order shares are summed.
+    # Exact fractions, so that the target does not depend on the order in which shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
     for receivers, nbytes in wanted.items():
         ranks = demands.sets[receivers]
@@ -150,9 +150,9 @@ def _find_most_taken_in(demands: Demands, groups: list[list[int]], is_far: Bools
 
 
 def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
-    """What each rank takes in, a stripe each, in nodes of so many ranks.
+    """The bytes that each rank takes in, one stripe each, in nodes of these sizes.
 
-    Receivers are ascending, so those of one node follow each other.
+    Receivers ascend, so those of one node follow each other.
     """
     shares = []
     for size in sizes:
@@ -161,8 +161,8 @@ def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
     return shares
 
 
-def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
-    """The bytes shed of each block: evenly over large ones, or over all if those do not suffice."""
+def _spread_evenly(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
+    """The bytes that each block sheds: evenly over large ones, or over all if those do not suffice."""
     largest = max(sizes.values())
     large = [block for block, size in sizes.items() if 16 * size >= largest]
     for blocks in (large, sizes):
@@ -176,12 +176,11 @@ def _spread(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, 
     return room
 
 
-# What goes straight, and to whom
+# Bytes that go straight
 
 
-class _Part(NamedTuple):
-    """From byte `at` of a content on, it goes straight to `classes` classes of nodes, from `begin`
-    on."""
+class _PlotPart(NamedTuple):
+    """From byte `at` on, a content goes straight to the `classes` classes of nodes from class `begin` on."""
 
     at: int
     begin: int
@@ -189,36 +188,36 @@ class _Part(NamedTuple):
 
 
 class _Plot(NamedTuple):
-    """How nodes relay a content: in how many classes they are, and what goes straight to which."""
+    """How nodes relay a content: the number of their classes, and the parts that go straight to some of them."""
 
     classes: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_PlotPart, ...]
 
 
 def _plot_blocks(demands: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
-    """How the nodes of each block relay its content; those of most relay nothing."""
-    all_straight = _Plot(1, (_Part(0, 0, 1),))
+    """By block, how nodes relay its content; most blocks are not relayed."""
+    all_straight = _Plot(1, (_PlotPart(0, 0, 1),))
     plots = [all_straight] * len(groups)
     for block, nbytes in shed.items():
         copies = len(groups[block])
         size = int(demands.nbytes[block])
         straight_bytes = copies * size - nbytes
-        plots[block] = _plot(size, copies, straight_bytes)
+        plots[block] = _plot_content(size, copies, straight_bytes)
     return plots
 
 
-def _plot(size: int, nodes: int, straight: int) -> _Plot:
-    """Parts in which `straight` bytes of all copies of a content go straight.
+def _plot_content(size: int, nodes: int, straight: int) -> _Plot:
+    """A plot in which `straight` bytes of all copies of a content go straight, and all nodes relay equally.
 
-    All nodes get and relay the same. Classes are the fewest, of as many nodes each, of which one or
-    more can be served straight: in a class with a node less than others one node would relay twice
-    as much. Chunk c of the content goes straight to d classes of nodes, or d + 1, from class c on.
+    It has the fewest classes of equal size of which at least one can be served straight: in a class with fewer
+    nodes than others some node would relay twice as much. The content has one chunk per class; chunk c
+    goes straight to d or d + 1 classes of nodes, from class c on.
     """
     copies = nodes * size
     options = (c for c in range(2, nodes + 1) if nodes % c == 0)
     classes = next(c for c in options if c * straight >= copies)
-    # To serve a class straight takes `copies` / classes bytes, so `straight` bytes are enough for
-    # d classes, and for one more of what is left of each chunk after its first `fewer` bytes.
+    # To serve one class straight takes `copies` / classes bytes, so `straight` bytes are enough for
+    # d classes, and for one more behind the first `fewer` bytes of each chunk.
     d = classes * straight // copies
     d = min(d, classes - 1)
     missing = (d + 1) * copies - straight * classes
@@ -229,17 +228,17 @@ def _plot(size: int, nodes: int, straight: int) -> _Plot:
         end = (c + 1) * size // classes
         middle = min(at + fewer, end)
         if at < middle:
-            parts.append(_Part(at, c, d))
+            parts.append(_PlotPart(at, c, d))
         if middle < end:
-            parts.append(_Part(middle, c, d + 1))
+            parts.append(_PlotPart(middle, c, d + 1))
     return _Plot(classes, tuple(parts))
 
 
 # Bands
 
 
-class _Kind(NamedTuple):
-    """What the bands of a block depend on; `replicas` are the sizes of its nodes."""
+class _BandKind(NamedTuple):
+    """Everything on which the bands of a block depend; `replicas` are the sizes of its nodes."""
 
     size: int
     replicas: frozenset[int]
@@ -250,28 +249,28 @@ _Stripe: TypeAlias = tuple[int, int, int, int, int]
 
 
 def _make_bands(plan: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
-    """Bands of all blocks: a new one where a part of the plot begins or a stripe does."""
+    """The bands of all blocks: a new band begins at each part of a plot, and at each stripe."""
     first, stripes = _list_bands(legs, groups, plots)
     wanted, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
-    where = make_grid(legs.lines, plan.batches)
-    none = np.zeros(0, np.int64)
+    grid = make_grid(legs.lines, plan.batches)
+    empty = np.zeros(0, np.int64)
     return Bands(
         first=first,
         classes=np.array(classes, np.int64),
-        at=where.snapped(Offsets(first).owners(), wanted),
+        at=grid.snapped(Offsets(first).owners(), wanted),
         begin=begin,
         count=count,
         place=place,
         span=span,
-        start=none,
-        cut_first=none,
-        cuts=none,
+        start=empty,
+        cut_first=empty,
+        cuts=empty,
     )
 
 
 def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> tuple[Ints, Ints]:
-    """Where the bands of each block begin, and a row for each band, not yet snapped.
+    """The first band of each block, and a row for each band, not snapped yet.
 
     A row is (byte, first class, classes, place, span).
     """
@@ -291,22 +290,21 @@ def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> 
 
 def _number_kinds(
     legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
-) -> tuple[list[_Kind], Ints]:
-    """The kinds, of which most blocks share few, and the number of each block's."""
-    number: dict[_Kind, int] = {}
+) -> tuple[list[_BandKind], Ints]:
+    """The distinct kinds, which are few, and the number of each block's kind."""
+    number: dict[_BandKind, int] = {}
     numbers = []
     sizes = legs.lines.nbytes.tolist()
     for size, nodes, plot in zip(sizes, groups, plots, strict=True):
         replicas = frozenset(nodes or [1])
-        kind = _Kind(size, replicas, plot)
-        own = number.setdefault(kind, len(number))
-        numbers.append(own)
+        kind = _BandKind(size, replicas, plot)
+        numbers.append(number.setdefault(kind, len(number)))
     of_block = np.array(numbers, np.int64)
     return list(number), of_block
 
 
-def _list_stripes(size: int, replicas: Set[int], parts: tuple[_Part, ...]) -> list[_Stripe]:
-    """The bands of a content, each part in stripes for nodes of so many replicas each.
+def _list_stripes(size: int, replicas: Set[int], parts: tuple[_PlotPart, ...]) -> list[_Stripe]:
+    """The bands of a content: each part of its plot in stripes, for nodes of these numbers of replicas.
 
     A band is: byte, first class, classes, place, span.
     """
@@ -321,7 +319,7 @@ def _list_stripes(size: int, replicas: Set[int], parts: tuple[_Part, ...]) -> li
 
 
 def _list_borders(span: int, replicas: Set[int]) -> list[int]:
-    """Where stripes of so many bytes begin, in nodes of any of these sizes, ascending."""
+    """The places, ascending, where stripes of `span` bytes begin in nodes of any of these sizes."""
     # Bands begin at the stripes of nodes of every size, so that every stripe is whole bands.
     places = set()
     for count in replicas:
@@ -335,12 +333,12 @@ def _list_borders(span: int, replicas: Set[int]) -> list[int]:
 
 
 def _cut_first_leg(plan: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
-    """The same with the first leg's lines cut among their holders."""
+    """The legs with the first leg's lines cut among their holders."""
     lines = legs.lines
     by_block = Offsets(legs.bands.first)
     owners = by_block.owners()
     copies = count_straight(legs.bands, owners, groups)
-    # Bands laid end to end, each as often as it goes straight: where blocks and lines begin there.
+    # Bands are laid end to end, each as often as it goes straight; blocks and lines are sums of these.
     sizes = measure_bands(lines, legs.bands)
     straight = sizes * copies
     sent = by_block.sums(straight)
@@ -355,7 +353,7 @@ def _cut_first_leg(plan: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
 
 
 def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
-    """The cuts at the last places not after them where contents may be cut."""
+    """The cuts, each moved to the last place not after it where its content may be cut."""
     bands = legs.bands
     cuts = bands.cuts.copy()
     first = bands.cut_first[:-1]
@@ -376,20 +374,17 @@ def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
 
 
 def _snap_places(plan: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
-    """Places inside lines, of which `lines[i]` begins at place `base[i]`, snapped."""
-    to = list_straight(legs, lines)
-    numbers = find_lines(legs.lines, to.block)
+    """Places inside lines end to end, snapped to cuts of contents; `lines[i]` begins at place `base[i]`."""
+    straight = list_straight(legs, lines)
+    numbers = find_lines(legs.lines, straight.block)
     line = np.searchsorted(lines, numbers)
-    begin_of_item = base[line] + to.place
+    begin_of_item = base[line] + straight.place
     item = np.searchsorted(begin_of_item, at, "right") - 1
-    block = to.block[item]
     place = begin_of_item[item]
-    begin = to.begin[item]
-    size = to.size[item]
-    inside = np.minimum(at - place, size - 1)
-    content = begin + inside
-    where = make_grid(legs.lines, plan.batches)
-    snapped = where.snapped(block, content)
+    begin = straight.begin[item]
+    inside = np.minimum(at - place, straight.size[item] - 1)
+    grid = make_grid(legs.lines, plan.batches)
+    snapped = grid.snapped(straight.block[item], begin + inside)
     # A row may begin before the item does.
     into_item: Ints = np.maximum(snapped - begin, 0)
     return place + into_item

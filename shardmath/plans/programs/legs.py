@@ -2,7 +2,7 @@
 
 1. The content of a block is cut into **bands**. A band goes straight from the holders to some of
    the nodes, whose ranks relay it to the others.
-2. The first leg is cut among the holders as lines are. What goes from one rank to another is a
+2. The first leg is cut among the holders as lines are. The bytes from one rank to another are a
    **stream**.
 """
 
@@ -34,12 +34,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """How the content of each block is cut, and the first leg among senders.
+    """How the content of each block is cut, and how the first leg is cut among senders.
 
-    Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes,
-    node i into class i modulo that. Band i begins at byte `at[i]` of the content and goes straight
-    to the `count[i]` classes from `begin[i]` on; in a node of q ranks its entry is the one at
-    `place[i] * q // span[i]`. On the line of the first leg block b begins at byte `start[b]`, and
+    Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
+    node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
+    to the `count[i]` classes from `begin[i]` on; in a node of q ranks it enters at rank number
+    `place[i] * q // span[i]`. In the first leg, block b begins at byte `start[b]` of its line, and
     holder h of line l sends from `cuts[cut_first[l] + h]` to the next cut.
     """
 
@@ -56,9 +56,9 @@ class Bands:
 
 
 class Streams(NamedTuple):
-    """What goes from rank to rank in one leg: bytes lo..hi-1 of the content of a block.
+    """Streams from rank to rank in one leg: bytes lo..hi-1 of the content of a block.
 
-    Streams with one `root` are one stream of the first leg and what is relayed of it.
+    Streams of a line with the same `root` are one stream of the first leg and its relays.
     """
 
     block: Ints
@@ -71,9 +71,9 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams of some lines: line `lines[i]` has those from `first[i]` to `first[i + 1] - 1`.
+    """All streams of some lines: line `lines[i]` has streams `first[i]..first[i+1]-1`.
 
-    The root of each is counted among those of its line.
+    Roots are numbered within each line.
     """
 
     lines: Ints
@@ -83,10 +83,10 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Legs:
-    """Who sends what to whom, and what is relayed: lines of a plan and their bands.
+    """The lines of a plan and their bands: all streams follow from these.
 
-    Groups of `sharing` ranks share what enters them: nodes, or 1 where every rank is served by
-    itself.
+    `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
+    rank is served separately.
     """
 
     lines: Demands
@@ -105,23 +105,23 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """To how many nodes each band goes straight."""
+    """The number of nodes to which each band, of block `block[i]`, goes straight."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
     counts = np.zeros(len(block), np.int64)
     most = int(bands.count.max(initial=0))
     for i in range(most):
-        # Of the nodes, every `classes`-th from node number `kind` on is in that class.
-        kind = (bands.begin + i) % classes
-        in_class = (nodes - kind + classes - 1) // classes
+        # The nodes of a class are every `classes`-th node, from the one with the class's number on.
+        number = (bands.begin + i) % classes
+        in_class = (nodes - number + classes - 1) // classes
         is_served = i < bands.count
         counts += np.where(is_served, in_class, 0)
     return counts
 
 
 class Nodes(NamedTuple):
-    """The receivers of some blocks by what shares what enters: node i is `size[i]` of `ranks`, from `start[i]` on.
+    """The receivers of some blocks in groups that share: node i is `size[i]` of `ranks`, from `start[i]` on.
 
     It is node `number[i]` of the `total[i]` nodes of `block[i]`.
     """
@@ -135,10 +135,10 @@ class Nodes(NamedTuple):
 
 
 MOST_TOGETHER = 1 << 13
-"""Streams, or about as many, of a bundle of lines.
+"""About the number of streams of a bundle of lines.
 
-Where lines are many, most have few streams each, and looking at every line by itself takes longer
-than looking at what it has. More together would be no quicker, and take memory.
+Most of many lines have few streams each, and handling each line separately takes longer than handling
+its streams. Larger bundles would be no faster, and take more memory.
 """
 
 
@@ -156,19 +156,19 @@ def bundle(lines: Ints, weights: Ints) -> list[Ints]:
 
 
 MOST_SHARING = 1 << 62
-"""Ranks of a node, of which a topology may say any number, and int64 holds no more."""
+"""Most ranks of a node in tables: a topology may give any number, and int64 holds no more."""
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
     """The receivers of lines in groups of `sharing`, block by block."""
-    blocks, of = ranges(demands.first[lines], demands.first[lines + 1])
+    blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)
     inside = np.arange(len(blocks))
     inside = inside.repeat(lengths(receivers))
-    shared = _find_sharing(demands, sharing, blocks, lines[of])
+    shared = _find_sharing(demands, sharing, blocks, lines[line])
     node = ranks // shared[inside]
-    # A node begins where the block changes, or the node does.
+    # A node begins where the block or the number of the node changes.
     is_first = np.diff(inside, prepend=-1) != 0
     is_first |= np.diff(node, prepend=-1) != 0
     start = np.flatnonzero(is_first)
@@ -186,10 +186,7 @@ def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
 
 
 def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> Ints:
-    """By block, given its line, how many ranks in a row share what enters them.
-
-    A node's, or 1 where each rank is served alone.
-    """
+    """By block, given its line, how many neighboring ranks share the bytes that enter; 1 if none do."""
     # A later addend is folded on top of the first, and cannot be relayed from there.
     alone = demands.near[lines] | (demands.addend[blocks] > 0)
     # A node may be larger than any number of ranks.
@@ -197,7 +194,7 @@ def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> 
 
 
 def legs_as_cut(demands: Demands) -> Legs:
-    """The legs of lines that are cut already: everything straight, from the holders of the cuts."""
+    """The legs of lines that are cut already: all bytes go straight, from the holders of the cuts."""
     count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)

@@ -1,11 +1,11 @@
-"""Loads: how many bytes each rank has under way by each of its links, and how long that takes.
+"""Loads: bytes in flight by rank and link, and the time that they take.
 
 1. A rank has four links: out and in on its node, out and in to other nodes.
-2. A round is as long as its fullest link takes, and one latency; rounds follow each other.
+2. A round takes the time of its fullest link, plus one latency; rounds follow each other.
 3. `sum_round_loads` counts slice by slice what `for_rank` lists; `sum_leg_loads` all slots together.
-4. Lines are **alike** whose streams have the same bytes and may be cut at the same places, whoever
-   their ranks are. Their slices are the same, but for the slot in which they begin, and are counted
-   once. Of a model's lines nearly all are alike: those of stages, experts and replicas.
+4. Lines are **alike** if their streams have the same bytes and may be cut at the same places, on any
+   ranks. Their slices are the same, except for the slot in which they begin, and are counted
+   once. Nearly all lines of a model are alike: those of stages, experts and replicas.
 
 >>> from shardmath.plans.flows.topology import Topology
 >>> slow = Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1)
@@ -44,19 +44,19 @@ __all__ = [
 ]
 
 LEGS = 3
-"""Straight, to other nodes, inside nodes."""
+"""The number of legs: straight, to other nodes, inside nodes."""
 
 LINKS = 4
-"""Near out, near in, far out, far in: 2 * far + incoming."""
+"""The number of links: near out, near in, far out, far in. A link's number is 2 * far + incoming."""
 
 Loads: TypeAlias = NDArray[np.int64]
 """Bytes by ..., rank (in order) and link: near out, near in, far out, far in."""
 
 
 class Pairs(NamedTuple):
-    """`nbytes` that go from rank to rank in a phase and leg, all slots together.
+    """`nbytes` that go from rank to rank in a phase and leg, all slots together; `leg` counts from 0.
 
-    Ranks are given by their places.
+    `sender` and `receiver` are places among the program's ranks.
     """
 
     phase: Ints
@@ -68,7 +68,7 @@ class Pairs(NamedTuple):
 
 
 def sum_pairs(prog: Program) -> Pairs:
-    """What goes from rank to rank: each pair once per phase and leg."""
+    """The bytes from rank to rank: each pair once per phase and leg."""
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
@@ -83,29 +83,26 @@ def sum_pairs(prog: Program) -> Pairs:
 
 def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> tuple[Ints, Ints]:
     """The pairs of all lines, coded as places of a table of this shape, and the bytes of each."""
-    none = np.zeros(0, np.int64)
-    codes = [none]
-    sizes = [none]
-    # Bundles of lines are summed by themselves first, so that what is kept grows with pairs and not
-    # with streams.
-    for found in list_bundles(prog.legs):
-        code, nbytes = _sum_streams(prog, found.streams, ranks, shape)
+    empty = np.zeros(0, np.int64)
+    codes = [empty]
+    sizes = [empty]
+    # Each bundle of lines is summed first, so that memory grows with pairs and not with streams.
+    for bundle in list_bundles(prog.legs):
+        code, nbytes = _sum_streams(prog, bundle.streams, ranks, shape)
         codes.append(code)
         sizes.append(nbytes)
     return _sum_by_code(np.concatenate(codes), np.concatenate(sizes))
 
 
 def _sum_streams(
-    prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int]
+    prog: Program, streams: Streams, ranks: Ints, shape: tuple[int, int, int, int]
 ) -> tuple[Ints, Ints]:
     """The pairs of streams, coded as places of a table of this shape, and the bytes of each."""
-    phase = prog.legs.lines.addend[of.block]
-    leg = of.leg - 1
-    sender, receiver = _find_places(ranks, of)
-    where = phase, leg, sender, receiver
-    code = np.ravel_multi_index(where, shape)
-    nbytes = of.hi - of.lo
-    return _sum_by_code(code, nbytes)
+    phase = prog.legs.lines.addend[streams.block]
+    sender, receiver = _find_places(ranks, streams)
+    place = phase, streams.leg - 1, sender, receiver
+    code = np.ravel_multi_index(place, shape)
+    return _sum_by_code(code, streams.hi - streams.lo)
 
 
 def _count_phases(prog: Program) -> int:
@@ -114,10 +111,10 @@ def _count_phases(prog: Program) -> int:
     return int(addend.max(initial=0)) + 1
 
 
-def _find_places(ranks: Ints, of: Streams) -> tuple[Ints, Ints]:
+def _find_places(ranks: Ints, streams: Streams) -> tuple[Ints, Ints]:
     """The places of senders and receivers among all ranks."""
-    sender = np.searchsorted(ranks, of.sender)
-    receiver = np.searchsorted(ranks, of.receiver)
+    sender = np.searchsorted(ranks, streams.sender)
+    receiver = np.searchsorted(ranks, streams.receiver)
     return sender, receiver
 
 
@@ -129,7 +126,7 @@ def _is_far(prog: Program, sender: Ints, receiver: Ints) -> Bools:
 
 
 def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-    """Each code once, ascending, and its bytes in all."""
+    """The distinct codes, ascending, and the sum of each code's bytes."""
     order = np.argsort(code, kind="stable")
     code = code[order]
     alike = Offsets.of_sorted(code)
@@ -137,31 +134,31 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
     return code[first], alike.sums(nbytes[order])
 
 
-def sum_leg_loads(prog: Program, of: Pairs) -> Loads:
+def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
     """Bytes by phase, leg, rank and link, all slots together."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
-    out_link = 2 * of.far
+    out_link = 2 * pairs.far
     in_link = out_link + 1
-    sent = of.phase, of.leg, of.sender, out_link
-    received = of.phase, of.leg, of.receiver, in_link
-    np.add.at(loads, sent, of.nbytes)
-    np.add.at(loads, received, of.nbytes)
+    sent = pairs.phase, pairs.leg, pairs.sender, out_link
+    received = pairs.phase, pairs.leg, pairs.receiver, in_link
+    np.add.at(loads, sent, pairs.nbytes)
+    np.add.at(loads, received, pairs.nbytes)
     return loads
 
 
-def count_messages(of: Pairs, turns: int, ranks: int) -> Ints:
+def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
     """By turn and rank, the most messages that a round may have.
 
-    There is one for each leg and peer, each way, whatever the phase.
+    There is one message for each leg and peer in each direction, whatever the phase.
     """
     # One number for (leg, sender, receiver).
-    from_sender = of.leg * ranks + of.sender
-    code = from_sender * ranks + of.receiver
-    _, some = np.unique(code, return_index=True)
-    sender = of.sender[some]
-    receiver = of.receiver[some]
-    leg = of.leg[some] + 1
+    from_sender = pairs.leg * ranks + pairs.sender
+    code = from_sender * ranks + pairs.receiver
+    _, first = np.unique(code, return_index=True)
+    sender = pairs.sender[first]
+    receiver = pairs.receiver[first]
+    leg = pairs.leg[first] + 1
     places = sender + receiver
     turn = turn_of(places, leg, ranks) % turns
     counts = np.zeros((turns, ranks), np.int64)
@@ -173,7 +170,7 @@ def count_messages(of: Pairs, turns: int, ranks: int) -> Ints:
 def sum_round_loads(prog: Program) -> Loads:
     """Bytes by phase, slot, turn, rank and link, exactly.
 
-    The latest ones are kept with the legs: who schedules a program certifies and proves it next.
+    The latest loads are cached with the legs: a program that is scheduled is often certified and proved next.
     """
     rounds = prog.slots, prog.turns, prog.topology.ranks_per_node, prog.ranks
     kept = prog.legs._loads.get(rounds)
@@ -194,74 +191,72 @@ def _sum_rounds(prog: Program) -> Loads:
     slots = prog.slots + LEGS - 1
     shape = phases, slots, prog.turns, len(ranks), LINKS
     loads = np.zeros(math.prod(shape), np.int64)
-    # How much further in the table each slot is.
+    # The distance of each slot from the first slot, in the flat table.
     width = math.prod(shape[2:])
-    ahead = width * np.arange(prog.slots)
+    slot_offset = width * np.arange(prog.slots)
     counted: _Counted = {}
-    for found in list_bundles(prog.legs):
-        small, large = _part_by_size(found, prog.slots)
+    for bundle in list_bundles(prog.legs):
+        small, large = _divide_by_size(bundle, prog.slots)
         codes = _code_ends(prog, small, ranks, shape)
-        for place, nbytes in _list_ends(prog, small, codes, ahead):
+        for place, nbytes in _list_ends(prog, small, codes, slot_offset):
             np.add.at(loads, place, nbytes)
         for line in large:
-            of = list_streams(prog.legs, line)
-            codes = _code_ends(prog, of, ranks, shape)
-            for first, by_slot in _count_line(prog, line, of, codes, counted):
-                place = first[:, None] + ahead
+            streams = list_streams(prog.legs, line)
+            codes = _code_ends(prog, streams, ranks, shape)
+            for first, by_slot in _count_line(prog, line, streams, codes, counted):
+                place = first[:, None] + slot_offset
                 np.add.at(loads, place, by_slot)
     return loads.reshape(shape)
 
 
 FEW_SLICES = 1 << 9
-"""Of a line: whether another is alike takes longer to see than its slices take to count."""
+"""A line with at most so many slices is counted directly: to look for a line alike would take longer."""
 
 
-def _part_by_size(found: Bundle, slots: int) -> tuple[Streams, list[int]]:
+def _divide_by_size(bundle: Bundle, slots: int) -> tuple[Streams, list[int]]:
     """The streams of all lines that have few slices, and the other lines."""
-    by_line = Offsets(found.first)
+    by_line = Offsets(bundle.first)
     slices = by_line.counts() * slots
     is_small = slices <= FEW_SLICES
-    some = by_line.spread(is_small)
-    small = Streams(*(column[some] for column in found.streams))
-    large = found.lines[~is_small]
+    of_small = by_line.spread(is_small)
+    small = Streams(*(column[of_small] for column in bundle.streams))
+    large = bundle.lines[~is_small]
     return small, large.tolist()
 
 
 def _list_ends(
-    prog: Program, of: Streams, codes: tuple[Ints, Ints], ahead: Ints
+    prog: Program, streams: Streams, codes: tuple[Ints, Ints], slot_offset: Ints
 ) -> Iterator[tuple[Ints, Ints]]:
-    """As sent and as received: where slices are in the table, and the bytes of each.
+    """(places in the table, bytes) of all slices, first as sent and then as received.
 
-    Given where the first slots of streams are, and how much further the others.
+    `codes` are the places of the streams in the first slot, and `slot_offset` the distance of each slot from it.
     """
-    cut = cut_streams(prog, of)
-    line = find_lines(prog.legs.lines, of.block)
+    slices = cut_streams(prog, streams)
+    line = find_lines(prog.legs.lines, streams.block)
     # A line begins one slot later than the line before.
-    slot = (cut.slot + line[cut.stream]) % prog.slots
-    further = ahead[slot]
-    nbytes = cut.hi - cut.lo
+    slot = (slices.slot + line[slices.stream]) % prog.slots
+    nbytes = slices.hi - slices.lo
     for code in codes:
-        first = code[cut.stream]
-        yield first + further, nbytes
+        yield code[slices.stream] + slot_offset[slot], nbytes
 
 
 _Counted: TypeAlias = dict[tuple[bytes, ...], list[Ints]]
-"""By what decides the slices of a line: bytes by end and slot, as sent and as received."""
+"""By the description of a line (`_describe_line`): bytes by end and slot, as sent and as received."""
 
 MOST_COUNTED = 64
-"""Lines that are kept to be compared with those that follow; where none are alike, memory is what matters."""
+"""Lines whose counts are kept for lines alike: if none are alike, keeping more would only take memory."""
 
 
 def _count_line(
-    prog: Program, line: int, of: Streams, codes: tuple[Ints, Ints], counted: _Counted
+    prog: Program, line: int, streams: Streams, codes: tuple[Ints, Ints], counted: _Counted
 ) -> Iterator[tuple[Ints, Ints]]:
-    """As sent and as received: each code once, and bytes by code and slot."""
+    """(distinct codes, bytes by code and slot) of a line, first as sent and then as received."""
     ends = [distinct(code) for code in codes]
     numbers = [which for _, which in ends]
-    kind = _describe_line(prog, line, of, numbers)
+    kind = _describe_line(prog, line, streams, numbers)
     tables = counted.get(kind)
     if tables is None:
-        tables = _count_ends(prog, of, ends)
+        tables = _count_ends(prog, streams, ends)
         if len(counted) == MOST_COUNTED:
             counted.clear()
         counted[kind] = tables
@@ -270,47 +265,42 @@ def _count_line(
         yield code, np.roll(table, line, axis=1)
 
 
-def _describe_line(prog: Program, line: int, of: Streams, ends: list[Ints]) -> tuple[bytes, ...]:
-    """All that decides the slices of a line, and which of its `ends` each has."""
+def _describe_line(
+    prog: Program, line: int, streams: Streams, ends: list[Ints]
+) -> tuple[bytes, ...]:
+    """A key of everything on which the slices of a line, and the `ends` of its streams, depend."""
     demands = prog.legs.lines
     first, end = demands.first[line : line + 2].tolist()
     grid = make_grid(demands, prog.plan.batches)
-    columns = [of.block - first, of.lo, of.hi, of.root, *ends]
+    columns = [streams.block - first, streams.lo, streams.hi, streams.root, *ends]
     described = [column.tobytes() for column in columns]
     return (*described, *grid.describe(first, end))
 
 
-def _count_ends(prog: Program, of: Streams, ends: list[tuple[Ints, Ints]]) -> list[Ints]:
+def _count_ends(prog: Program, streams: Streams, ends: list[tuple[Ints, Ints]]) -> list[Ints]:
     """Bytes by end and slot, as sent and as received."""
-    cut = cut_streams(prog, of)
-    tables = []
-    for code, which in ends:
-        table = _count_slices(cut, prog.slots, which, len(code))
-        tables.append(table)
-    return tables
+    slices = cut_streams(prog, streams)
+    return [_count_slices(slices, prog.slots, which, len(code)) for code, which in ends]
 
 
-def _count_slices(cut: Slices, slots: int, which: Ints, ends: int) -> Ints:
-    """Bytes by end and slot of slices, given which end each stream has."""
+def _count_slices(slices: Slices, slots: int, which: Ints, ends: int) -> Ints:
+    """Bytes by end and slot of slices, given the end of each stream."""
     table = np.zeros((ends, slots), np.int64)
-    end = which[cut.stream]
-    place = end, cut.slot
-    nbytes = cut.hi - cut.lo
-    np.add.at(table, place, nbytes)
+    place = which[slices.stream], slices.slot
+    np.add.at(table, place, slices.hi - slices.lo)
     return table
 
 
 def _code_ends(
-    prog: Program, of: Streams, ranks: Ints, shape: tuple[int, int, int, int, int]
+    prog: Program, streams: Streams, ranks: Ints, shape: tuple[int, int, int, int, int]
 ) -> tuple[Ints, Ints]:
-    """Where the first slots of streams are in a table of this shape: as sent, and as received."""
-    sender, receiver = _find_places(ranks, of)
-    phase = prog.legs.lines.addend[of.block]
+    """The places of the first slots of streams in a table of this shape: as sent, and as received."""
+    sender, receiver = _find_places(ranks, streams)
+    phase = prog.legs.lines.addend[streams.block]
     places = sender + receiver
-    free_turn = turn_of(places, of.leg, len(ranks))
-    turn = free_turn % prog.turns
-    slot = of.leg - 1
-    out_link = 2 * _is_far(prog, of.sender, of.receiver)
+    turn = turn_of(places, streams.leg, len(ranks)) % prog.turns
+    slot = streams.leg - 1
+    out_link = 2 * _is_far(prog, streams.sender, streams.receiver)
     in_link = out_link + 1
     sent = phase, slot, turn, sender, out_link
     received = phase, slot, turn, receiver, in_link
@@ -320,7 +310,7 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """The time of rounds one after the other, each its fullest link's time and one latency.
+    """The time of rounds that follow each other: each takes its fullest link's time and one latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -340,9 +330,9 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """By phase, slot and turn, from when to when the round runs, in seconds; rounds in which nothing goes take none.
+    """By phase, slot and turn, the seconds at which the round begins and ends; empty rounds take no time.
 
-    The last ends when `estimate_seconds` says.
+    The last round ends at the time of `estimate_seconds`.
     """
     by_round = _time_links(where, loads)
     lasting = by_round + where.latency_s * (by_round > 0)
@@ -351,12 +341,12 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """The time of the legs in so many slots, each leg one slot behind the one before."""
+    """The time of the legs in this many slots, each leg one slot behind the leg before."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):
         legs = [leg for leg in range(LEGS) if 0 <= slot - leg < few]
-        # Slots beyond the few are in the middle, where all legs are under way: they take the same time.
+        # Slots beyond the few are in the middle, when all legs are in flight: they take the same time.
         count = 1 + slots - few if len(legs) == LEGS else 1
         load = loads[:, legs].sum(axis=1)
         total += count * estimate_seconds(where, load / slots)

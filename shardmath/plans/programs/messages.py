@@ -1,13 +1,13 @@
-"""Messages and rounds: what ranks post, of a plan and of a program alike.
+"""Messages and rounds: what ranks post, for a plan and for a program alike.
 
-1. A **message** is what one rank sends another in one go, and the same value at both ends. One from
-   a rank to itself is kept, and never meets the wire.
+1. A **message** is what one rank sends another at once, and the same value at both ends. A message
+   from a rank to itself is kept, and never sent.
 2. A **round** is one rank's messages of one step. Every rank walks its rounds in one order of
-   steps, and posts all of a round before it waits: the earliest step in which anybody waits has all
+   steps, and posts all of a round before it waits: the earliest step in which any rank waits has all
    of its messages posted, so there is no deadlock.
-3. What leaves a holder is of leg 1. A plan has nothing else; a program relays in later legs.
-4. Pieces that are folded into one element (a reduction) must come in order of addend.
-   `keeps_fold_order` says whether rounds bring them so.
+3. Messages from holders are of leg 1. A plan has no others; a program relays in later legs.
+4. Pieces that are folded into one element (a reduction) must arrive in order of addend.
+   `keeps_fold_order` says whether rounds keep that order.
 
 >>> send, receive = (make_message((0, 0, 0), *ends, leg=1, pieces=()) for ends in ((0, 1), (1, 0)))
 >>> print(*gather_rounds([send, receive], rank=0))
@@ -41,25 +41,25 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-"""Bytes; the largest element of any type, so that a message may begin with any of them."""
+"""Bytes of the largest element of any dtype: a message may begin with any element."""
 
 MOST_OPS = 8000
-"""Messages of a rank in a round, sent and received: of one group of NCCL's 24,000 hang and 8,000 pass (pytorch 174288).
-Rounds are cut by what both ends of a message know; a rank that cut its own would wait for what is in another group."""
+"""Most messages of a rank in a round, sent and received: in one group of NCCL 24,000 hang and 8,000 pass (pytorch
+174288). Both ends must divide messages into rounds alike: otherwise one would wait for a message of another group."""
 
 Step: TypeAlias = tuple[int, int, int]
 """(phase, slot, turn), in the order in which ranks walk them.
 
-Phases bring the addends of what is folded one after the other, slots divide what goes from rank to
-rank, turns the peers of a rank.
+Phases bring the addends of a fold one after the other, slots divide streams from rank to rank, turns
+divide the peers of a rank.
 """
 
 
 class Message(NamedTuple):
-    """What one rank sends another in one go: `nbytes` bytes, piece i from byte `starts[i]` on.
+    """What one rank sends another at once: `nbytes` bytes, piece i from byte `starts[i]` on.
 
-    A piece begins where its elements may, after the end of the piece before. From leg 2 on a
-    message is relayed.
+    A piece begins at the first byte after the piece before that is aligned to its elements. From leg 2
+    on a message is relayed.
     """
 
     step: Step
@@ -72,27 +72,29 @@ class Message(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Bytes of the pieces, without what aligns them."""
+        """Bytes of the pieces, without the padding between them."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def relayed(self) -> bool:
-        """Whether the sender reads the pieces from its destination tensors, where they have come."""
+        """Whether the sender reads the pieces from its destination tensors, in which they have arrived."""
         return self.leg > 1
 
     def __str__(self) -> str:
-        return f"{self.nbytes} B from rank {self.src_rank} to rank {self.dst_rank}{_tail(self)}"
+        return (
+            f"{self.nbytes} B from rank {self.src_rank} to rank {self.dst_rank}{_show_pieces(self)}"
+        )
 
 
-def _tail(m: Message) -> str:
-    """What is said of a message after its ends."""
+def _show_pieces(m: Message) -> str:
+    """The number of pieces of a message and its leg, as text that follows its ends."""
     return f" in {plural(m.pieces, 'piece')}, leg {m.leg}"
 
 
 class Round(NamedTuple):
-    """One rank's messages of one step: posted together, done before the next.
+    """One rank's messages of one step, at least one: posted together, and done before the next round.
 
-    They are at least one. `keeps` stay on the rank.
+    `keeps` stay on the rank.
     """
 
     sends: tuple[Message, ...]
@@ -101,28 +103,28 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The step of all of its messages."""
+        """The step of all messages of the round."""
         return self.messages[0].step
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All of them: those kept, received and sent."""
+        """All messages: those kept, received and sent."""
         return (*self.keeps, *self.receives, *self.sends)
 
     @property
     def arriving(self) -> tuple[Message, ...]:
-        """Those that bring something to this rank: received or kept."""
+        """The messages that bring something to this rank: received or kept."""
         return (*self.receives, *self.keeps)
 
     def __str__(self) -> str:
         phase, slot, turn = self.step
         lines = [f"phase {phase}, slot {slot}, turn {turn}"]
         for m in self.keeps:
-            lines.append(f"keep {m.nbytes} B of rank {m.src_rank}{_tail(m)}")
+            lines.append(f"keep {m.nbytes} B of rank {m.src_rank}{_show_pieces(m)}")
         for m in self.receives:
-            lines.append(f"receive {m.nbytes} B from rank {m.src_rank}{_tail(m)}")
+            lines.append(f"receive {m.nbytes} B from rank {m.src_rank}{_show_pieces(m)}")
         for m in self.sends:
-            lines.append(f"send {m.nbytes} B to rank {m.dst_rank}{_tail(m)}")
+            lines.append(f"send {m.nbytes} B to rank {m.dst_rank}{_show_pieces(m)}")
         return "\n  ".join(lines)
 
 
@@ -139,7 +141,7 @@ def itemsize_of(t: Transfer) -> int:
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """The message of these pieces, each where its elements may begin."""
+    """The message of these pieces, each aligned to its elements."""
     starts = []
     end = 0
     for piece in pieces:
@@ -152,9 +154,9 @@ def make_message(
 def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
     """The rounds of a rank: the messages from and to it, step by step; others are left out.
 
-    Several messages of one step between the same ranks stay in the order in which they are given.
+    Several messages of one step between the same ranks stay in the given order.
     """
-    # Both ends list what they share in one order, so messages of a pair are matched by order alone.
+    # Both ends list their common messages in one order, so that order matches them.
     steps: dict[Step, list[Message]] = {}
     for m in given:
         if rank in (m.src_rank, m.dst_rank):
@@ -176,47 +178,46 @@ def _make_round(posted: list[Message], rank: int) -> Round:
             sends.append(m)
         else:
             receives.append(m)
-    # Sends to the ranks behind this one come first, and receives from those before it, so that not
-    # all call on one rank.
+    # Sends go to the ranks after this one first, and receives come from those before it first, so
+    # that not all ranks begin with the same peer.
     sends.sort(key=lambda m: (m.dst_rank < rank, m.dst_rank))
     receives.sort(key=lambda m: (m.src_rank > rank, -m.src_rank))
     return Round(tuple(sends), tuple(receives), tuple(keeps))
 
 
-def staging_bytes(one: Round) -> int:
-    """Bytes that stage all messages of the round that travel."""
-    travelling = (*one.sends, *one.receives)
-    return sum(align(m.nbytes) for m in travelling)
+def staging_bytes(posted: Round) -> int:
+    """Bytes of staging for all messages of a round that are sent or received."""
+    staged = (*posted.sends, *posted.receives)
+    return sum(align(m.nbytes) for m in staged)
 
 
 # The order of addends
 
 _ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
-"""What comes of each addend of a tensor: the boxes, and in which steps."""
+"""By addend of a tensor: the boxes that arrive, and their steps."""
 
 
 def keeps_fold_order(rounds: Iterable[Round]) -> bool:
     """Whether a rank's rounds bring the pieces of every element in order of addend.
 
-    Rounds are ordered and pieces of one round are folded in order of addend, so two cases are
-    enough for a tensor: its addends come in rounds one after the other, or they all bring the same
+    Rounds are ordered and pieces of one round are folded in order of addend, so a tensor is in order
+    in two cases: its addends arrive in rounds one after the other, or they all bring the same
     boxes in the same rounds. (Boxes of one addend are disjoint, since each element receives each
     addend once.)
     """
-    brought: dict[str, _ByAddend] = {}
-    for one in rounds:
-        for m in one.arriving:
+    tensors: dict[str, _ByAddend] = {}
+    for posted in rounds:
+        for m in posted.arriving:
             for piece in m.pieces:
-                by_addend = brought.setdefault(piece.dst_tensor, {})
+                by_addend = tensors.setdefault(piece.dst_tensor, {})
                 boxes = by_addend.setdefault(piece.addend, [])
                 box = from_slices(piece.dst_slices)
                 boxes.append((m.step, box))
-    tensors = brought.values()
-    return all(_are_apart(tensor) or _are_alike(tensor) for tensor in tensors)
+    return all(_are_apart(tensor) or _are_alike(tensor) for tensor in tensors.values())
 
 
 def _are_apart(by_addend: _ByAddend) -> bool:
-    """Whether addends come one after the other, in steps that meet in one at most."""
+    """Whether addends arrive one after the other; an addend may begin in the last step of the one before."""
     in_order = [by_addend[addend] for addend in sorted(by_addend)]
     for boxes, later in itertools.pairwise(in_order):
         last = max(step for step, _ in boxes)

@@ -1,10 +1,10 @@
-"""Part: all that one rank does of a plan or a program, as a value; a backend binds it to a wire.
+"""Part: everything that one rank does in a plan or a program, as a value; a backend carries it out.
 
-1. A part is made of the plan alone, without processes. What ranks have to agree on first is two
-   things about all of them: the most peers that any has, and whether some rank's addends would come
-   out of order unless one goes after the other.
-2. `make_parts` makes those of all ranks, and so does what the ranks' votes do.
-3. Cells of a local tensor that are not the tensor's own (padding, or another tensor's share of a
+1. A part is made from the plan alone, without processes. Ranks first agree on two facts about
+   all of them: the most peers that any rank has, and whether addends have to go one after the
+   other because some rank would otherwise receive them out of order.
+2. `make_parts` makes the parts of all ranks, as the ranks' votes would decide.
+3. Cells of a local tensor that do not belong to it (padding, or another tensor's share of a
    fused buffer) are in no box.
 
 >>> from shardmath import Layout, Mesh, plan
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 INFLIGHT_BYTES = 1 << 30
-"""Staging that a rank may use for a plan where nothing is said."""
+"""Default limit of a rank's staging for a plan."""
 
 Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """What a rank stores under a local name: of which tensor, and by which layout."""
+    """What a rank stores under a local name: the tensor's name, and the layout."""
 
     tensor: str
     layout: Layout
@@ -66,11 +66,11 @@ class CellWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """All that one rank does, in order: fill, then the rounds, then divide.
+    """Everything that one rank does, in order: fill, then the rounds, then divide.
 
-    `sources` and `destinations` are what it stores by local name. `operations` are pairs (tensor,
-    operation) that it computes: folds, "fill" and "divide". `keeps_order`: whether the addends of
-    each element come in their order. `pace` is that at which a plan was cut.
+    `sources` and `destinations` are the tensors that it stores, by local name. `operations` are pairs (tensor,
+    operation) that it computes: folds, "fill" and "divide". `keeps_order` says whether the addends of
+    each element arrive in their order. `pace` is the pace at which a plan was cut, None for a program.
     """
 
     plan: Plan | Transposed
@@ -86,45 +86,45 @@ class RankProgram:
 
     @property
     def steps(self) -> int:
-        """How many steps there are: filling, the rounds, dividing."""
+        """The number of steps: filling, the rounds, dividing."""
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Local names of destinations that may be neither old nor new once so many steps have begun.
+        """Local names of destinations that may be neither old nor new when the first `begun` steps have begun.
 
-        More than all have when all is done. None: any may be under way, whatever comes in them.
+        `begun` is more than `steps` when everything is done. None stands for any number of steps.
         """
         filled = {work.key for work in self.fills}
         divided = {work.key for work in self.divisions}
-        came = [_list_written(one) for one in self.rounds]
-        steps = [filled, *came, divided]
+        written = [_list_written(posted) for posted in self.rounds]
+        steps = [filled, *written, divided]
         if begun is None:
             return tuple(sorted(set().union(*steps)))
         before, after = steps[:begun], steps[max(begun - 1, 0) :]
         return tuple(sorted(set().union(*before) & set().union(*after)))
 
 
-def _list_written(one: Round) -> set[str]:
-    """Local names of the destinations that the round writes to."""
-    return {piece.dst_tensor for m in one.arriving for piece in m.pieces}
+def _list_written(posted: Round) -> set[str]:
+    """Local names of the destinations to which the round writes."""
+    return {piece.dst_tensor for m in posted.arriving for piece in m.pieces}
 
 
 def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
-    """The plan itself, or that which the program carries out."""
+    """The plan itself, or the plan of a program."""
     return plan.plan if isinstance(plan, Program) else plan
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
-    """What the rank stores of this side of a plan, by local name."""
-    found: dict[str, LocalTensor] = {}
+    """The tensors that the rank stores of this side of a plan, by local name."""
+    stored: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
-            found[local] = LocalTensor(tensor, layout)
-    return found
+            stored[local] = LocalTensor(tensor, layout)
+    return stored
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """The local positions that runs cover, as boxes; () once for a scalar.
+    """The local positions that runs cover, as boxes; a scalar has the one box ().
 
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
@@ -134,7 +134,7 @@ def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
 
 
 def _join_slices(runs: Runs) -> list[slice]:
-    """Local positions that segments cover, joined where they touch."""
+    """The local positions that segments cover, as slices; adjacent segments are one slice."""
     joined: list[slice] = []
     for start, _, size in runs.segments:
         end = start + size
@@ -148,8 +148,8 @@ def _join_slices(runs: Runs) -> list[slice]:
 class Outline:
     """A rank's part before ranks have agreed on its pace.
 
-    `pieces` are all that it sends, keeps and receives. A plan's are still to be cut, and `peers` is
-    the most ranks that it sends to, or receives from. A program's are in `rounds`, and set no pace.
+    `pieces` are all that the rank sends, keeps and receives. Those of a plan are not cut yet, and `peers` is
+    the most ranks to which it sends, or from which it receives. A program's are already in `rounds`.
     """
 
     given: Plan | Transposed | Program
@@ -162,26 +162,26 @@ class Outline:
     def operations(self) -> frozenset[tuple[str, str]]:
         """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
         plan = self.given
-        found = set()
-        held = stored_on(plan.dst, self.rank)
-        for tensor, _ in held.values():
+        computed = set()
+        stored = stored_on(plan.dst, self.rank)
+        for tensor, _ in stored.values():
             if plan.fill(tensor) is not None:
-                found.add((tensor, "fill"))
+                computed.add((tensor, "fill"))
             if plan.divisor(tensor) != 1:
-                found.add((tensor, "divide"))
+                computed.add((tensor, "divide"))
         for t in self.pieces:
             if t.dst_rank == self.rank and t.op != "copy":
-                found.add((t.tensor, t.op))
-        return frozenset(found)
+                computed.add((t.tensor, t.op))
+        return frozenset(computed)
 
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """What the rank does.
+        """The rank's part.
 
-        `peers` is the largest of any rank. With `by_addend` one addend goes after the other, which
-        a plan needs where otherwise some rank's part does not keep their order. The limit is a
-        plan's; a program has its own. Raises ExchangeError for one without room for an element.
+        `peers` is the largest of any rank's. With `by_addend` one addend goes after the other, which
+        a plan needs if otherwise some rank's part does not keep their order. The limit applies to a
+        plan; a program has its own. Raises ExchangeError if the limit has no room for a message.
         """
         rounds = self.rounds
         pace = None
@@ -214,12 +214,12 @@ class Outline:
 
 
 def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
-    """What the rank does of the plan or program, but for its pace."""
+    """The rank's part in the plan or program, without the pace."""
     if isinstance(plan, Program):
         rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))
         return Outline(plan, rank, pieces, rounds=rounds)
-    # What stays on the rank is on either of its lists, and is taken from the first.
+    # Transfers that stay on the rank are in both of its lists, and are taken from the first.
     transfers = list(plan.transfers(src=rank))
     for t in plan.transfers(dst=rank):
         if t.src_rank != rank:
@@ -228,31 +228,31 @@ def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
 
 
 def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
-    """All that is in these rounds."""
-    for one in rounds:
-        for m in one.messages:
+    """All pieces of these rounds."""
+    for posted in rounds:
+        for m in posted.messages:
             yield from m.pieces
 
 
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """The parts of all ranks, as they would agree on them."""
+    """The parts of all ranks, as the ranks would agree on them."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
-    peers = max((one.peers for one in outlines), default=0)
-    # One addend after the other takes more rounds, so only where their order asks for it.
+    peers = max((outline.peers for outline in outlines), default=0)
+    # One addend after the other takes more rounds, so it is done only if the order requires it.
     for by_addend in (False, True):
-        made = tuple(
-            one.part(peers=peers, max_inflight_bytes=max_inflight_bytes, by_addend=by_addend)
-            for one in outlines
+        parts = tuple(
+            outline.part(peers=peers, max_inflight_bytes=max_inflight_bytes, by_addend=by_addend)
+            for outline in outlines
         )
-        if all(one.keeps_order for one in made):
+        if all(part.keeps_order for part in parts):
             break
-    return made
+    return parts
 
 
 def _list_fills(plan: Movable, rank: int, stored: Mapping[str, LocalTensor]) -> Iterator[CellWork]:
-    """Destinations that are folded into start at the identity of their reduction."""
+    """The fills: destinations of a fold start at the identity of their reduction."""
     for key, (tensor, layout) in stored.items():
         value = plan.fill(tensor)
         if value is not None:
@@ -263,7 +263,7 @@ def _list_fills(plan: Movable, rank: int, stored: Mapping[str, LocalTensor]) -> 
 def _list_divisions(
     plan: Movable, rank: int, stored: Mapping[str, LocalTensor]
 ) -> Iterator[CellWork]:
-    """Averages are sums until all has arrived, and then divided."""
+    """The divisions: averages are sums until everything has arrived, and then divided."""
     for key, (tensor, layout) in stored.items():
         divisor = plan.divisor(tensor)
         if divisor != 1:

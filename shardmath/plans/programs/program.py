@@ -1,17 +1,17 @@
-"""Program: a plan as rounds of messages, with what is relayed on the way.
+"""Program: a plan as rounds of messages, with relays on the way.
 
-1. A program composes plans through layouts in which the destination does not yet hold all. In the
-   first **leg** every node gets each byte once, its replicas holding stripes, or only some of the
-   nodes do. In later legs ranks of the destination relay what they have received to other nodes,
-   and then inside their own.
-2. What goes from one rank to another is a **stream** (`list_streams`). One that is relayed is relayed as
-   it came.
+1. A program composes plans through layouts in which the destination is not complete yet. In the
+   first **leg** every node, or only some nodes, get each byte once, as stripes on their replicas.
+   In later legs ranks of the destination relay what they have received, to other nodes and then
+   inside their own node.
+2. The bytes that go from one rank to another are a **stream** (`list_streams`). A stream is relayed as
+   it arrived.
 3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no
    rank sends what it does not have. Streams begin at different slots in turn, so that small ones,
    which stay whole, do not all go at once.
-4. A **step** is (phase, slot, turn): phases bring the addends of what is folded in their order,
+4. A **step** is (phase, slot, turn): phases bring the addends of a fold in their order,
    turns divide the peers of a rank, and the legs, into groups. Steps are ordered, and a message is
-   in one step at both ends: in the earliest step in which anybody waits all messages are posted, so
+   in one step at both ends: in the earliest step in which any rank waits all messages are posted, so
    there is no deadlock.
 """
 
@@ -54,9 +54,9 @@ class Program:
 
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
     receives the next; the peers of a rank take `turns` turns. No rank has more than
-    `max_inflight_bytes` bytes, or `max_ops_per_group` messages, under way in a round. Two programs
-    are equal if they send the same messages in the same rounds. `assumes_nodes` says whether nobody
-    said where the nodes are: then `certify` and `crossing_bytes` are an error, as of a plan.
+    `max_inflight_bytes` bytes, or `max_ops_per_group` messages, in flight in a round. Two programs
+    are equal if they send the same messages in the same rounds. `assumes_nodes` says that no topology
+    was given: `certify` and `crossing_bytes` then raise PlanError, as for a plan without a topology.
     """
 
     plan: Plan
@@ -80,7 +80,7 @@ class Program:
         return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
 
     def word_nodes(self) -> str:
-        """The size of its nodes, and whether they are assumed, in words."""
+        """The size of the program's nodes, and whether they are assumed, in words."""
         nodes = f"nodes of {plural(self.topology.ranks_per_node, 'rank')}"
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
@@ -143,10 +143,9 @@ class Program:
         return recognise_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
-        """The rank's rounds, in order; none for a stranger."""
+        """The rank's rounds, in order; none for a rank of neither side."""
         rank = as_integer(rank, "a rank", PlanError)
-        posted = _list_posted(self, rank)
-        messages = _spell_messages(self, posted)
+        messages = _spell_messages(self, _list_posted(self, rank))
         return gather_rounds(messages, rank)
 
 
@@ -180,21 +179,19 @@ class _Posted(NamedTuple):
 
 def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     """The messages of these stretches, in order of step, sender, receiver and leg."""
-    demands = prog.legs.lines
-    p = prog.plan
-    given = posted.stretches
+    stretches = posted.stretches
     keys = [
         posted.phase,
         posted.slot,
         posted.turn,
-        given.sender,
-        given.receiver,
+        stretches.sender,
+        stretches.receiver,
         posted.leg,
     ]
     first, number = number_alike(keys)
-    parts, message = _put_large_first(prog, given, number)
+    parts, message = _put_large_first(prog, stretches, number)
     is_relayed = posted.leg > 1
-    transfers, by_part = spell_parts(p, demands, given, is_relayed, parts)
+    transfers, by_part = spell_parts(prog.plan, prog.legs.lines, stretches, is_relayed, parts)
     numbers = np.arange(len(first) + 1)
     first_parts = np.searchsorted(message, numbers)
     by_message = Offsets(by_part.first[first_parts])
@@ -203,28 +200,30 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     return list(messages)
 
 
-def _put_large_first(prog: Program, given: Stretches, message: Ints) -> tuple[StretchParts, Ints]:
-    """The parts of stretches of these messages, message by message, and the message of each."""
+def _put_large_first(
+    prog: Program, stretches: Stretches, message: Ints
+) -> tuple[StretchParts, Ints]:
+    """The parts of stretches, given the message of each stretch: message by message; and the message of each part."""
     demands = prog.legs.lines
     batches = prog.plan.batches
-    parts = list_parts(demands, batches, given)
+    parts = list_parts(demands, batches, stretches)
     grid = make_grid(demands, batches)
     item = grid.item[parts.row]
     of_part = message[parts.stretch]
-    # Large elements first, so that no byte of a message is padding; else in the order of stretches.
+    # Large elements first, so that a message needs no padding; otherwise in the order of stretches.
     order = np.lexsort((-item, of_part))
     return parts.take(order), of_part[order]
 
 
 def _make_messages(
-    transfers: list[Transfer], of: Offsets, columns: list[list[int]]
+    transfers: list[Transfer], by_message: Offsets, columns: list[list[int]]
 ) -> Iterator[Message]:
-    """Messages of these transfers, each with its step, sender, receiver and leg."""
+    """Messages of these transfers, given the columns of steps, senders, receivers and legs."""
     sizes = [t.nbytes for t in transfers]
     nbytes = np.array(sizes, np.int64)
-    starts = of.begin(nbytes).tolist()
-    totals = of.sums(nbytes).tolist()
-    places = itertools.pairwise(of.first.tolist())
+    starts = by_message.begin(nbytes).tolist()
+    totals = by_message.sums(nbytes).tolist()
+    places = itertools.pairwise(by_message.first.tolist())
     for (i, k), total, *key in zip(places, totals, *columns, strict=True):
         phase, slot, turn, sender, receiver, leg = key
         yield Message(
@@ -239,8 +238,7 @@ def _make_messages(
 
 
 class Slices(NamedTuple):
-    """Streams cut: `stream[i]` sends bytes lo..hi-1 of the content of its block in slot
-    `slot[i]`."""
+    """Slices of streams: `stream[i]` sends bytes lo..hi-1 of the content of its block in slot `slot[i]`."""
 
     stream: Ints
     slot: Ints
@@ -248,37 +246,38 @@ class Slices(NamedTuple):
     hi: Ints
 
 
-def list_slices(prog: Program, of: Streams) -> Slices:
+def list_slices(prog: Program, streams: Streams) -> Slices:
     """All slices of streams that are not empty."""
-    cut = cut_streams(prog, of)
-    line = find_lines(prog.legs.lines, of.block)
+    slices = cut_streams(prog, streams)
+    line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
-    slot = (cut.slot + line[cut.stream]) % prog.slots
-    slot += of.leg[cut.stream] - 1
-    return cut._replace(slot=slot)
+    slot = (slices.slot + line[slices.stream]) % prog.slots
+    slot += streams.leg[slices.stream] - 1
+    return slices._replace(slot=slot)
 
 
-def cut_streams(prog: Program, of: Streams) -> Slices:
+def cut_streams(prog: Program, streams: Streams) -> Slices:
     """All slices of streams that are not empty, in the slots that they would have in leg 1 of line 0."""
-    # What is relayed is cut as it came: streams of one root, of a line, are cut once.
-    line = find_lines(prog.legs.lines, of.block)
-    most = of.root.max(initial=0) + 1
-    roots = line * most + of.root
-    _, one, root = np.unique(roots, return_index=True, return_inverse=True)
-    borders = _find_borders(prog, of.block[one], of.lo[one], of.hi[one])
+    # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
+    line = find_lines(prog.legs.lines, streams.block)
+    most = streams.root.max(initial=0) + 1
+    roots = line * most + streams.root
+    _, first, root = np.unique(roots, return_index=True, return_inverse=True)
+    borders = _find_borders(prog, streams.block[first], streams.lo[first], streams.hi[first])
     size = np.diff(borders, axis=1)
-    cut, at = size.nonzero()
-    lo = borders[cut, at]
-    hi = borders[cut, at + 1]
-    counts = np.bincount(cut, minlength=len(one))
+    # Slice i is number `at[i]` of the slices of root `cut_root[i]`; empty ones are left out.
+    cut_root, at = size.nonzero()
+    lo = borders[cut_root, at]
+    hi = borders[cut_root, at + 1]
+    counts = np.bincount(cut_root, minlength=len(first))
     which, stream = _give_to_streams(counts, root)
     # Streams of one root take the slots in one order.
-    slot = at[which] + of.root[stream]
+    slot = at[which] + streams.root[stream]
     return Slices(stream, slot % prog.slots, lo[which], hi[which])
 
 
 def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
-    """(slice, stream) of every slice of each stream's root; roots have so many slices, one after the other."""
+    """(slice, stream) for every slice of each stream's root, given how many slices each root has."""
     by_root = Offsets.of_counts(counts)
     first = by_root.first[root]
     end = by_root.first[root + 1]
@@ -286,7 +285,7 @@ def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
 
 
 def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
-    """Where slices of bytes lo..hi-1 of blocks begin and end: a row for each, one border more than there are slots.
+    """The borders of the slices of bytes lo..hi-1 of blocks: by block a row of slots + 1 borders.
 
     Borders are evenly spaced, and then snapped to rows of boxes.
     """
@@ -295,8 +294,8 @@ def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
     inner = np.arange(1, prog.slots)
     length = hi - lo
     even = lo + length * inner // prog.slots
-    where = make_grid(prog.legs.lines, prog.plan.batches)
-    snapped = where.snapped(block.repeat(len(inner)), even.ravel())
+    grid = make_grid(prog.legs.lines, prog.plan.batches)
+    snapped = grid.snapped(block.repeat(len(inner)), even.ravel())
     snapped = snapped.reshape(even.shape)
     # A row may begin before its stream does: the first slices are then empty.
     snapped = np.maximum(snapped, lo)
@@ -304,61 +303,59 @@ def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
 
 
 def _list_posted(prog: Program, rank: int) -> _Posted:
-    """All that the rank keeps, and then all that it sends and receives, line by line."""
-    kept = _list_own_blocks(prog.legs.lines, rank)
-    of = _list_own_streams(prog.legs, rank)
-    cut = list_slices(prog, of)
-    which = cut.stream
-    sent = Stretches(
-        block=of.block[which],
-        sender=of.sender[which],
-        receiver=of.receiver[which],
-        lo=cut.lo,
-        hi=cut.hi,
+    """Everything that the rank keeps, then everything that it sends and receives, line by line."""
+    kept = _list_kept_blocks(prog.legs.lines, rank)
+    streams = _list_streams_of(prog.legs, rank)
+    slices = list_slices(prog, streams)
+    which = slices.stream
+    moved = Stretches(
+        block=streams.block[which],
+        sender=streams.sender[which],
+        receiver=streams.receiver[which],
+        lo=slices.lo,
+        hi=slices.hi,
     )
-    stretches = Stretches(*map(np.append, kept, sent))
-    turn = _find_turns(prog, of)
-    # What stays on the rank takes no room, so neither slots nor turns divide it.
-    none = np.zeros_like(kept.block)
+    stretches = Stretches(*map(np.append, kept, moved))
+    turn = _find_turns(prog, streams)
+    # Bytes that stay on the rank are not staged, so neither slots nor turns divide them.
+    zero = np.zeros_like(kept.block)
     return _Posted(
         phase=prog.legs.lines.addend[stretches.block],
-        slot=np.append(none, cut.slot),
-        turn=np.append(none, turn[which]),
-        leg=np.append(none + 1, of.leg[which]),
+        slot=np.append(zero, slices.slot),
+        turn=np.append(zero, turn[which]),
+        leg=np.append(zero + 1, streams.leg[which]),
         stretches=stretches,
     )
 
 
-def _list_own_blocks(demands: Demands, rank: int) -> Stretches:
-    """All that stays on the rank."""
+def _list_kept_blocks(demands: Demands, rank: int) -> Stretches:
+    """All blocks that stay on the rank."""
     kept = list(list_kept(demands, rank))
     table = np.array(kept, np.int64)
     rows = table.reshape(-1, len(Stretches._fields))
     return Stretches(*rows.T)
 
 
-def _list_own_streams(legs: Legs, rank: int) -> Streams:
+def _list_streams_of(legs: Legs, rank: int) -> Streams:
     """All streams that the rank sends or receives, line by line."""
-    none = np.zeros((len(Streams._fields), 0), np.int64)
-    tables = [none]
+    empty = np.zeros((len(Streams._fields), 0), np.int64)
+    tables = [empty]
     lines = _find_lines(legs.lines, rank)
-    for found in list_bundles(legs, lines):
-        of = found.streams
-        mine = of.sender == rank
-        mine |= of.receiver == rank
-        every = np.stack(of)
-        tables.append(every[:, mine])
+    for bundle in list_bundles(legs, lines):
+        streams = bundle.streams
+        is_posted = (streams.sender == rank) | (streams.receiver == rank)
+        tables.append(np.stack(streams)[:, is_posted])
     columns = np.hstack(tables)
     return Streams(*columns)
 
 
-def _find_turns(prog: Program, of: Streams) -> Ints:
+def _find_turns(prog: Program, streams: Streams) -> Ints:
     """The turn in which each stream goes."""
     ranks = np.array(prog.ranks, np.int64)
-    sender = np.searchsorted(ranks, of.sender)
-    receiver = np.searchsorted(ranks, of.receiver)
+    sender = np.searchsorted(ranks, streams.sender)
+    receiver = np.searchsorted(ranks, streams.receiver)
     places = sender + receiver
-    turn = turn_of(places, of.leg, len(ranks))
+    turn = turn_of(places, streams.leg, len(ranks))
     return turn % prog.turns
 
 
@@ -366,19 +363,19 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """The turn of what goes between two ranks in a leg, if there are enough turns.
+    """The turn of a stream between two ranks in a leg, to be taken modulo the number of turns.
 
-    `places` is the sum of the places of the two ranks among all. With 2 `ranks` turns a rank has
-    one peer in each; with 2 `ranks` for each leg, one peer and one leg.
+    `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
+    one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)
 
 
 def _find_lines(demands: Demands, rank: int) -> Ints:
-    """The lines that the rank holds or asks of."""
-    is_mine = np.array([rank in ranks for ranks in demands.sets], bool)
-    is_held = is_mine[demands.holders]
-    is_asked = is_mine[demands.receivers]
-    asking = demands.blocks.owners()[is_asked]
-    is_held[asking] = True
-    return np.flatnonzero(is_held)
+    """The lines that the rank holds, or of which it asks for a block."""
+    has_rank = np.array([rank in ranks for ranks in demands.sets], bool)
+    is_posted = has_rank[demands.holders]
+    is_asked = has_rank[demands.receivers]
+    asked_lines = demands.blocks.owners()[is_asked]
+    is_posted[asked_lines] = True
+    return np.flatnonzero(is_posted)

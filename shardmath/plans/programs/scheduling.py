@@ -1,16 +1,15 @@
-"""Schedule: Plan -> Program. What is relayed, and in how many rounds.
+"""Schedule: Plan -> Program. It chooses the relays and the number of rounds.
 
 1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
-   one replica of it, and spreads it there; "auto" takes what is faster, and where the sources'
-   links bind, lets nodes of the destination relay to other nodes what goes beyond what their own
-   links take in.
-2. Rounds: as few slots and turns as keep every rank's messages of a round below
-   `max_inflight_bytes`, and their number below `max_ops_per_group`, counted for the program as it
-   is. Slots divide every stream, turns the peers of a rank.
-3. `as_planned` is what compiling a plan itself does: its own senders, all transfers straight,
+   one replica of it, and spreads it there; "auto" takes the fastest of these two and a third way:
+   if the sources' links are the bottleneck, nodes of the destination also relay to other nodes.
+2. Rounds: the fewest slots and turns that keep every rank's bytes in a round within
+   `max_inflight_bytes`, and its messages within `max_ops_per_group`, counted exactly. Slots divide
+   every stream, turns the peers of a rank.
+3. `as_planned` is the program that compiling a plan runs: its own senders, all transfers straight,
    nothing divided. The plan's own topology and `fanout="none"` keep these senders.
-4. Limits that nothing can keep are refused before any search: a piece that is not cut, messages
-   between two ranks.
+4. Limits that no program can keep raise PlanError before any search: a piece that is not cut,
+   messages between two ranks.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -61,29 +60,27 @@ WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
     "node": ((True, False),),
     "auto": ((True, True), (True, False), (False, False)),
 }
-"""(by node, relays between nodes) to choose from; the first of equals."""
+"""By fanout, the options (by node, relays between nodes); of equally fast ones the first is taken."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Slots to choose from where something is relayed: many, because the first and last are not full;
-few, because each has its latency."""
+"""Options for the number of slots if there are relays. Many slots keep all legs busy for most of the time; few save
+latency."""
 
 ABOUT = 1.005
-"""Of slots that take at most so many times as long as the best, the fewest are taken."""
+"""The fewest slots are taken whose time is at most this factor above the best."""
 
 MOST_SLOTS = 1 << 12
-"""More are not tried: turns divide what goes in a slot further, and cost no more than the messages
-they divide."""
+"""Most slots that are tried. Turns divide the bytes of a slot further, at no more cost than the messages themselves."""
 
 MOST_SLICES = 1 << 24
-"""Slots times streams: of more streams there are fewer slots, but never fewer than those to choose
-from."""
+"""Most slots times streams: more streams have fewer slots, but never fewer than the largest of `SLOTS`."""
 
 GROWTH = 3
-"""More slots than so many times the best so far are not tried: what a slot has of a stream is whole
-rows, one fewer of them at last when there are twice as many slots."""
+"""More slots than this factor times the best so far are not tried: a slice is whole rows, so doubling the slots takes
+at least one row off each slice, until slices are single rows."""
 
 MOST_ROUNDS = 1 << 24
-"""Rounds of all ranks together, so that tables of them fit in memory."""
+"""Most rounds of all ranks together, so that tables of them fit in memory."""
 
 
 def schedule(
@@ -97,92 +94,92 @@ def schedule(
     """The program that carries out a plan on a topology (default: the plan's own). Without either it
     assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
 
-    It is the program that runs when it is compiled; a plan that is compiled itself runs as
-    `as_planned` says. `max_inflight_bytes` bounds what a rank has under way in a round, both ways
-    together; `max_ops_per_group` how many messages. Raises PlanError for an adjoint, and for limits
-    that no cut can keep.
+    Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.
+    `max_inflight_bytes` bounds the bytes that a rank has in flight in a round, both directions together;
+    `max_ops_per_group` bounds its messages. Raises PlanError if the plan is an adjoint, or if no cut can
+    keep the limits.
     """
     _check_plan(plan, "schedule what plan(src, dst) returns")
     way = known(fanout, tuple(WAYS))
     if way is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
-    room = as_integer(max_inflight_bytes, "max_inflight_bytes", PlanError)
-    most = as_integer(max_ops_per_group, "max_ops_per_group", PlanError)
-    _check_positive("max_inflight_bytes", room)
-    _check_positive("max_ops_per_group", most)
-    where = _choose_topology(plan, topology)
-    demands = gather_lines(plan.batches, where)
-    _check_pieces(plan, demands, room)
-    every = _list_legs(plan, demands, where, way)
+    most_bytes = as_integer(max_inflight_bytes, "max_inflight_bytes", PlanError)
+    most_ops = as_integer(max_ops_per_group, "max_ops_per_group", PlanError)
+    _check_positive("max_inflight_bytes", most_bytes)
+    _check_positive("max_ops_per_group", most_ops)
+    chosen = _choose_topology(plan, topology)
+    demands = gather_lines(plan.batches, chosen)
+    _check_pieces(plan, demands, most_bytes)
     assumes = _assumes_nodes(plan, topology)
-    options = [Program(plan, where, legs, 1, 1, room, most, "", assumes) for legs in every]
+    options = [
+        Program(plan, chosen, legs, 1, 1, most_bytes, most_ops, "", assumes)
+        for legs in _list_legs(plan, demands, chosen, way)
+    ]
     fastest = _find_fastest(options)
     return replace(fastest, digest=digest_program(fastest))
 
 
 def _check_plan(plan: Plan, fix: str) -> None:
-    """Raise PlanError unless this is a plan: an adjoint is not one."""
+    """Raise PlanError unless `plan` is a Plan, and not an adjoint."""
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r} is not a plan of two sides' layouts; {fix}")
 
 
 def _check_positive(name: str, limit: int) -> None:
-    """Raise PlanError for a limit that nothing keeps."""
+    """Raise PlanError for a limit below 1."""
     if limit < 1:
         raise PlanError(f"{name}={limit} leaves no room for a message; give a positive number")
 
 
 def _choose_topology(plan: Plan, topology: Topology | None) -> Topology:
-    """The one given, or the plan's own, or the default."""
+    """The topology given, or the plan's own, or the default."""
     if topology is not None:
         return checked(topology)
     return plan.topology or Topology()
 
 
 def _assumes_nodes(plan: Plan, topology: Topology | None) -> bool:
-    """Whether nobody said where the nodes are."""
+    """Whether no topology was given, neither here nor for the plan."""
     return topology is None and plan.topology is None
 
 
-def _list_legs(plan: Plan, demands: Demands, where: Topology, fanout: str) -> Iterator[Legs]:
+def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
-    per_node = where.ranks_per_node
+    per_node = topology.ranks_per_node
     for by_node, relays in WAYS[fanout]:
-        if fanout == "none" and where == plan.topology:
+        if fanout == "none" and topology == plan.topology:
             yield legs_as_cut(plan.lines)
         else:
             yield from find_legs(plan, demands, per_node, by_node=by_node, relays=relays)
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """What a plan does when it is compiled itself.
+    """The program that runs when the plan itself is compiled.
 
-    That is each of its transfers, from its own sender, in one round per addend. The topology
+    It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
-    Raises PlanError for an adjoint.
+    Raises PlanError if the plan is an adjoint.
     """
     prog = run_straight(plan, topology)
-    # Its limits are what it takes: whoever compiles a plan sets them later, by a pace.
+    # The limits are what the program needs: compiling a plan sets its limits later, by a pace.
     pairs = sum_pairs(prog)
     counts = count_messages(pairs, 1, len(prog.ranks))
-    most = int(counts.max(initial=1))
-    _, under_way = _measure(prog)
-    room = max(under_way, 1)
-    prog = replace(prog, max_inflight_bytes=room, max_ops_per_group=most)
+    most_ops = int(counts.max(initial=1))
+    _, inflight = _measure(prog)
+    prog = replace(prog, max_inflight_bytes=max(inflight, 1), max_ops_per_group=most_ops)
     return replace(prog, digest=digest_program(prog))
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """The same before its limits are counted, which its time does not depend on."""
+    """The program of `as_planned` with limits of 1: enough to time it, since its time does not depend on them."""
     _check_plan(plan, "give what plan(src, dst) returns")
-    where = _choose_topology(plan, topology)
-    return Program(
-        plan, where, legs_as_cut(plan.lines), 1, 1, 1, 1, "", _assumes_nodes(plan, topology)
-    )
+    chosen = _choose_topology(plan, topology)
+    assumes = _assumes_nodes(plan, topology)
+    return Program(plan, chosen, legs_as_cut(plan.lines), 1, 1, 1, 1, "", assumes)
 
 
 def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:
-    """Raise PlanError where something that is not cut has no room in a round."""
+    """Raise PlanError if a piece that is never cut is larger than the limit of a round."""
     is_sent = demands.rows.spread(demands.count > 0)
     sizes = measure_uncut(demands, plan.batches) * is_sent
     size = sizes.max(initial=0)
@@ -195,7 +192,7 @@ def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:
 
 
 class _Way(NamedTuple):
-    """A program whose rounds are to be found, and what goes from rank to rank in it."""
+    """A program not divided into rounds yet, and the bytes that go from rank to rank in it."""
 
     prog: Program
     pairs: Pairs
@@ -203,35 +200,35 @@ class _Way(NamedTuple):
 
     @property
     def by_rank(self) -> Ints:
-        """Bytes by phase and rank: all legs and both ways."""
+        """Bytes by phase and rank: all legs, both directions."""
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 
 
 def _find_fastest(options: Iterable[Program]) -> Program:
-    """The fastest, divided into rounds, of the programs that can keep their limits.
+    """The fastest of the programs that can keep their limits, divided into rounds.
 
-    The likeliest come first; those that would not be faster with all legs in one round need not be
-    divided.
+    Those that should be fastest come first; a program that would not be faster even with all legs in one
+    round need not be divided.
     """
-    found: list[tuple[float, Program]] = []
+    timed: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
     for slots, way in _order_by_estimate(options):
         least = estimate_seconds(way.prog.topology, way.loads.sum(axis=1))
-        if any(time <= least for time, _ in found):
+        if any(time <= least for time, _ in timed):
             continue
         try:
-            found.append(_divide(way, slots))
+            timed.append(_find_rounds(way, slots))
         except PlanError as error:
             failed.append(error)
-    if not found:
+    if not timed:
         raise failed[0]
-    _, fastest = min(found, key=itemgetter(0))
+    _, fastest = min(timed, key=itemgetter(0))
     return fastest
 
 
 def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
-    """The ways with their best numbers of slots, the one that should be fastest first."""
+    """(best number of slots, way) for all programs, the one that should be fastest first."""
     estimated: list[tuple[float, int, _Way]] = []
     for prog in options:
         pairs = sum_pairs(prog)
@@ -245,65 +242,64 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
 # Rounds
 
 
-def _choose_slots(where: Topology, loads: Loads) -> tuple[float, int]:
-    """The least time of the legs and in how many slots, pieces being as small as one likes."""
+def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
+    """The estimated time of the legs, and the number of slots for it, if slices could have any size."""
     relays = loads[:, 1:].any()
     options = []
     for slots in SLOTS if relays else (1,):
-        time = estimate_slots(where, loads, slots)
+        time = estimate_slots(topology, loads, slots)
         options.append((time, slots))
     least, _ = min(options)
-    # The fewest of those that are about as fast: each slot makes all lists longer.
+    # The fewest slots that are about as fast: each slot makes all lists longer.
     return next(option for option in options if option[0] <= least * ABOUT)
 
 
-def _divide(way: _Way, slots: int) -> tuple[float, Program]:
-    """The program with as few turns and slots as its limits ask for, and its time.
+def _find_rounds(way: _Way, slots: int) -> tuple[float, Program]:
+    """The time of a program with the fewest turns and slots that keep its limits; and the program.
 
-    The number of slots is at least `slots`. More are tried until nothing is gained by them, then
-    more turns.
+    It has at least `slots` slots. More slots are tried as long as they help, then more turns.
     """
     prog = replace(way.prog, turns=_choose_turns(way))
-    room = prog.max_inflight_bytes
+    limit = prog.max_inflight_bytes
     most = _count_most_slots(prog)
     way = way._replace(prog=prog)
     _check_bytes(way, most)
-    # Even slices of what the fullest rank has under way, all legs and both ways, need at least so
+    # If slices were even, the fullest rank's bytes, all legs and both directions, would need this
     # many slots.
     fullest = int(way.by_rank.max(initial=0))
-    least = -(-fullest // room)
+    least = -(-fullest // limit)
     sized = replace(prog, slots=min(max(least, slots), most))
     best = sized
-    best_under_way = None
+    best_inflight = None
     while sized.slots <= GROWTH * best.slots:
-        time, under_way = _measure(sized)
-        if under_way <= room:
+        time, inflight = _measure(sized)
+        if inflight <= limit:
             return time, sized
-        improved = best_under_way is None or under_way < best_under_way
+        improved = best_inflight is None or inflight < best_inflight
         if improved:
             best = sized
-            best_under_way = under_way
+            best_inflight = inflight
         if sized.slots == most:
             break
-        grown = _grow(sized.slots, under_way, room, improved=improved)
+        grown = _grow(sized.slots, inflight, limit, improved=improved)
         sized = replace(prog, slots=min(grown, most))
     return _add_turns(best, way.pairs)
 
 
-def _grow(slots: int, under_way: int, room: int, *, improved: bool) -> int:
-    """How many slots to try next, where so many leave more bytes under way than there is room for.
+def _grow(slots: int, inflight: int, limit: int, *, improved: bool) -> int:
+    """The number of slots to try after `slots`, which leave more bytes in flight than the limit.
 
-    As many as would do if slices were even, and a 32nd more since they are not. Where the last step
-    did not improve on the best, half as many again at least, so that few steps reach the end.
+    It would be enough if slices were even, and is a 32nd more since they are not. If the last step did
+    not improve on the best, it grows by half at least, so that few steps reach the end.
     """
-    grown = slots * under_way * 33 // (32 * room)
+    grown = slots * inflight * 33 // (32 * limit)
     if not improved:
         grown = max(grown, slots * 3 // 2)
     return grown + 1
 
 
 def _measure(prog: Program) -> tuple[float, int]:
-    """The time of its rounds, and the most bytes that a rank has under way in one."""
+    """The time of a program's rounds, and the most bytes that a rank has in flight in a round."""
     loads = sum_round_loads(prog)
     by_rank = loads.sum(axis=-1)
     most = int(by_rank.max(initial=0))
@@ -323,13 +319,13 @@ def _choose_turns(way: _Way) -> int:
     raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 
-def _list_turns(prog: Program, of: Pairs) -> list[int]:
+def _list_turns(prog: Program, pairs: Pairs) -> list[int]:
     """The numbers of turns to choose from: the program's own, doubled until there are enough.
 
-    With enough, no rank has two peers in one turn, nor two legs (`turn_of`).
+    With enough turns, no rank has two peers or two legs in one turn (`turn_of`).
     """
     ranks = max(len(prog.ranks), 1)
-    legs = int(of.leg.max(initial=0)) + 1
+    legs = int(pairs.leg.max(initial=0)) + 1
     enough = 4 * legs * ranks - 1
     fitting = MOST_ROUNDS // (prog.slots * ranks)
     most = min(enough, fitting)
@@ -340,47 +336,44 @@ def _list_turns(prog: Program, of: Pairs) -> list[int]:
 
 
 def _count_most_slots(prog: Program) -> int:
-    """The most slots that are tried, for memory's sake."""
-    count = 0
-    for found in list_bundles(prog.legs):
-        count += len(found.streams.block)
+    """The most slots that are tried, to bound memory."""
+    streams = sum(len(bundle.streams.block) for bundle in list_bundles(prog.legs))
     ranks = max(len(prog.ranks), 1)
-    by_slices = MOST_SLICES // max(count, 1)
+    by_slices = MOST_SLICES // max(streams, 1)
     by_rounds = MOST_ROUNDS // (prog.turns * ranks)
     most = min(by_slices, by_rounds, MOST_SLOTS)
     return max(most, SLOTS[-1])
 
 
 def _check_bytes(way: _Way, slots: int) -> None:
-    """Raise PlanError where so many slots leave too much under way, whatever the turns."""
+    """Raise PlanError if this many slots leave too many bytes in flight, whatever the turns."""
     turns = _list_turns(way.prog, way.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
-    # All slices of a pair are in one turn; a rank's are in as many as there are.
+    # All slices of a pair are in one turn; those of a rank may be spread over all rounds.
     pair = int(way.pairs.nbytes.max(initial=0))
     rank = int(way.by_rank.max(initial=0))
     least_of_pair = -(-pair // slots)
     least_of_rank = -(-rank // rounds)
     least = max(least_of_pair, least_of_rank)
-    room = way.prog.max_inflight_bytes
-    if least > room:
-        what = f"{slots} slots and {turns} turns leave {least} bytes under way at some rank in some round"
-        raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
+    limit = way.prog.max_inflight_bytes
+    if least > limit:
+        what = f"{slots} slots and {turns} turns leave {least} bytes in flight at some rank in some round"
+        raise PlanError(f"max_inflight_bytes={limit}: {what}; pass {least} or more")
 
 
-def _add_turns(prog: Program, of: Pairs) -> tuple[float, Program]:
-    """The program with the fewest turns that leave no rank too much under way, and its time."""
-    options = [replace(prog, turns=turns) for turns in _list_turns(prog, of)]
-    room = prog.max_inflight_bytes
+def _add_turns(prog: Program, pairs: Pairs) -> tuple[float, Program]:
+    """The time of the program with the fewest turns that keep its limit of bytes; and that program."""
+    options = [replace(prog, turns=turns) for turns in _list_turns(prog, pairs)]
+    limit = prog.max_inflight_bytes
     _, least = _measure(options[-1])
-    if least > room:
-        what = f"found no rounds in which no rank has {least} bytes under way, both ways together"
-        raise PlanError(f"max_inflight_bytes={room}: {what}; pass {least} or more")
+    if least > limit:
+        what = f"every division into rounds that was tried leaves some rank {least} bytes in flight"
+        raise PlanError(f"max_inflight_bytes={limit}: {what}; pass {least} or more")
 
     def fits(option: Program) -> bool:
-        return _measure(option)[1] <= room
+        return _measure(option)[1] <= limit
 
     # The last option fits, so it need not be measured again.
-    at = bisect.bisect_left(options, True, hi=len(options) - 1, key=fits)
-    chosen = options[at]
-    time, _ = _measure(chosen)
-    return time, chosen
+    i = bisect.bisect_left(options, True, hi=len(options) - 1, key=fits)
+    time, _ = _measure(options[i])
+    return time, options[i]

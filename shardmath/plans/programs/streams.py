@@ -1,12 +1,12 @@
-"""Streams: all that goes from rank to rank in the legs of lines.
+"""Streams: the bytes that go from rank to rank in the legs of lines.
 
 1. A band goes straight from the holders to some of the nodes, to one **entry** rank in each. The
    entries of the other nodes get it from those entries. The rest of each node gets it from the
    entry of that node.
-2. A stream is relayed as it came, so both ends of every leg cut it alike.
-3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. Where a
-   node was served straight, what is relayed inside it is already leg 2.
-4. Lines are looked at in bundles; those of a line are the same whatever it is bundled with.
+2. A stream is relayed as it arrived, so both ends of every leg cut it at the same places.
+3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. In a node
+   that was served straight, the relay inside it is already leg 2.
+4. Lines are handled in bundles; a line's streams do not depend on the lines bundled with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Straight", "bundle_lines", "list_bundles", "list_straight", "list_st
 
 
 class _Entries(NamedTuple):
-    """Bands of blocks at their entries: bytes lo..hi-1 of the content of a block enter at a rank.
+    """Bands of blocks at their entries: bytes lo..hi-1 of the content of a block enter a node at a rank.
 
-    `origin` is the number of the entry that a band comes through: its own where it comes straight
-    from the holders. The rank is number `place` of the `size` ranks of its node, which begin at
-    `start` of those of all nodes.
+    `origin` is the number of the entry from which the band arrives: the entry's own number if it arrives
+    straight from the holders. The rank is number `place` of the `size` ranks of its node, which begin
+    at `start` in the ranks of all nodes.
     """
 
     block: Ints
@@ -59,7 +59,7 @@ def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
     start = nodes.start[node]
     stripe = bands.place[band] * size
     place = stripe // bands.span[band]
-    # A band goes on to the next of its block, or to the end of the block.
+    # A band ends where the next one of its block begins, or at the end of the block.
     is_last = band + 1 == end[node]
     after = np.append(bands.at[1:], 0)
     nbytes = legs.lines.nbytes[block]
@@ -76,41 +76,41 @@ def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
 
 
 def _find_origins(bands: Bands, nodes: Nodes, node: Ints, band: Ints) -> Ints:
-    """By entry, which is a node and a band, the number of the entry through which the band comes."""
+    """By entry, which is a node and a band, the number of the entry from which the band arrives."""
     block = nodes.block[node]
-    own = nodes.number[node]
-    relay = _find_relays(bands, block, band, own, nodes.total[node])
-    # The nodes of a block stand together, each with all bands of the block.
+    number = nodes.number[node]
+    relay = _find_relays(bands, block, band, number, nodes.total[node])
+    # The nodes of a block are neighbors, each with an entry for every band of the block, so the same
+    # band of the next node is `width` entries further.
     width = bands.first[block + 1] - bands.first[block]
-    further = (relay - own) * width
-    origin: Ints = np.arange(len(node)) + further
+    origin: Ints = np.arange(len(node)) + (relay - number) * width
     return origin
 
 
 def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints) -> Ints:
-    """By entry, the node of the block whose entry the band comes through: its own where that is served straight."""
+    """By entry, the number of the node that relays the band to it: its own number if it is served straight."""
     classes = bands.classes[block]
     begin = bands.begin[band]
     count = bands.count[band]
-    # How many classes after the first that is served straight a node's own class comes.
+    # The distance of a node's class from the first class that is served straight.
     turn = (node % classes - begin) % classes
-    # Other classes divide themselves among those served straight. A node asks the one of that class
-    # that stands where it stands in its own, or the last if that class has fewer nodes.
+    # The other classes are divided among those served straight. A node is served by the node at its
+    # own place in that class, or by the last one if that class has fewer nodes.
     relay_class = (begin + turn % count) % classes
     last = (nodes - 1 - relay_class) // classes
     place = np.minimum(node // classes, last)
     relay = relay_class + classes * place
-    # Only in a wrong table, which its proof refuses, has the class no node at all.
+    # The class has no node at all only in a wrong table, which the proof rejects.
     relay = np.maximum(relay, 0)
     is_straight = turn < count
     return np.where(is_straight, node, relay)
 
 
 class Straight(NamedTuple):
-    """What goes straight from the holders of lines.
+    """Items that go straight from the holders of lines to entries.
 
-    `size` bytes, from `place` on their line and from byte `begin` of the content of `block`, to
-    entry number `entry`.
+    An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
+    number `entry`.
     """
 
     entry: Ints
@@ -121,37 +121,36 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """What goes straight from the holders of lines, line by line, as it lies on them."""
+    """The items that go straight from the holders of lines, in their order on the lines."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
 
 
 def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
-    """Of the entries, those that are served straight from the holders."""
+    """The items of the entries that are served straight from the holders."""
     entry = np.flatnonzero(entries.origin == entries.number)
     block = entries.block[entry]
     begin = entries.lo[entry]
     size = entries.hi[entry] - begin
-    # Items of one block stand together.
+    # Items of one block are neighbors.
     in_block = Offsets.of_sorted(block).begin(size)
     place = legs.bands.start[block] + in_block
     return Straight(entry, block, place, begin, size)
 
 
 MOST_KEPT = 1 << 20
-"""Streams that are kept with the legs of a program, 56 bytes each."""
+"""Most streams that are cached with the legs of a program, 56 bytes each."""
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """All streams of a line: the first leg, and what is relayed of it."""
-    together = _divide_lines(legs)
-    number = bisect.bisect_right(together, line, key=_find_first) - 1
+    """All streams of a line: the first leg, and its relays."""
+    bundles = _divide_lines(legs)
+    number = bisect.bisect_right(bundles, line, key=_find_first) - 1
     found = _keep_bundle(legs, number)
     place = line - int(found.lines[0])
     first, end = found.first[place : place + 2].tolist()
-    mine = slice(first, end)
-    return Streams(*(column[mine] for column in found.streams))
+    return Streams(*(column[first:end] for column in found.streams))
 
 
 def _find_first(lines: Ints) -> int:
@@ -160,21 +159,21 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """All streams, some lines at a time: of all bundles of lines, or of those with one of `some`."""
-    together = _divide_lines(legs)
-    wanted: Iterable[int] = range(len(together))
+    """All streams, one bundle of lines at a time; with `some`, only bundles that have one of these lines."""
+    bundles = _divide_lines(legs)
+    wanted: Iterable[int] = range(len(bundles))
     if some is not None:
-        first = np.array([lines[0] for lines in together], np.int64)
-        found = np.searchsorted(first, some, "right") - 1
-        wanted = np.unique(found).tolist()
+        first = np.array([lines[0] for lines in bundles], np.int64)
+        numbers = np.searchsorted(first, some, "right") - 1
+        wanted = np.unique(numbers).tolist()
     for number in wanted:
         yield _keep_bundle(legs, number)
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """The lines in bundles that have about as many streams each."""
+    """The lines in bundles of about the same number of streams."""
     demands = legs.lines
-    # About as many as receivers of bands, and one more for each cut among the holders.
+    # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()
     received = demands.blocks.sums(demands.count * bands)
     holders = lengths(demands.sets)
@@ -190,18 +189,16 @@ def _divide_lines(legs: Legs) -> list[Ints]:
 
 
 def _keep_bundle(legs: Legs, number: int) -> Bundle:
-    """The streams of a bundle of lines.
+    """The streams of a bundle of lines, cached with the legs if all streams are few.
 
-    Counting loads and proving a program walk through all lines several times. Where streams are
-    few, they are kept with the legs: a cache of the latest ones alone would lose each before it is
-    asked for again.
+    Counting loads and proving a program walk through all lines several times; a cache of only the latest
+    bundles would lose each one before it is used again.
     """
     kept = legs._bundles.get(number)
     if kept is not None:
         return kept
     found = _find_bundle(legs, number)
-    together = _divide_lines(legs)
-    total = len(found.streams.block) * len(together)
+    total = len(found.streams.block) * len(_divide_lines(legs))
     if total <= MOST_KEPT:
         legs._bundles[number] = found
     return found
@@ -209,7 +206,7 @@ def _keep_bundle(legs: Legs, number: int) -> Bundle:
 
 @memo(32)
 def _find_bundle(legs: Legs, number: int) -> Bundle:
-    """The streams of a bundle of lines: line by line, those of a line leg by leg."""
+    """The streams of a bundle of lines, line by line, and in each line leg by leg."""
     lines = _divide_lines(legs)[number]
     found = _find_streams(legs, lines)
     line = find_lines(legs.lines, found.block)
@@ -223,17 +220,14 @@ def _find_bundle(legs: Legs, number: int) -> Bundle:
 
 
 class _Roots(NamedTuple):
-    """The streams of the first leg, entry by entry of where they go.
-
-    Entry e receives those from `first[e]` to `first[e + 1] - 1`.
-    """
+    """The streams of the first leg, entry by entry: entry e receives streams `first[e]..first[e+1]-1`."""
 
     streams: Streams
     first: Ints
 
 
 def _find_streams(legs: Legs, lines: Ints) -> Streams:
-    """The three legs: straight, to other nodes, inside nodes."""
+    """The streams of all three legs: straight, to other nodes, inside nodes."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     roots = _leave_holders(legs, lines, entries)
@@ -244,56 +238,57 @@ def _find_streams(legs: Legs, lines: Ints) -> Streams:
 
 
 def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
-    """What each holder of neighbouring lines sends, by its cuts."""
-    to = _pick_straight(legs, entries)
-    line = find_lines(legs.lines, to.block) - lines[0]
-    holder, item, lo, hi = _cut_items(legs, lines, to, line)
-    begin = to.begin[item]
-    entry = to.entry[item]
+    """The streams of the first leg: the share of each holder of neighboring lines, by the lines' cuts."""
+    items = _pick_straight(legs, entries)
+    line = find_lines(legs.lines, items.block) - lines[0]
+    holder, item, lo, hi = _cut_items(legs, lines, items, line)
+    begin = items.begin[item]
+    entry = items.entry[item]
     by_line = line[item]
     number = np.arange(len(item))
-    found = Streams(
-        block=to.block[item],
+    streams = Streams(
+        block=items.block[item],
         leg=np.ones_like(item),
         sender=holder,
         receiver=entries.rank[entry],
         lo=begin + lo,
         hi=begin + hi,
+        # Roots count from 0 within each line: the number less that of the line's first stream.
         root=number - np.searchsorted(by_line, by_line),
     )
     ends = np.append(entries.number, len(entries.rank))
     first = np.searchsorted(entry, ends)
-    return _Roots(found, first)
+    return _Roots(streams, first)
 
 
-def _cut_items(legs: Legs, lines: Ints, to: Straight, line: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Holders, the items that each has a share of, and bytes lo..hi-1 of them that are its share.
+def _cut_items(
+    legs: Legs, lines: Ints, items: Straight, line: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """(holder, item, lo, hi) for every item of which a holder has a share, which is bytes lo..hi-1 of it.
 
     Item i is on line `lines[line[i]]`.
     """
     # Lines laid end to end, so that one search serves all.
     numbers = np.arange(len(lines) + 1)
     on_lines = Offsets(np.searchsorted(line, numbers))
-    length = on_lines.sums(to.size)
+    length = on_lines.sums(items.size)
     base = np.cumsum(length) - length
     shares = _list_shares(legs, lines, base)
-    place = base[line] + to.place
-    end = place + to.size
+    place = base[line] + items.place
+    end = place + items.size
     share, item = _find_shares(shares, line, place, end)
-    begin = shares.begin[share] - place[item]
-    end = shares.end[share] - place[item]
-    lo = np.maximum(begin, 0)
-    hi = np.minimum(end, to.size[item])
-    # Some among the holders have no share.
+    lo = np.maximum(shares.begin[share] - place[item], 0)
+    hi = np.minimum(shares.end[share] - place[item], items.size[item])
+    # A holder's share may be empty.
     some = np.flatnonzero(lo < hi)
     holder = shares.holder[share]
     return holder[some], item[some], lo[some], hi[some]
 
 
 class _Shares(NamedTuple):
-    """What holders send of lines laid end to end: share i, a rank's, is bytes `begin[i]` to `end[i] - 1`.
+    """The shares of holders in lines laid end to end: share i is bytes `begin[i]..end[i]-1`, sent by `holder[i]`.
 
-    Line l has the shares from `first[l]` to `first[l + 1] - 1`, one for each of its holders.
+    Line l has the shares `first[l]..first[l+1]-1`, one for each of its holders.
     """
 
     first: Ints
@@ -310,36 +305,34 @@ def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     holders = lengths(held)
     begin = bands.cut_first[lines]
     pieces = bands.cut_first[lines + 1] - begin - 1
-    # Only in a wrong table, which its proof refuses, are there fewer pieces than holders.
+    # There are fewer pieces than holders only in a wrong table, which the proof rejects.
     counts = np.clip(pieces, 0, holders)
     cut, line = ranges(begin, begin + counts)
     of_line = Offsets.of_counts(holders)
     first = of_line.first[:-1]
     place, _ = ranges(first, first + counts)
-    at = base[line]
     ranks = join(held)
-    shares = Offsets.of_counts(counts)
     return _Shares(
-        first=shares.first,
+        first=Offsets.of_counts(counts).first,
         holder=ranks[place],
-        begin=at + bands.cuts[cut],
-        end=at + bands.cuts[cut + 1],
+        begin=base[line] + bands.cuts[cut],
+        end=base[line] + bands.cuts[cut + 1],
     )
 
 
 def _find_shares(shares: _Shares, line: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Which shares serve which items: all from that of its first byte to that of its last."""
+    """(share, item) for all shares of each item, from the share of its first byte to that of its last."""
     first = np.searchsorted(shares.begin, begin, "right") - 1
     last = np.searchsorted(shares.begin, end, "left")
-    # Only in a wrong table are there bytes beyond the cuts: nobody sends them, and its proof
-    # refuses it.
+    # There are bytes beyond the cuts only in a wrong table: no rank sends them, and the proof rejects
+    # it.
     first = np.maximum(first, shares.first[line])
     last = np.minimum(last, shares.first[line + 1])
     return ranges(first, last)
 
 
 def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
-    """The streams of entries that have another origin, from that origin."""
+    """The streams to entries whose origin is another entry, from that entry."""
     entry = np.flatnonzero(entries.origin != entries.number)
     origin = entries.origin[entry]
     sender = entries.rank[origin]
@@ -349,15 +342,15 @@ def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
 
 
 def _relay_inside_nodes(entries: _Entries, roots: _Roots, ranks: Ints) -> Streams:
-    """The streams from each entry to all other ranks of its node; nodes are parts of `ranks`."""
-    none = np.zeros_like(entries.size)
-    other, entry = ranges(none, entries.size - 1)
-    # Ranks from the entry's own place on come one later.
+    """The streams from each entry to all other ranks of its node; `ranks` are the ranks of all nodes."""
+    zero = np.zeros_like(entries.size)
+    other, entry = ranges(zero, entries.size - 1)
+    # The others skip the entry's own place, so those from there on are one place further.
     place = other + (other >= entries.place[entry])
     receiver = ranks[entries.start[entry] + place]
     sender = entries.rank[entry]
     origin = entries.origin[entry]
-    # One leg later where the entry had it from another node.
+    # One leg later if the entry received the band from another node.
     leg = np.where(origin == entry, 2, 3)
     return _relay(entries, roots, entry, sender, receiver, leg)
 

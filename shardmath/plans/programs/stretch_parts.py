@@ -1,9 +1,9 @@
-"""Parts: what stretches have of the tensors of rows, all stretches at once.
+"""Parts: stretches cut at the borders of rows and tensors, all stretches at once.
 
 1. A stretch is bytes of the content of a block: the end of a row, whole rows, the beginning of one.
-2. What it has of a row is the end of a tensor, whole tensors, the beginning of one: three **parts**
-   at most, each the same elements of neighbouring tensors of a batch.
-3. Parts stand in the order of stretches, of rows, and of tensors.
+2. In each row a stretch has the end of a tensor, whole tensors, the beginning of one: three **parts**
+   at most, each the same elements of neighboring tensors of a batch.
+3. Parts are in the order of stretches, of rows, and of tensors.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -43,9 +43,9 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Part i is of stretch number `stretch[i]`, and of `copies[i]` tensors from number `tensor[i]` of a batch on.
+    """Part i belongs to stretch `stretch[i]`, and to `copies[i]` tensors of a batch from tensor `tensor[i]` on.
 
-    Of each it is elements lo..hi-1 of the unit of row `row[i]`.
+    In each of these tensors it is elements lo..hi-1 of the unit of row `row[i]`.
     """
 
     stretch: Ints
@@ -80,7 +80,7 @@ def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -
 
 
 class _ByRow(NamedTuple):
-    """What stretches have of rows: bytes lo..hi-1 of a row."""
+    """Stretches cut by rows: bytes lo..hi-1 of a row."""
 
     stretch: Ints
     row: Ints
@@ -89,8 +89,8 @@ class _ByRow(NamedTuple):
 
 
 def _cut_by_row(grid: Grid, given: Stretches) -> _ByRow:
-    """All rows that stretches have a part of."""
-    # Contents laid end to end, and so their rows, so that one search serves all.
+    """The stretches, cut at the borders of rows."""
+    # Contents, and so their rows, are laid end to end, so that one search serves all.
     base = grid.base[given.block]
     begin = base + given.lo
     end = base + given.hi
@@ -105,7 +105,7 @@ def _cut_by_row(grid: Grid, given: Stretches) -> _ByRow:
 
 
 class _ByTensor(NamedTuple):
-    """What is had of tensors: bytes lo..hi-1 of each of `copies` ones, of range number `which`."""
+    """Ranges cut by tensors: bytes lo..hi-1 of each of `copies` tensors from `tensor` on, in range `which`."""
 
     which: Ints
     tensor: Ints
@@ -115,34 +115,34 @@ class _ByTensor(NamedTuple):
 
 
 def _cut_by_tensor(lo: Ints, hi: Ints, each: Ints) -> _ByTensor:
-    """Ranges of bytes lo..hi-1 of rows in which every tensor has `each` bytes.
+    """Bytes lo..hi-1 of rows, cut at the borders of tensors; every tensor of a row has `each` bytes.
 
-    Of each range the rest of a tensor, then whole ones, then the beginning of one.
+    A range has at most three parts: a head inside tensor `first`, whole tensors, and a tail inside tensor `last`.
     """
-    first, a = np.divmod(lo, each)
-    last, b = np.divmod(hi, each)
-    none = np.zeros_like(lo)
+    first, head_begin = np.divmod(lo, each)
+    last, tail_end = np.divmod(hi, each)
+    zero = np.zeros_like(lo)
     one = np.ones_like(lo)
+    # A range inside one tensor is all head.
     inside = first == last
-    begun = a > 0
-    second = first + begun
-    between = last - second
-    has_whole = ~inside & (between > 0)
-    has_tail = ~inside & (b > 0)
-    is_some = _side_by_side(begun | inside, has_whole, has_tail)
+    has_head = head_begin > 0
+    first_whole = first + has_head
+    whole = last - first_whole
+    has_whole = ~inside & (whole > 0)
+    has_tail = ~inside & (tail_end > 0)
+    is_some = _side_by_side(has_head | inside, has_whole, has_tail)
     which, _ = is_some.nonzero()
-    head_end = np.where(inside, b, each)
+    head_end = np.where(inside, tail_end, each)
     columns = (
-        (first, second, last),
-        (one, between, one),
-        (a, none, none),
-        (head_end, each, b),
+        (first, first_whole, last),
+        (one, whole, one),
+        (head_begin, zero, zero),
+        (head_end, each, tail_end),
     )
-    chosen = (_side_by_side(*three)[is_some] for three in columns)
-    tensor, copies, begin, end = chosen
+    tensor, copies, begin, end = (_side_by_side(*three)[is_some] for three in columns)
     return _ByTensor(which, tensor, copies, begin, end)
 
 
 def _side_by_side(head: _Column, whole: _Column, tail: _Column) -> _Column:
-    """Of each range the three."""
+    """A table of three columns: by range, its head, its whole tensors and its tail."""
     return np.stack((head, whole, tail), axis=1)

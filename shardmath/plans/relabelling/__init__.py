@@ -1,7 +1,7 @@
-"""Relabelling: which rank should take which destination coordinate.
+"""Relabelling: the choice of a rank for each destination coordinate.
 
 In reading order:
 
-- `common`: how many bytes ranks of both sides have in common;
+- `common`: the bytes that ranks of both sides have in common;
 - `relabelling`: the permutation that keeps most of them in place.
 """

@@ -1,7 +1,7 @@
-"""Common: how many bytes the ranks of a source and of a destination have in common.
+"""Common: the bytes that the ranks of a source and of a destination have in common.
 
-1. What two ranks have in common of a tensor is a product over dimensions of how many positions
-   their parts share, from one small table per dimension; windows and tensors add up.
+1. The elements of a tensor that two ranks have in common are a product over dimensions of the number
+   of positions that their parts share, from one small table per dimension; windows and tensors add up.
 2. Ranks that hold the same parts are one class, and classes are compared: no loop is over pairs of
    ranks.
 
@@ -106,8 +106,10 @@ def _place_ranks(layouts: Iterable[Layout], ranks: Ints) -> Ints:
 
 
 def _widen(shared: _Shared) -> _Shared:
-    """The same with a class per rank on the side of more classes: more tables are of the same classes,
-    and none larger than all ranks by the fewer classes."""
+    """The table with one class per rank on the side of more classes, so that more tables can be added up.
+
+    No table is larger than the number of ranks times the fewer classes.
+    """
     rows, columns, table = shared
     if table.shape[0] < table.shape[1]:
         table = table.take(columns.number, axis=1)
@@ -119,7 +121,7 @@ def _widen(shared: _Shared) -> _Shared:
 
 
 def _set_apart(classes: _Classes) -> _Classes:
-    """Every rank in a class of its own."""
+    """The ranks with one class for each rank."""
     return classes._replace(number=np.arange(len(classes.place)))
 
 
@@ -131,7 +133,7 @@ def _add(common: Ints, shared: _Shared) -> None:
     row_span = _span(rows.place)
     column_span = _span(columns.place)
     into = common[row_span, column_span]
-    # Ranks that lie together are a view, five times as fast.
+    # Ranks at neighboring places are a view, which is five times as fast.
     if block.shape == into.shape:
         into += block
     else:

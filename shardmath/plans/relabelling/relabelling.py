@@ -1,4 +1,4 @@
-"""Relabel: which destination rank becomes which, so that the most bytes stay where they are.
+"""Relabel: new names for the destination's ranks, so that the most bytes stay where they are.
 
 1. A destination names coordinates by ranks. Which rank has which coordinate is often free; `relabel`
    chooses a permutation of all ranks of the destination, one for all tensors, that maximises the
@@ -50,7 +50,7 @@ from shardmath.plans.relabelling.common import Pair, count_common
 __all__ = ["Relabelling", "relabel"]
 
 MOST_BYTES = 1 << 62
-"""Of all tensors; sums of what they have in common stay exact in 64 bits."""
+"""Most bytes of all tensors: sums of common bytes stay exact in 64 bits."""
 
 
 @public
@@ -117,9 +117,9 @@ def relabel(src: Side, dst: Side) -> Relabelling:
     """The renaming of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
-    addends in place are considered (rule 4). `saving`, in bytes, is exact. The search takes 16 bytes
-    of memory per pair of destination ranks. Raises PlanError where names, shapes or dtypes differ, where
-    reductions do, and where scipy is needed and not installed.
+    addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes
+    of memory per pair of destination ranks. Raises PlanError if names, shapes, dtypes or reductions
+    differ, and if scipy is needed and not installed.
     """
     pairs = _count_pairs(src, dst)
     ranks = _list_ranks(pairs)
@@ -169,7 +169,7 @@ def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
 
 
 def _check_alike(name: str, a: Layout, b: Layout) -> None:
-    """Both windows hold one tensor."""
+    """Raise PlanError unless both windows hold one tensor."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         raise PlanError(
             f"tensor {name!r}: {describe_form(a)} here, {describe_form(b)} there; "
@@ -178,8 +178,10 @@ def _check_alike(name: str, a: Layout, b: Layout) -> None:
 
 
 def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
-    """Which new name (row) each old one (column) may get; None for any. No rank leaves a group of
-    `_find_bound`."""
+    """Whether each old rank (column) may get each new name (row); None if all may get any name.
+
+    No rank leaves its group along the axes of `_find_bound`.
+    """
     groupings: dict[bytes, Ints] = {}
     for a, b in pairs:
         axes = _find_bound(a, b)
@@ -201,8 +203,7 @@ def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
 
 
 def _find_bound(a: Layout, b: Layout) -> tuple[str, ...]:
-    """The destination axes on which a rank has to keep its coordinate: those that pass through, all
-    where pinned."""
+    """The destination axes on which a rank must keep its coordinate: all if pinned, else those that pass through."""
     if _is_pinned(a, b):
         return tuple(b.mesh.shape)
     return _find_passing(find_reduction(a, b))
@@ -214,8 +215,7 @@ def _find_passing(rule: Reduction) -> tuple[str, ...]:
 
 
 def _is_pinned(a: Layout, b: Layout) -> bool:
-    """Whether what a rank receives depends on the names of others: a reduction is left to be chosen,
-    or could match."""
+    """Whether the bytes that a rank receives depend on other ranks' names, since the plan chooses who receives."""
     rule = find_reduction(a, b)
     if not (rule.folded or rule.matched or rule.chosen):
         return False
@@ -225,10 +225,10 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
 
 
 def _assign(common: Ints, allowed: Bools | None) -> Ints:
-    """The new place of each old one.
+    """The new place of each old place.
 
-    The best one where the weights are below 2**53. Beyond, floats round what two ranks have in
-    common, and the best permutation may be missed by as much; another one is allowed all the same.
+    It is the best permutation if all weights are below 2**53. Beyond, floats round common bytes, and the
+    result may be worse than the best by as much; it is a permutation of allowed names in any case.
     """
     count = len(common)
     stay = np.arange(count)

@@ -156,7 +156,7 @@ def test_tensors_that_nobody_asks_for_any_longer() -> None:
         (
             Layout((8, 4), Mesh(a=2, b=2, ranks=range(2, 6)), "n h"),
             [2],
-            "ranks 3, 4, 5 stay of .*, and are no mesh of its axes",
+            "ranks 3, 4, 5 stay of .*, and do not form a mesh of its axes",
         ),
         (
             Layout((8, 4), Mesh(copy=2, ranks=[0, 2]), "n h"),

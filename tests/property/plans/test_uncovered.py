@@ -243,7 +243,7 @@ def test_a_destination_that_drops_a_row_is_no_plan(fails) -> None:
     fails(
         lambda: plan(ROWS, LOST, window=1),  # type: ignore[arg-type]
         PlanError,
-        "window=1; give True where the destination may hold less than the tensors, or False",
+        "window=1; give True if the destination may hold less than the tensors, or False",
     )
 
 
@@ -274,10 +274,10 @@ def test_a_plan_that_is_wrong_of_it_is_refused(fails) -> None:
     fails(
         lambda: verify(replace(p, in_part=()), transfers=p.transfers()),
         PlanError,
-        f"tensor 'w' is not held whole at the destination of {replace(p, in_part=())!r}; make the plan anew",
+        f"tensor 'w' is not held whole at the destination of {replace(p, in_part=())!r}; make the plan again",
     )
     wrong = replace(p, in_part=("v", "w"))
-    says = f"tensor 'v' is not held in part at the destination of {wrong!r}; make the plan anew"
+    says = f"tensor 'v' is not held in part at the destination of {wrong!r}; make the plan again"
     fails(lambda: verify(wrong), PlanError, says)
     fails(lambda: verify(schedule(wrong)), PlanError, says)
 

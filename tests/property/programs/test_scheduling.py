@@ -321,7 +321,7 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
     long = plan(
         Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8")
     )
-    what = "4096 slots and 512 turns leave 32 bytes under way at some rank in some round"
+    what = "4096 slots and 512 turns leave 32 bytes in flight at some rank in some round"
     fails(
         lambda: schedule(long, max_inflight_bytes=1),
         PlanError,

@@ -581,7 +581,7 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
 def test_messages(
     p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]
 ) -> None:
-    fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan anew")
+    fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan again")
 
 
 def test_a_fault_of_ours_is_not_a_wrong_plan() -> None:
@@ -638,7 +638,7 @@ def test_reductions_are_named(fails: Callable[..., None]) -> None:
 def test_elements_that_never_arrive_or_twice(
     p: Plan, change: Callable[[list[Row]], list[Row]], message: str, fails: Callable[..., None]
 ) -> None:
-    once = f"tensor 'w': {message}; it is to be received exactly once"
+    once = f"tensor 'w': {message}; it must be received exactly once"
     fails(lambda: verify(uncut(p, change(rows_of(p)))), PlanError, once)
 
 
@@ -649,7 +649,7 @@ def test_every_dimension_counts(fails: Callable[..., None]) -> None:
     message = (
         "tensor 'w': rank 3 is to receive element (3, 0), which it does not hold at the destination"
     )
-    fails(lambda: verify(uncut(p, rows)), PlanError, f"{message}; make the plan anew")
+    fails(lambda: verify(uncut(p, rows)), PlanError, f"{message}; make the plan again")
 
 
 def test_all_replicas_of_an_addend_receive_alike(fails: Callable[..., None]) -> None:
@@ -676,7 +676,7 @@ def test_a_window_arrives_in_one_order_of_ranks(fails: Callable[..., None]) -> N
     assert [(b.source, b.target) for b in q.batches] == [(0, 0), (0, 1), (1, 1)] and right(
         q, list(q.transfers())
     )
-    message = "tensor 'w' arrives in one window in several orders of ranks; make the plan anew"
+    message = "tensor 'w' arrives in one window in several orders of ranks; make the plan again"
     fails(lambda: verify(q), PlanError, message)
 
 
@@ -692,7 +692,7 @@ def test_tensors_of_a_batch_have_as_many_windows(fails: Callable[..., None]) -> 
     fails(
         lambda: verify(mixed),
         PlanError,
-        "tensors of other windows move as 'u' does; make the plan anew",
+        "tensors of other windows move as 'u' does; make the plan again",
     )
 
 

@@ -288,13 +288,13 @@ def passing_on() -> Program:
         ({"slots": True}, "counts (True, 1, 2, 1073741824, 2048) are not all positive integers"),
         ({"slots": 4097}, "4097 slots and 1 turns are more than 4096 and 36"),
         ({"turns": 37}, "1 slots and 37 turns are more than 4096 and 36"),
-        ({"max_inflight_bytes": 63}, "a rank has 64 bytes under way in a round, 63 are allowed"),
-        ({"max_ops_per_group": 1}, "a rank has 3 messages under way in a round, 1 are allowed"),
+        ({"max_inflight_bytes": 63}, "a rank has 64 bytes in flight in a round, 63 are allowed"),
+        ({"max_ops_per_group": 1}, "a rank has 3 messages in flight in a round, 1 are allowed"),
     ],
 )
 def test_counts_and_limits(new: dict[str, int], message: str, fails) -> None:
     prog = dataclasses.replace(passing_on(), **new)
-    fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
+    fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it again")
 
 
 def test_the_widest_counts_and_limits() -> None:
@@ -333,9 +333,9 @@ def having_streams(prog: Program, line: int, other: Streams) -> Iterator[None]:
     ("column", "numbers", "message"),
     [
         ("lo", (0, 32, 0, 32), None),
-        ("lo", (-8, 32, 0, 32), f"{A.replace('0:32', '-8:32')} are no bytes of it"),
-        ("lo", (0, 64, 0, 32), f"{B.replace('32:', '64:')} are no bytes of it"),
-        ("hi", (32, 72, 32, 64), f"{B.replace('64', '72')} are no bytes of it"),
+        ("lo", (-8, 32, 0, 32), f"{A.replace('0:32', '-8:32')} are not inside it"),
+        ("lo", (0, 64, 0, 32), f"{B.replace('32:', '64:')} are not inside it"),
+        ("hi", (32, 72, 32, 64), f"{B.replace('64', '72')} are not inside it"),
         ("lo", (0, 32, 0, 33), f"{D.replace('32:', '33:')} begin or end inside a row"),
         ("hi", (28, 64, 32, 64), f"{A.replace('32', '28')} begin or end inside a row"),
         (
@@ -390,7 +390,7 @@ def test_streams(column: str, numbers: tuple[int, ...], message: str | None, fai
         if message is None:
             prove_program(prog)
         else:
-            fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it anew")
+            fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it again")
 
 
 def test_what_is_relayed_comes_as_a_whole(fails) -> None:
@@ -403,7 +403,7 @@ def test_what_is_relayed_comes_as_a_whole(fails) -> None:
         fails(
             lambda: prove_program(prog),
             PlanError,
-            f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it anew",
+            f"{prog!r}: {C.replace('32', '16')} {LATE}; schedule it again",
         )
 
 
@@ -417,7 +417,7 @@ def test_a_part_is_not_relayed_by_itself(fails) -> None:
         fails(
             lambda: prove_program(prog),
             PlanError,
-            f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it anew",
+            f"{prog!r}: {C.replace('0:', '16:')} {LATE}; schedule it again",
         )
 
 
@@ -450,7 +450,9 @@ def test_sums_are_not_relayed(fails) -> None:
     where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
     with having_streams(prog, second, wrong):
         what = "are relayed where another addend is already"
-        fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {where} {what}; schedule it anew")
+        fails(
+            lambda: prove_program(prog), PlanError, f"{prog!r}: {where} {what}; schedule it again"
+        )
 
 
 def test_tables_that_cannot_be_read(fails) -> None:
@@ -458,9 +460,9 @@ def test_tables_that_cannot_be_read(fails) -> None:
     bands = prog.legs.bands
     short = dataclasses.replace(bands, first=bands.first[:1])
     for broken, what in (
-        (None, "Legs.bands: NoneType, not Bands; make the plan anew"),
+        (None, "Legs.bands: NoneType, not Bands; make the plan again"),
         (dataclasses.replace(bands, at=None), "Bands.at: NoneType, not ndarray; make .*"),
-        (short, ".* are not of one length; schedule it anew"),
+        (short, ".* are not of one length; schedule it again"),
     ):
         wrong = dataclasses.replace(prog, legs=dataclasses.replace(prog.legs, bands=broken))
         with pytest.raises(PlanError, match=rf"^{what}$"):
@@ -470,7 +472,7 @@ def test_tables_that_cannot_be_read(fails) -> None:
     fails(
         lambda: prove_program(wrong),
         PlanError,
-        f"{prog!r}: Bands.at is not of 64-bit integers; schedule it anew",
+        f"{prog!r}: Bands.at is not of 64-bit integers; schedule it again",
     )
 
 

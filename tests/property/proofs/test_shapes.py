@@ -66,7 +66,7 @@ SIDES: dict[str, Callable[[Mapping[str, Windows]], Any]] = {
 }
 
 
-def check(tampered: Any, said: str = "make the plan anew") -> None:
+def check(tampered: Any, said: str = "make the plan again") -> None:
     """It is refused, whoever proves it."""
     for prove in (
         lambda: sm.verify(tampered),

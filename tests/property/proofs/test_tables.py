@@ -111,7 +111,7 @@ def test_rows_share_no_position(row: int, local: int, fails: Callable[..., None]
         "dst": to(row, 0, 2)(over.dst),
     }
     q = edited(p, "batches.0.template.overlays", to((dataclasses.replace(over, **moved),)))
-    message = f"{src} to {dst}: dimension 0 has rows with positions in common; make the plan anew"
+    message = f"{src} to {dst}: dimension 0 has rows with positions in common; make the plan again"
     fails(lambda: verify(q), PlanError, message)
 
 
@@ -327,7 +327,7 @@ OVER = HIDDEN = "batches.0.template.overlays.0."
 def test_messages(
     p: Plan, path: str, change: Callable[[Any], Any], message: str, fails: Callable[..., None]
 ) -> None:
-    fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan anew")
+    fails(lambda: verify(edited(p, path, change)), PlanError, f"{message}; make the plan again")
 
 
 def test_rows_of_a_unit_are_alike_or_apart(fails: Callable[..., None]) -> None:
@@ -339,7 +339,9 @@ def test_rows_of_a_unit_are_alike_or_apart(fails: Callable[..., None]) -> None:
     ]
     q = uncut(SPLIT, [*parts, *rest])
     assert right(q, list(q.transfers()))
-    message = "tensor 'w': element (0, 0) is in two rows that are not alike; make the plan anew"
+    message = (
+        "tensor 'w': element (0, 0) is in two rows with different elements; make the plan again"
+    )
     fails(lambda: verify(q), PlanError, message)
     verify(
         uncut(SPLIT, [*(x._replace(lo=at, hi=at + 4) for at in (0, 4) for x in (first,)), *rest])

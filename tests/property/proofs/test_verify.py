@@ -284,7 +284,7 @@ TREE = plan({"v": W[1], "w": W[1]}, {"v": W[2], "w": W[2]})
 CUT = plan({"w": halves(W[1], 1)}, {"w": halves(W[2], 3)})
 REDUCE = of((4,), (Mesh(a=2), "n {sum: a}"), (FAR, "n"))
 ONE_BOX = "all slices of a transfer list the same box"
-ONCE = "it is to be received exactly once"
+ONCE = "it must be received exactly once"
 
 
 def said(p: Plan, change: Callable[[list[Transfer]], list[Any]]) -> str:
@@ -328,16 +328,16 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         (
             TREE,
             first(shape=(0, 3), **dict.fromkeys(ALL, box((0, 0), (0, 3)))),
-            "{t}: shape (0, 3) is not a box of (4, 6); give a positive length a dimension",
+            "{t}: shape (0, 3) is not a box of (4, 6); give each dimension a positive length",
         ),
         (
             TREE,
             first(shape=(2,), **dict.fromkeys(ALL, box((0, 2)))),
-            "{t}: shape (2,) is not a box of (4, 6); give a positive length a dimension",
+            "{t}: shape (2,) is not a box of (4, 6); give each dimension a positive length",
         ),
         (TREE, first(nbytes=6), "{t}: 6 B for (2, 3) of 4 B each; it is 24 B"),
-        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; they are 'v'"),
-        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; they are 'w[0]', 'w[1]'"),
+        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; there are 'v'"),
+        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; there are 'w[0]', 'w[1]'"),
         (TREE, first(src_rank=2), f"{{t}}: rank 2 is not in the source {W[1]}"),
         (TREE, first(dst_rank=0), f"{{t}}: rank 0 is not in the destination {W[2]}"),
         (
@@ -411,7 +411,7 @@ def test_what_is_no_transfer(fails) -> None:
         good._replace(dst_tensor=None),
     ):
         fails(lambda bad=bad: verify(TREE, transfers=[bad]), PlanError, f"{bad!r} {fix}")
-    none = "transfers=5 are none; give an iterable of shardmath.Transfer"
+    none = "transfers=5 is not an iterable; give an iterable of shardmath.Transfer"
     fails(lambda: verify(TREE, transfers=5), PlanError, none)
 
 
@@ -443,8 +443,8 @@ def test_a_transposed_plan_is_what_its_plan_becomes(fails) -> None:
     back = adjoint(of((4,), (Mesh(a=2), "(a n)"), (FAR, "n")))
     other = adjoint(of((4,), (Mesh(a=2), "n"), (FAR, "n")))
     wrong = dataclasses.replace(back, dst=other.dst)
-    says = f"{wrong!r} is not between the layouts that those of {back.forward!r} become"
-    fails(lambda: verify(wrong), PlanError, f"{says}; transpose the plan anew")
+    says = f"{wrong!r} is not between the transposed layouts of {back.forward!r}"
+    fails(lambda: verify(wrong), PlanError, f"{says}; transpose the plan again")
     for change in (
         {"src": other.dst},
         {"flip": PLANS["adjoint of column to row"].flip},
@@ -520,7 +520,7 @@ PAIRS: dict[str, tuple[Plan | Transposed | Program, Plan | Transposed | Program]
 def test_digests_of_something_else(name: str) -> None:
     """Ranks with equal digests go on, so that these would move different elements together."""
     for p in _swap_digests(*PAIRS[name]):
-        with pytest.raises(PlanError, match=r"has the digest '.*', and what it does the digest '"):
+        with pytest.raises(PlanError, match=r"has the digest '.*', but its content has '"):
             verify(p)
         with pytest.raises(PlanError, match="has the digest '"):
             verify(p, transfers=(p if not isinstance(p, Program) else p.plan).transfers())
