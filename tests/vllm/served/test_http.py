@@ -78,6 +78,13 @@ def test_the_readme_s_program_sends_what_an_engine_is_started_on(
     assert complete(urls[0]) == expected[1]
 
 
+def test_docs_vllm_md_has_the_program_of_the_readme() -> None:
+    """train.py is one program, in README.md and in docs/vllm.md."""
+    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/vllm.md")]
+    (first,), (second,) = (re.findall(r"^# train\.py, [^`]*", page, re.M) for page in pages)
+    assert first == second
+
+
 def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     """The README's program, under FSDP2, where vLLM is no module that can be imported."""
     found = BLOCKS.search((ROOT / "README.md").read_text())
