@@ -1,12 +1,12 @@
-"""Recordings: what ranks store as their loaders were seen to store it, in the place of rows.
+"""Recordings: storage recorded from trainers' and engines' weight loaders, as an alternative to rows.
 
 In reading order:
 
-- `pieces`: which elements lie in which cells, as strided blocks;
-- `numbers`: element numbers in cells, as pieces;
+- `pieces`: elements of a logical tensor in cells of a stored one, as strided blocks;
+- `numbers`: pieces from the element numbers in cells;
 - `boxes`: pieces along the dimensions of both tensors;
-- `recorded`: what one rank was seen to store;
-- `declared`: the same of what rows say;
-- `views`: the pieces of one tensor as a view of what stores it;
+- `recorded`: the recorded storage of one rank;
+- `declared`: a rank's storage by rows, as a recording;
+- `views`: the pieces of one tensor as a view of its stored tensor;
 - `sides`: the ranks of a side.
 """

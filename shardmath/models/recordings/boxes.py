@@ -1,7 +1,7 @@
-"""Boxes: a piece taken apart along the dimensions of the stored tensor and of the logical one.
+"""Boxes: a piece split along the dimensions of its stored and its logical tensor.
 
-1. A block whose steps stay in one dimension on both sides is an atom. One that goes on in the next dimension where
-   the first ends is two. One that runs across dimensions is taken step by step.
+1. A block whose steps stay in one dimension of both tensors is an atom. A block that continues in the next dimension
+   at the end of the first becomes two atoms. A block that runs across dimensions is unrolled step by step.
 
 >>> piece = Piece("q", 8, 0, ((2, 8, 4), (4, 1, 1)))
 >>> align(piece, (3, 8), (2, 4))
@@ -22,11 +22,11 @@ __all__ = ["Atom", "Box", "align"]
 _Numbers: TypeAlias = tuple[int, ...]
 
 MOST_BOXES = 1 << 16
-"""Into which one piece is taken apart; what needs more is no product for any practical purpose."""
+"""The most boxes of one piece; a piece that needs more is not a product for any practical purpose."""
 
 
 class Atom(NamedTuple):
-    """A number of steps along one dimension of the stored tensor, which are strides along one of the logical."""
+    """`number` positions: `step` apart in dimension `dim` of the stored tensor, `stride` in `of` of the logical."""
 
     number: int
     dim: int
@@ -36,7 +36,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A piece by coordinates: where it begins, and its steps from there."""
+    """A piece by coordinates: its first cell and element, and the steps from there."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,24 +44,24 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """The piece along the dimensions of a stored and of a logical tensor of these shapes.
+    """The boxes of a piece between a stored tensor of shape `cells` and a logical one of shape `elements`.
 
-    Raises StoreError where that takes more than 65536 boxes.
+    Raises StoreError if the piece needs more than 65536 boxes.
     """
     stored = tuple(cells)
     logical = tuple(elements)
-    found: list[Box] = []
+    boxes: list[Box] = []
     waiting = [piece]
     while waiting:
-        one = waiting.pop()
-        box = _find_box(one, stored, logical)
+        part = waiting.pop()
+        box = _find_box(part, stored, logical)
         if box is None:
-            waiting += _unroll(one)
+            waiting += _unroll(part)
         else:
-            found.append(box)
-        if len(found) + len(waiting) > MOST_BOXES:
-            raise StoreError(f"{piece.tensor!r} lies across the dimensions of shape {tuple(cells)}")
-    return found
+            boxes.append(box)
+        if len(boxes) + len(waiting) > MOST_BOXES:
+            raise StoreError(f"{piece.tensor!r} lies across the dimensions of shape {stored}")
+    return boxes
 
 
 def _unroll(piece: Piece) -> Iterator[Piece]:
@@ -70,12 +70,11 @@ def _unroll(piece: Piece) -> Iterator[Piece]:
     for i in range(min(count, MOST_BOXES + 1)):
         cell = piece.cell + i * cells
         element = piece.element + i * elements
-        blocks = tuple(rest)
-        yield Piece(piece.tensor, cell, element, blocks)
+        yield Piece(piece.tensor, cell, element, tuple(rest))
 
 
 def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
-    """The piece as a box; None where a block runs across dimensions."""
+    """The piece as a box; None if a block runs across dimensions."""
     cell = _unravel(piece.cell, cells)
     element = _unravel(piece.element, elements)
     atoms: list[Atom] = []
@@ -89,7 +88,7 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
         if inner is None:
             return None
         if inner < count:
-            waiting += _divide(block, inner)
+            waiting += _split_block(block, inner)
         else:
             atoms.append(_find_atom(block, cells, elements))
     box = Box(cell, element, tuple(atoms))
@@ -97,15 +96,15 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
 
 
 def _find_atom(block: Block, cells: _Numbers, elements: _Numbers) -> Atom:
-    """The block, whose steps stay in one dimension on both sides."""
+    """The atom of a block whose steps stay in one dimension of both tensors."""
     count, across, along = block
     dim, step = _find_step(across, cells)
     of, stride = _find_step(along, elements)
     return Atom(count, dim, step, of, stride)
 
 
-def _divide(block: Block, inner: int) -> tuple[Block, Block]:
-    """The block as one of blocks of so many steps each."""
+def _split_block(block: Block, inner: int) -> tuple[Block, Block]:
+    """The block as an outer block of blocks of `inner` steps each."""
     count, cells, elements = block
     outer = count // inner, cells * inner, elements * inner
     return outer, (inner, cells, elements)
@@ -113,15 +112,15 @@ def _divide(block: Block, inner: int) -> tuple[Block, Block]:
 
 def _unravel(number: int, shape: _Numbers) -> _Numbers:
     """The row-major coordinates of a flat number."""
-    found = []
+    coords = []
     for n in reversed(shape):
-        number, at = divmod(number, n)
-        found.append(at)
-    return tuple(reversed(found))
+        number, coordinate = divmod(number, n)
+        coords.append(coordinate)
+    return tuple(reversed(coords))
 
 
 def _find_step(stride: int, shape: _Numbers) -> tuple[int, int]:
-    """(dimension, steps along it) of a flat stride; no steps where it is not along one."""
+    """(dimension, steps along it) of a flat stride; 0 steps if it is not along one dimension."""
     inner = 1
     for dim in reversed(range(len(shape))):
         outer = inner * shape[dim]
@@ -132,22 +131,23 @@ def _find_step(stride: int, shape: _Numbers) -> tuple[int, int]:
     return -1, 0
 
 
-def _find_inner(count: int, stride: int, shape: _Numbers, at: _Numbers) -> int | None:
-    """How many of the steps stay in one dimension before all go on in the next; None where they do not divide."""
+def _find_inner(count: int, stride: int, shape: _Numbers, start: _Numbers) -> int | None:
+    """The number of steps in one dimension before the next begins; None if no such number divides `count`."""
     dim, step = _find_step(stride, shape)
     if not step:
         return None
     n = shape[dim]
-    if at[dim] + (count - 1) * step < n:
+    if start[dim] + (count - 1) * step < n:
         return count
+    # Steps continue in the next dimension only if they fill this one from its beginning.
     inner, rest = divmod(n, step)
-    if rest or at[dim] >= step or count % inner:
+    if rest or start[dim] >= step or count % inner:
         return None
     return inner if inner > 1 else None
 
 
 def _is_inside(box: Box, cells: _Numbers, elements: _Numbers) -> bool:
-    """Whether all steps together stay inside every dimension."""
+    """Whether the last cell and element are inside their shapes: steps along one dimension may add up to more."""
     last_cell = list(box.cell)
     last_element = list(box.element)
     for atom in box.atoms:
@@ -157,7 +157,6 @@ def _is_inside(box: Box, cells: _Numbers, elements: _Numbers) -> bool:
     return _fits(last_cell, cells) and _fits(last_element, elements)
 
 
-def _fits(at: Sequence[int], shape: _Numbers) -> bool:
+def _fits(coords: Sequence[int], shape: _Numbers) -> bool:
     """Whether the coordinates are inside the shape."""
-    inside = (position < n for position, n in zip(at, shape, strict=True))
-    return all(inside)
+    return all(coordinate < n for coordinate, n in zip(coords, shape, strict=True))

@@ -1,8 +1,8 @@
-"""Declared: what a rank stores by rows, as the recording that its loader would have given.
+"""Declared: a rank's storage by rows, as the recording of its loader would have it.
 
-1. A logical tensor lies in one stored tensor, at positions of each dimension: every combination of their stretches is a
-   piece.
-2. Nothing is read or run, so that real models' sizes take no memory.
+1. A logical tensor lies in one stored tensor, at positions of each dimension: every combination of segments of the
+   dimensions is a piece.
+2. No tensor is read and no loader run, so that the sizes of real models take no memory.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage.binding import bind
@@ -32,9 +32,9 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """What the rank stores of tensors of these shapes and dtypes, to which its side was bound.
+    """The recording of a rank, whose side was bound to tensors of these shapes and dtypes.
 
-    A stored tensor has the dtype of the first that lies in it.
+    A stored tensor has the dtype of the first logical tensor in it.
     """
     natives: dict[tuple[int, str], Native] = {}
     for name, slot, stored in bound.visit(rank):
@@ -44,18 +44,15 @@ def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
         if native is None:
             native = _make_native(slot, stored, dtype)
         layout = bound.layouts[name]
-        frame = _measure_slot(stored, slot)
-        own = _list_pieces(name, layout, rank, frame)
-        pieces = *native.pieces, *own
+        strides = _measure_slot(stored, slot)
+        pieces = *native.pieces, *_list_pieces(name, layout, rank, strides)
         natives[key] = native._replace(pieces=pieces)
-    tensors = []
-    for name, (shape, dtype) in shapes.items():
-        tensors.append((name, tuple(shape), dtype))
-    return Recorded(tuple(tensors), tuple(natives.values()))
+    tensors = tuple((name, tuple(shape), dtype) for name, (shape, dtype) in shapes.items())
+    return Recorded(tensors, tuple(natives.values()))
 
 
 def _make_native(slot: Slot, stored: _Shape, dtype: str) -> Native:
-    """A stored tensor, without what lies in it."""
+    """A stored tensor, without any pieces."""
     return Native(
         slot.native,
         stored,
@@ -67,58 +64,50 @@ def _make_native(slot: Slot, stored: _Shape, dtype: str) -> Native:
     )
 
 
-class _Frame(NamedTuple):
-    """A slot's first cell, and how far apart its cells are along each logical dimension."""
+class _SlotStrides(NamedTuple):
+    """The first cell of a slot, and its stride in cells along each logical dimension."""
 
     first: int
     across: _Shape
 
 
-def _list_pieces(name: str, layout: Layout, rank: int, frame: _Frame) -> Iterator[Piece]:
-    """What the rank has of a logical tensor, in the cells of a frame."""
+def _list_pieces(name: str, layout: Layout, rank: int, slot: _SlotStrides) -> Iterator[Piece]:
+    """The pieces of a logical tensor that the rank has, in the cells of the slot."""
     along = _list_strides(layout.shape)
-    runs = layout.runs(rank)
-    stretches = [own.segments for own in runs]
-    for chosen in itertools.product(*stretches):
-        cell = frame.first
+    segments = [runs.segments for runs in layout.runs(rank)]
+    for chosen in itertools.product(*segments):
+        cell = slot.first
         element = 0
         blocks = []
-        for dim, (here, there, count) in enumerate(chosen):
-            step = frame.across[dim]
+        for dim, (local, position, count) in enumerate(chosen):
+            step = slot.across[dim]
             stride = along[dim]
-            cell += here * step
-            element += there * stride
+            cell += local * step
+            element += position * stride
             blocks.append((count, step, stride))
         yield Piece(name, cell, element, tuple(blocks))
 
 
-def _measure_slot(stored: _Shape, slot: Slot) -> _Frame:
-    """The cells of a slot of a stored tensor of this shape."""
+def _measure_slot(stored: _Shape, slot: Slot) -> _SlotStrides:
+    """The first cell and strides of a slot in a stored tensor of this shape."""
     strides = _list_strides(stored)
     first = 0
     steps = []
-    # Of dimensions behind its cut the slot has all.
-    rest = len(stored) - len(slot.cut)
-    cuts = slot.cut + (slice(None),) * rest
+    # The slot has dimensions behind its cut whole.
+    missing = len(stored) - len(slot.cut)
+    cuts = slot.cut + (slice(None),) * missing
     for dim, cut in enumerate(cuts):
         stride = strides[dim]
         if isinstance(cut, int):
             first += cut * stride
             continue
-        begin = cut.start or 0
-        step = cut.step or 1
-        first += begin * stride
-        steps.append(step * stride)
+        first += (cut.start or 0) * stride
+        steps.append((cut.step or 1) * stride)
     # Dimension i of the cut is the logical tensor's dimension order[i].
     across = dict(zip(slot.order, steps, strict=True))
-    ordered = [across[dim] for dim in sorted(across)]
-    return _Frame(first, tuple(ordered))
+    return _SlotStrides(first, tuple(across[dim] for dim in sorted(across)))
 
 
 def _list_strides(shape: _Shape) -> _Shape:
-    """Row-major."""
-    strides = []
-    for dim in range(len(shape)):
-        inner = shape[dim + 1 :]
-        strides.append(math.prod(inner))
-    return tuple(strides)
+    """The row-major strides of a shape."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,9 +1,9 @@
-"""Pieces: which elements of a logical tensor lie in which cells of a stored one, as strided blocks.
+"""Pieces: elements of a logical tensor in cells of a stored one, as strided blocks.
 
-1. Cells and elements are counted flat, in row-major order. A piece begins at one of each and repeats: a block
-   is a count, a stride of cells and a stride of elements, the outermost block first.
-2. Pieces are canonical: blocks of 1 are dropped, blocks are in the order of cells, and neighbours that continue
-   are one. So a whole tensor is one block, whatever its shape.
+1. Cells and elements are counted flat, in row-major order. A piece begins at one cell and one element and repeats:
+   a block is a count, a stride of cells and a stride of elements, the outermost block first.
+2. Pieces are canonical: blocks of count 1 are dropped, blocks are ordered by stride of cells, and a block that
+   continues the next one is merged with it. So a whole tensor is one block, whatever its shape.
 
 >>> piece = Piece("q", 8, 0, ((2, 8, 4), (4, 1, 1)))
 >>> piece.cells.tolist(), piece.elements.tolist()
@@ -31,7 +31,7 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Piece:
-    """Elements of one logical tensor in cells of a stored one (see the module)."""
+    """Elements of one logical tensor in cells of a stored one, from a first `cell` and `element` (see the module)."""
 
     tensor: str
     cell: int
@@ -46,7 +46,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many cells it fills."""
+        """The number of cells that the piece fills."""
         counts = (count for count, _, _ in self.blocks)
         return math.prod(counts)
 
@@ -74,58 +74,56 @@ class Piece:
 
 
 def _merge(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """The blocks in the order of cells, as few as there can be."""
-    given = sorted((b for b in blocks if b[0] != 1), key=lambda block: -block[1])
+    """The blocks in canonical form: the largest stride of cells first, as few as possible."""
+    repeated = (block for block in blocks if block[0] != 1)
     merged: list[Block] = []
-    for inner in given:
+    for inner in sorted(repeated, key=lambda block: -block[1]):
         if merged:
-            count, cells, elements = merged[-1]
-            n, own_cells, own_elements = inner
-            if (cells, elements) == (n * own_cells, n * own_elements):
-                merged[-1] = (count * n, own_cells, own_elements)
+            outer_count, outer_cells, outer_elements = merged[-1]
+            count, cells, elements = inner
+            if (outer_cells, outer_elements) == (count * cells, count * elements):
+                merged[-1] = (outer_count * count, cells, elements)
                 continue
         merged.append(inner)
     return tuple(merged)
 
 
 def _expand(start: int, blocks: Sequence[tuple[int, int]]) -> _Flat:
-    """All numbers that these (count, stride) lead to."""
-    found = np.array([start], np.int64)
+    """All numbers that `start` and these (count, stride) lead to, the last block fastest."""
+    numbers = np.array([start], np.int64)
     for count, stride in blocks:
         steps = stride * np.arange(count, dtype=np.int64)
-        found = np.add.outer(found, steps)
-        found = found.ravel()
-    return found
+        numbers = np.add.outer(numbers, steps).ravel()
+    return numbers
 
 
 def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """Two pieces that share a cell (side 1) or an element (side 2), or one that has one twice; None if none do."""
+    """Two pieces that share a cell (side 1) or an element (side 2); one piece twice if it repeats one; else None."""
     for cluster in _cluster(pieces, side):
         if len(cluster) == 1 and _is_nested(cluster[0], side):
             continue
-        found = _find_shared(cluster, side)
-        if found is not None:
-            return found
+        pair = _find_overlap(cluster, side)
+        if pair is not None:
+            return pair
     return None
 
 
-def _find_shared(cluster: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """The first two that share a number."""
-    parts = [_numbers(piece, side) for piece in cluster]
-    numbers = np.concatenate(parts)
+def _find_overlap(cluster: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
+    """The first two pieces that share a number; None if no two do."""
+    numbers = np.concatenate([_list_numbers(piece, side) for piece in cluster])
     sizes = [piece.size for piece in cluster]
     owners = np.repeat(np.arange(len(cluster)), sizes)
     order = np.argsort(numbers, kind="stable")
     twice = np.flatnonzero(np.diff(numbers[order]) == 0)
     if not twice.size:
         return None
-    at = int(twice[0])
-    first, second = owners[order[at : at + 2]]
+    repeat = int(twice[0])
+    first, second = owners[order[repeat : repeat + 2]]
     return cluster[first], cluster[second]
 
 
 def _cluster(pieces: Sequence[Piece], side: int) -> Iterator[list[Piece]]:
-    """The pieces whose spans meet; others share nothing, and are not expanded."""
+    """The pieces in groups whose spans overlap; pieces of different groups share no number."""
     cluster: list[Piece] = []
     reached = -1
     spans = [piece.span(side) for piece in pieces]
@@ -140,12 +138,13 @@ def _cluster(pieces: Sequence[Piece], side: int) -> Iterator[list[Piece]]:
         yield cluster
 
 
-def _numbers(piece: Piece, side: int) -> _Flat:
+def _list_numbers(piece: Piece, side: int) -> _Flat:
+    """The cells (side 1) or elements (side 2) of a piece."""
     return piece.cells if side == 1 else piece.elements
 
 
 def _is_nested(piece: Piece, side: int) -> bool:
-    """Whether every block steps over all that is inside it, so that no number comes twice."""
+    """Whether every block's stride is beyond all that is inside it, so that no number comes twice."""
     steps = [(abs(block[side]), block[0]) for block in piece.blocks]
     reached = 0
     for stride, count in sorted(steps):

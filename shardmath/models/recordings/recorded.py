@@ -1,10 +1,10 @@
-"""Recorded: what one rank stores, as a loader was seen to store it.
+"""Recorded: the storage of one rank, recorded from its weight loader.
 
-1. Every parameter and persistent buffer of the rank is there, with the pieces of logical tensors that lie in it.
-   Cells that nothing wrote are counted, not passed over.
-2. No cell is written by two tensors, and no element comes twice in one stored tensor.
-   Chunks are virtual stages, whose tensors may have equal names.
-3. It is a small value: it compares, pickles, and goes through JSON with its digest.
+1. A recording has every parameter and persistent buffer of the rank, with the pieces of logical tensors in it. Cells
+   that nothing wrote are counted too.
+2. No cell is written by two tensors, and no element lies twice in one stored tensor. Chunks are virtual stages, whose
+   tensors may have equal names.
+3. A recording is a small value: it compares, pickles, and converts to JSON with its digest.
 
 >>> half = Native("qk", (4,), "int8", (Piece("q", 0, 2, ((2, 1, 1),)),), "views", "")
 >>> recorded = Recorded((("q", (4,), "int8"),), (half,))
@@ -39,11 +39,11 @@ _Shape: TypeAlias = tuple[int, ...]
 FORMAT = "shardmath recorded storage"
 VERSION = 1
 LARGE = 1 << 24
-"""Cells of which it is not said which are written twice."""
+"""With more cells than this, the error for cells that are written twice does not look for them."""
 
 
 class Native(NamedTuple):
-    """A stored tensor: the pieces in it, how they were read ("views" or "numbers"), and what function stores it."""
+    """A stored tensor: its pieces, how these were recorded ("views" or "numbers"), and the function applied to them."""
 
     name: str
     shape: _Shape
@@ -55,22 +55,22 @@ class Native(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name, and its chunk where that is not the first."""
+        """The name, with the chunk if that is not the first."""
         return label(self.chunk, self.name)
 
     @property
     def unwritten(self) -> int:
-        """Cells that no piece fills."""
+        """The number of cells that no piece fills."""
         return math.prod(self.shape) - self.written
 
     @property
     def written(self) -> int:
-        """Cells that pieces fill."""
+        """The number of cells that pieces fill."""
         return sum(piece.size for piece in self.pieces)
 
 
 def label(chunk: int, name: str) -> str:
-    """What a stored tensor is called among all of its rank.
+    """The name of a stored tensor that is unique on its rank.
 
     >>> label(0, "A"), label(1, "A")
     ('A', 'A of chunk 1')
@@ -81,11 +81,11 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one rank stores (see the module). Raises StoreError where a cell, an element or a stored tensor comes
-    twice, and where a piece reaches outside.
+    """The storage of one rank (see the module). Raises StoreError if a cell, an element or a stored tensor comes
+    twice, and if a piece reaches outside its tensors.
 
-    `tensors` are (name, shape, dtype) of the logical tensors; `aliases` (name, stored tensor of the same memory). Of a
-    chunk behind the first, a name is "A of chunk 1" wherever all of a rank's are together.
+    `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In
+    mappings of all stored tensors of a rank, names in chunks behind the first are "A of chunk 1".
     """
 
     tensors: tuple[tuple[str, _Shape, str], ...]
@@ -112,20 +112,13 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """How many cells of each stored tensor nothing wrote, where there are any."""
-        left = {}
-        for native in self.natives:
-            if native.unwritten:
-                left[native.label] = native.unwritten
-        return left
+        """The number of cells that nothing wrote, for each stored tensor that has such cells."""
+        return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property
     def shapes(self) -> dict[str, tuple[_Shape, str]]:
         """Shape and dtype of each logical tensor."""
-        shapes = {}
-        for name, shape, dtype in self.tensors:
-            shapes[name] = shape, dtype
-        return shapes
+        return {name: (shape, dtype) for name, shape, dtype in self.tensors}
 
     @property
     def digest(self) -> str:
@@ -133,13 +126,13 @@ class Recorded:
         return digest(_list_plain(self))
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
-        """What the rank stores of these logical arrays, without functions; other cells have the value `empty`."""
+        """The stored arrays for these logical arrays, without functions; other cells have the value `empty`."""
         stored = {}
         for native in self.natives:
-            # A type that holds those of its own pieces; of all, where it has none.
-            own = {piece.tensor for piece in native.pieces} or arrays
-            kind = np.result_type(*{arrays[name].dtype for name in own})
-            cells = np.full(math.prod(native.shape), empty, kind)
+            # A dtype that holds the dtypes of its pieces' tensors; of all tensors, if it has no pieces.
+            names = {piece.tensor for piece in native.pieces} or arrays
+            dtype = np.result_type(*{arrays[name].dtype for name in names})
+            cells = np.full(math.prod(native.shape), empty, dtype)
             for piece in native.pieces:
                 flat = arrays[piece.tensor].ravel()
                 cells[piece.cells] = flat[piece.elements]
@@ -147,7 +140,7 @@ class Recorded:
         return stored
 
     def to_json(self) -> str:
-        """As text that `from_json` reads."""
+        """The recording as text that `from_json` reads."""
         tensors, natives, aliases = _list_plain(self)
         value = {
             "format": FORMAT,
@@ -161,12 +154,12 @@ class Recorded:
 
     @classmethod
     def from_json(cls, text: str) -> Recorded:
-        """The value of such text. Raises StoreError for any other."""
+        """Read the text of `to_json`. Raises StoreError for any other text."""
         return read_digested(text, FORMAT, VERSION, _read)
 
 
 def show(native: Native) -> str:
-    """The stored tensor, for people."""
+    """The stored tensor as a line for people: dtype, shape, the tensors in it, and cells without any."""
     of = f" = {native.function}(...)" if native.function else ""
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""
@@ -180,15 +173,20 @@ def _check_shape(name: str, shape: _Shape) -> None:
 
 
 def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
-    """Raise StoreError where a piece reaches outside the stored tensor, or outside its logical one."""
+    """Raise StoreError if a piece reaches outside the stored tensor or its logical tensor."""
     cells = math.prod(native.shape)
     for piece in native.pieces:
         if piece.tensor not in sizes:
-            raise StoreError(f"{native.label!r} has {piece}, of no logical tensor; name one")
+            raise StoreError(
+                f"{native.label!r} has {piece} of an unknown tensor; give it in tensors="
+            )
         if any(count < 1 for count, _, _ in piece.blocks):
             raise StoreError(f"{native.label!r} has {piece}, which fills no cell; leave it out")
-        sides = (1, cells, native.label), (2, sizes[piece.tensor], piece.tensor)
-        for side, size, name in sides:
+        # Side 1 of a block counts cells, side 2 elements.
+        for side, size, name in (
+            (1, cells, native.label),
+            (2, sizes[piece.tensor], piece.tensor),
+        ):
             low, high = piece.span(side)
             if low < 0 or high >= size:
                 raise StoreError(
@@ -198,7 +196,7 @@ def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
 
 
 def _check_once(native: Native) -> None:
-    """Raise StoreError where a cell is written twice, or an element lies in two cells."""
+    """Raise StoreError if a cell is written twice, or an element lies in two cells."""
     if native.unwritten < 0 and native.written > LARGE:
         raise StoreError(
             f"{native.written} cells of {native.label!r} are written, which has "
@@ -217,22 +215,22 @@ def _check_once(native: Native) -> None:
 
 
 def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:
-    """The value as tuples of numbers and text; tensors in pieces by their place in the list."""
-    places = {name: i for i, (name, _, _) in enumerate(recorded.tensors)}
+    """The value as tuples of numbers and text; a piece has the position of its tensor in the list."""
+    positions = {name: i for i, (name, _, _) in enumerate(recorded.tensors)}
     natives = []
     for native in recorded.natives:
         pieces = []
         for piece in native.pieces:
-            place = places[piece.tensor]
-            pieces.append((place, piece.cell, piece.element, piece.blocks))
+            tensor = positions[piece.tensor]
+            pieces.append((tensor, piece.cell, piece.element, piece.blocks))
         *plain, chunk = native._replace(pieces=tuple(pieces))  # type: ignore[arg-type]
-        # Left out where it is the first, so that what was recorded before there were chunks has its digest.
+        # Chunk 0 is left out, so that recordings from before there were chunks keep their digests.
         natives.append((*plain, chunk) if chunk else tuple(plain))
     return recorded.tensors, tuple(natives), recorded.aliases
 
 
 def _read(value: Mapping[str, Any]) -> Recorded:
-    """The value of what JSON had."""
+    """The recording that `to_json` wrote as this value."""
     tensors = []
     for name, shape, dtype in value["tensors"]:
         tensors.append((str(name), tuple(int(n) for n in shape), str(dtype)))
@@ -252,18 +250,15 @@ def _read_native(
     function: str,
     chunk: int = 0,
 ) -> Native:
-    """A stored tensor, whose pieces have tensors by their place in the list of names."""
-    pieces = []
-    for piece in listed:
-        pieces.append(_read_piece(names, *piece))
+    """A stored tensor, whose pieces have the positions of their tensors in `names`."""
+    pieces = [_read_piece(names, *piece) for piece in listed]
     sizes = tuple(int(n) for n in shape)
     return Native(str(name), sizes, str(dtype), tuple(pieces), str(way), str(function), int(chunk))
 
 
 def _read_piece(
-    names: Sequence[str], place: int, cell: int, element: int, listed: Sequence[Sequence[int]]
+    names: Sequence[str], tensor: int, cell: int, element: int, listed: Sequence[Sequence[int]]
 ) -> Piece:
-    blocks = []
-    for count, across, along in listed:
-        blocks.append((int(count), int(across), int(along)))
-    return Piece(names[place], int(cell), int(element), tuple(blocks))
+    """A piece of the tensor at this position in `names`."""
+    blocks = tuple((int(count), int(across), int(along)) for count, across, along in listed)
+    return Piece(names[tensor], int(cell), int(element), blocks)

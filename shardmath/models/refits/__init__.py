@@ -1,15 +1,15 @@
-"""Refits: a trainer's stored weights into engines that store them otherwise.
+"""Refits: moves of a trainer's weights into engines that store them differently.
 
 In reading order:
 
-- `coverage`: a rank's own list of tensors against what rows say that it stores;
-- `plain`: tensors that ranks store each alone, under their logical names;
-- `copying`: what is bound for one engine, for another that stores alike;
+- `coverage`: comparison of a rank's own tensors with the tensors that its side's rows store there;
+- `plain`: sides that store each tensor separately, under its logical name;
+- `copying`: the binding of one engine, reused for another that stores alike;
 - `sharing`: engines that store a tensor alike, as one window of it;
-- `pairing`: what moves, as both sides hold it;
-- `tiling`: why an engine cannot store scales as its rows say;
+- `pairing`: the layouts of both sides of a refit's plan;
+- `tiling`: errors for engines that cut a tensor inside a tile of its scales;
 - `refit`: the plan between a trainer and its engines, and where each rank has what moves;
 - `selecting`: some of the tensors of a side, as a side;
-- `grouping`: which tensors belong together, such as those of a layer;
-- `dividing`: a refit as a refit of each group.
+- `grouping`: tensors that move together, such as a layer's;
+- `dividing`: a refit as one refit per group of tensors.
 """

@@ -1,8 +1,8 @@
-"""Copying: what is bound for one side, for another that stores alike on ranks of its own.
+"""Copying: the binding of one side, reused for another that stores alike on other ranks.
 
-1. Copies of an engine have the same rows, numbers and spots, and meshes of the same axes. What is bound for one is
-   the other's, its ranks renamed: nothing that binding does looks at what a rank is called.
-2. So engines are bound once, however many there are.
+1. Copies of an engine have the same rows, numbers and spots, and meshes of the same axes. The binding of one, with its
+   ranks renamed, is the binding of the other: binding never depends on a rank's number.
+2. So one binding serves any number of equal engines.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage import rows
@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """What binding `stored` would give, None where it is no copy of the side that is bound."""
+    """The binding of `stored`, made from a bound side; None if `stored` is not a copy of that side."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None
@@ -40,31 +40,32 @@ def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
 
 
 def _match_ranks(ours: Iterable[Mesh], theirs: Iterable[Mesh]) -> dict[int, int] | None:
-    """What each rank of ours is called in theirs, None where the meshes differ in more than that."""
+    """The rank in their meshes for each rank in ours; None if the meshes differ in more than ranks."""
     ours, theirs = tuple(ours), tuple(theirs)
     if [mesh.axes for mesh in ours] != [mesh.axes for mesh in theirs]:
         return None
-    named: dict[int, int] = {}
-    for one, other in zip(ours, theirs, strict=True):
-        for rank, name in zip(one.ranks, other.ranks, strict=True):
-            if named.setdefault(rank, name) != name:
+    renamed: dict[int, int] = {}
+    for our_mesh, their_mesh in zip(ours, theirs, strict=True):
+        for our_rank, their_rank in zip(our_mesh.ranks, their_mesh.ranks, strict=True):
+            if renamed.setdefault(our_rank, their_rank) != their_rank:
                 return None
-    return named
+    return renamed
 
 
 class _Renamer:
-    """Renames the ranks of what rows hold; blocks that share their meshes go on to share them."""
+    """Renames ranks in the stored tensors of rows; blocks that share meshes share the renamed ones."""
 
     def __init__(self, ranks: Mapping[int, int]) -> None:
         self.ranks = ranks
         self.meshes: dict[tuple[Mesh, ...], tuple[Mesh, ...]] = {}
 
     def rename(self, held: Held) -> Held:
-        """The same on the other ranks."""
+        """The same stored tensors on the other ranks."""
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 
     def _rename_block(self, block: OwnedTensor) -> OwnedTensor:
+        """The same stored tensor on the other ranks."""
         owner = block.owner
         meshes = self.meshes.get(owner.meshes)
         if meshes is None:

@@ -1,9 +1,8 @@
-"""Coverage: a rank's own list of tensors against what rows say that it stores.
+"""Coverage: comparison of a rank's own tensors with the tensors that its side's rows store there.
 
-1. What is counted is the rank's list, its parameters and persistent buffers: bytes that nobody asks for are bytes
-   that nobody checks. Each of its cells is written, or padding, or in a tensor that is **own**: named as such,
-   since it is not the trainer's.
-2. All that does not fit is in one message.
+1. The rank's list, its parameters and persistent buffers, is compared as a whole, so that no tensor is overlooked. Each
+   of its cells is written, or padding, or in an **own** tensor: one that is named as not being the trainer's.
+2. Everything that does not fit is in one message.
 
 >>> find_faults({(0, "a"): (2, 3)}, {(0, "a"): (3, 2), (0, "b.k_scale"): (1,)}, own=("*.k_scale",))
 ["'a' is stored as (2, 3), the rank has (3, 2)"]
@@ -28,13 +27,13 @@ Natives: TypeAlias = Mapping[Native, tuple[int, ...]]
 
 
 def show_native(native: Native) -> str:
-    """The stored tensor, for people: its chunk is said where it is not the first."""
+    """The stored tensor for messages, with its chunk if that is not the first."""
     chunk, name = native
     return f"{name!r} of chunk {chunk}" if chunk else repr(name)
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """What is wrong between what rows say that a rank stores and what it has."""
+    """The differences between the shapes that rows store on a rank, and those that the rank has."""
     faults = []
     for native, shape in stored.items():
         if native not in has:
@@ -52,17 +51,16 @@ def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[
 
 
 def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
-    """Whether the shapes differ but for dimensions of 1, which a view adds or takes away."""
+    """Whether the shapes differ, apart from dimensions of 1, which a view adds or removes."""
     # A convolution's (C, 1, k) is (C, k) in some versions of an engine: the same cells in the same order.
     return [n for n in shape if n != 1] != [n for n in has if n != 1]
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """(cells that the rank stores, those of them that are some tensor's); the others are padding."""
+    """(cells that the rank stores, cells of these with an element of a logical tensor); the others are padding."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):
-        held += math.prod(
-            int(np.count_nonzero(own >= 0)) for own in bound.layouts[name].indices(rank)
-        )
+        by_dim = bound.layouts[name].indices(rank)
+        held += math.prod(int(np.count_nonzero(positions >= 0)) for positions in by_dim)
     return cells, held

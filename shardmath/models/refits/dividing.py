@@ -1,7 +1,7 @@
-"""Dividing: a refit as several, whose moves one after the other are the move of the whole.
+"""Dividing: a refit as several refits, whose moves in sequence are the move of the whole.
 
-An engine that takes its weights a layer at a time needs memory for one layer. Each portion is a refit like any other:
-planned, proved and moved alone.
+An engine that receives its weights layer by layer needs memory for one layer. Each portion is a refit like any other:
+planned, proved and moved separately.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -36,11 +36,11 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """The refit as one of each group of tensors, by default those of each layer.
+    """The refit as one refit per group of tensors, by default one per layer.
 
-    What lies in one module of an engine's rank moves at once: groups that share one are joined. Raises PlanError for
-    groups that lack a tensor which moves, name one that does not, or name one twice, and for a refit that engines have
-    left: divide the whole one.
+    All tensors in one module of an engine's rank move together: groups that share a module are joined. Raises PlanError
+    for groups that omit a tensor that moves, name one that does not, or name one twice, and for a refit that engines
+    have left: divide the whole one.
     """
     if not isinstance(planned, Refit):
         raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit gives")
@@ -58,7 +58,7 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
 
 
 def _check_groups(groups: Iterable[Iterable[str]], moved: Iterable[str]) -> None:
-    """Raise PlanError where groups are not all tensors that move, each once."""
+    """Raise PlanError unless the groups have every tensor that moves, each once."""
     left = set(moved)
     for group in groups:
         for name in group:
@@ -70,7 +70,7 @@ def _check_groups(groups: Iterable[Iterable[str]], moved: Iterable[str]) -> None
 
 
 def _select(planned: Refit, group: Iterable[str]) -> Refit:
-    """The refit of these tensors."""
+    """The portion of the refit with these tensors."""
     wanted = frozenset(group)
     if planned.transforms is not None:
         return _select_transformed(planned, planned.transforms, wanted)
@@ -79,25 +79,25 @@ def _select(planned: Refit, group: Iterable[str]) -> Refit:
 
 
 def _select_transformed(planned: Refit, whole: Transformed, wanted: frozenset[str]) -> Refit:
-    """The refit of these tensors, and of their companions."""
+    """The portion of a refit with transforms that has these tensors and their companions."""
     wired = _keep(whole.wired, wanted)
-    rules = {}
-    own = set(wanted)
-    for name, one in wired.items():
-        rules[name] = one.transform
-        own.update(name + suffix for suffix in itertools.chain(*one.suffixes))
-    made = transformed(_keep(whole.held_src, own), _keep(whole.held_dst, own), rules)
-    return _bind(planned, plan(made.src, made.dst), own, made)
+    rules = {name: tensor.transform for name, tensor in wired.items()}
+    names = set(wanted)
+    for name, tensor in wired.items():
+        names.update(name + suffix for suffix in itertools.chain(*tensor.suffixes))
+    made = transformed(_keep(whole.held_src, names), _keep(whole.held_dst, names), rules)
+    return _bind(planned, plan(made.src, made.dst), names, made)
 
 
-def _keep(named: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
-    return {name: one for name, one in named.items() if name in names}
+def _keep(by_name: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
+    """The entries with these names."""
+    return {name: value for name, value in by_name.items() if name in names}
 
 
 def _bind(
     planned: Refit, part: Plan, names: Iterable[str], transforms: Transformed | None
 ) -> Refit:
-    """The part as a refit between the same sides."""
-    own = frozenset(names)
-    engines = {name: Selected(side, own) for name, side in planned.engines.items()}
-    return Refit(part, Selected(planned.trainer, own), engines, transforms)
+    """The refit with the plan `part` between the same sides, restricted to these tensors."""
+    selected = frozenset(names)
+    engines = {name: Selected(side, selected) for name, side in planned.engines.items()}
+    return Refit(part, Selected(planned.trainer, selected), engines, transforms)

@@ -1,8 +1,8 @@
-"""Grouping: which tensors move together, so that who stores them has whole modules at once.
+"""Grouping: tensors that move together, so that an engine receives whole modules at once.
 
-1. Names of one layer are together: those with the same outermost number. Others are by module, such as an embedding,
-   a norm, and a head.
-2. What lies in one module of an engine is together, whatever its tensors are called: a fused tensor arrives whole.
+1. Names with the same outermost number, one layer's, are one group. Names without a number are grouped by module, such
+   as an embedding, a norm, or a head.
+2. Tensors in one module of an engine are in one group, whatever their names: a fused tensor arrives whole.
 
 >>> names = ["embed.weight", "layers.0.q.weight", "layers.0.k.weight", "layers.10.q.weight", "norm.weight"]
 >>> for group in group_by_layer(names):
@@ -23,7 +23,7 @@ __all__ = ["group_by_layer", "join_modules"]
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The names by layer, and by module where they are of none, in the order in which these come first."""
+    """The names by layer, or by module if they have no layer; groups are in the order of their first names."""
     groups: dict[object, list[str]] = {}
     for name in names:
         key = _find_layer(name) or name.rpartition(".")[0]
@@ -32,42 +32,45 @@ def group_by_layer(names: Iterable[str]) -> list[list[str]]:
 
 
 def _find_layer(name: str) -> tuple[str, int] | None:
-    """What stands before the outermost number of a name, and the number; None where there is none."""
+    """(text before it, number) of the outermost number of a name; None without a number."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[:place]), int(part)
+            return ".".join(parts[:i]), int(part)
     return None
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """The groups, of which those that reach into one module of an engine's rank are one."""
-    number = {name: i for i, group in enumerate(groups) for name in group}
-    first = list(range(len(groups)))
+    """The groups, with those joined that have tensors in one module of an engine's rank."""
+    group_of = {name: i for i, group in enumerate(groups) for name in group}
+    # Union-find: each group points to an earlier one that it is joined with, or to itself.
+    parents = list(range(len(groups)))
     for engine in engines:
         for rank in engine.ranks:
-            _join_rank(engine, rank, number, first)
+            _join_rank(engine, rank, group_of, parents)
     joined: dict[int, list[str]] = {}
     for i, group in enumerate(groups):
-        joined.setdefault(_find_first(first, i), []).extend(group)
+        joined.setdefault(_find_root(parents, i), []).extend(group)
     return list(joined.values())
 
 
-def _join_rank(engine: KnownSide, rank: int, number: Mapping[str, int], first: list[int]) -> None:
-    """Join the groups that reach into one module of the rank; `number` are names' groups."""
+def _join_rank(
+    engine: KnownSide, rank: int, group_of: Mapping[str, int], parents: list[int]
+) -> None:
+    """Join the groups that have tensors in one module of the rank."""
     modules: dict[object, int] = {}
     for name, slot in engine.slots(rank).items():
-        # Companions go with what they are beside.
-        if name not in number:
+        # Companions, such as scales, move with their tensors.
+        if name not in group_of:
             continue
         module = slot.chunk, slot.native.rpartition(".")[0]
-        own = _find_first(first, number[name])
-        other = _find_first(first, modules.setdefault(module, own))
-        first[max(own, other)] = min(own, other)
+        group = _find_root(parents, group_of[name])
+        other = _find_root(parents, modules.setdefault(module, group))
+        parents[max(group, other)] = min(group, other)
 
 
-def _find_first(first: Sequence[int], group: int) -> int:
-    """The first of those that are one with a group; all others point to one before them."""
-    while first[group] != group:
-        group = first[group]
+def _find_root(parents: Sequence[int], group: int) -> int:
+    """The first of the groups that are joined with this one."""
+    while parents[group] != group:
+        group = parents[group]
     return group

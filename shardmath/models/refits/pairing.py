@@ -1,9 +1,9 @@
-"""Pairing: what moves from a trainer to its engines, as both sides hold it.
+"""Pairing: the layouts of both sides of a plan from a trainer to its engines.
 
-1. What no engine needs stays where it is, and is in no plan.
-2. Several engines have a window each of a tensor, or one together where they store it alike (`sharing`).
-3. A tensor that is held as several has its companions with it: the same windows, in the same order.
-4. Each engine holds all elements of what it stores: what another holds does not stand for it.
+1. Tensors that no engine needs are not in the plan.
+2. Each of several engines has a window of a tensor; engines that store it alike share one (`sharing`).
+3. A tensor and its companions, such as scales, have the same windows in the same order.
+4. Each engine holds all elements of the tensors that it stores; other engines' elements do not count.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """What moves as both sides hold it. Raises PlanError for an engine that holds a part of a tensor."""
+    """The layouts of what moves, at trainer and engines. Raises PlanError if an engine holds a part of a tensor."""
     for engine, side in engines.items():
         _check_whole(engine, side)
-    # What no engine needs stays where it is: the trainer's other tensors are in no plan.
+    # The trainer's other tensors, which no engine needs, are not in the plan.
     stored = [engine.layouts for engine in engines.values()]
     held = dict.fromkeys(itertools.chain.from_iterable(stored))
     both = [name for name in held if name in trainer.layouts]
     chosen = choose(rules, both)
     needed = {name: trainer.layouts[name] for name in both}
-    beside = _name_companions(chosen, "source")
-    for own in itertools.chain.from_iterable(beside.values()):
-        if own in trainer.layouts:
-            needed[own] = trainer.layouts[own]
+    companions = itertools.chain.from_iterable(_name_companions(chosen, "source").values())
+    needed |= {name: trainer.layouts[name] for name in companions if name in trainer.layouts}
     if len(stored) == 1:
         return needed, dict(stored[0])
     windows: dict[str, tuple[Layout, ...]] = {}
@@ -49,7 +47,7 @@ def pair(
 
 
 def _check_whole(engine: str, side: KnownSide) -> None:
-    """Raise PlanError for a tensor of which an engine holds a part, as where a loader cuts off what is too large."""
+    """Raise PlanError for a tensor of which an engine holds a part, as when a loader cuts off surplus rows."""
     for name, layout in side.layouts.items():
         if not holds_all((layout,)):
             raise PlanError(
@@ -59,35 +57,37 @@ def _check_whole(engine: str, side: KnownSide) -> None:
 
 
 def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, list[str]]:
-    """What each tensor that has a transform has beside it."""
+    """The names of the companions, at this end, of each tensor that has a transform."""
     named = {}
     for name, transform in chosen.items():
-        beside = list_companions(transform, end)
-        named[name] = [name + companion.suffix for companion in beside]
+        companions = list_companions(transform, end)
+        named[name] = [name + companion.suffix for companion in companions]
     return named
 
 
 def group_tensors(
-    names: Collection[str], beside: Mapping[str, Sequence[str]]
+    names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """The tensors, each with those of its companions that there are."""
-    taken = set(itertools.chain.from_iterable(beside.values()))
+    """Each tensor together with its companions that are among the names."""
+    taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:
-            yield name, *(own for own in beside.get(name, ()) if own in names)
+            yield name, *(other for other in companions.get(name, ()) if other in names)
 
 
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """How each engine that stores a tensor holds it, with its companions. Raises PlanError where it lacks one."""
+    """The layouts of a tensor and its companions, by engine that stores it. Raises PlanError if one lacks any."""
     first, *others = together
     held = {}
     for engine, side in engines.items():
         if first not in side.layouts:
-            alone = [name for name in others if name in side.layouts]
-            if alone:
-                raise PlanError(f"{engine} stores {alone[0]!r} without {first!r}; give both a row")
+            orphans = [name for name in others if name in side.layouts]
+            if orphans:
+                raise PlanError(
+                    f"{engine} stores {orphans[0]!r} without {first!r}; give both a row"
+                )
             continue
         missing = [name for name in others if name not in side.layouts]
         if missing:

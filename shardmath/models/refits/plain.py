@@ -1,7 +1,7 @@
-"""Plain sides: tensors that ranks store under their logical names, each alone, as a layout says.
+"""Plain sides: each tensor is stored separately, under its logical name, in its layout.
 
-So do torch modules under FSDP2, tensor parallelism or both, whose layouts `shardmath_torch.layout_of` reads, and
-whatever else `rules` and families lay out.
+Torch modules under FSDP2 or tensor parallelism store tensors so; `shardmath_torch.layout_of` reads their layouts.
+`rules` and families describe other plain sides.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> side = PlainSide({"w": Layout((4, 3), Mesh(dp=2), "(dp n) h")})
@@ -25,19 +25,19 @@ __all__ = ["PlainSide"]
 
 @dataclass(frozen=True, slots=True)
 class PlainSide:
-    """Layouts by name; bound to tensors it is a `Side`."""
+    """A plain side: the layout of each tensor, by name."""
 
     layouts: Mapping[str, Layout]
 
     @property
     def ranks(self) -> Collection[int]:
-        """All ranks that hold a part of anything."""
+        """All ranks that hold a part of any tensor."""
         return frozenset(
             rank for layout in set(self.layouts.values()) for rank in layout.mesh.ranks
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """The side of these tensors alone. Raises StoreError with all that is missing, or differs."""
+        """The side with only these tensors. Raises StoreError with every tensor that is missing or differs."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
@@ -47,7 +47,7 @@ class PlainSide:
                     faults.append(f"no layout of {name!r}; give one, or name it in unused=")
             elif layout.shape != tuple(shape) or layout.dtype != dtype:
                 what = f"{name!r} is {dtype}{list(shape)}, and its layout {layout}"
-                faults.append(f"{what}; what engines hold otherwise goes in served=, with rules=")
+                faults.append(f"{what}; give what engines hold differently in served=, with rules=")
             else:
                 held[name] = layout
         if faults:
@@ -55,7 +55,7 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """Where each tensor that the rank holds a part of lies: it is all of the stored one."""
+        """The slot of each tensor of which the rank holds a part, which is its whole stored tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -63,7 +63,7 @@ class PlainSide:
         return {(0, name): shape for name, _, shape in self.visit(rank)}
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(name, slot, shape) of all that the rank holds."""
+        """(name, slot, shape) of everything that the rank holds."""
         for name, layout in self.layouts.items():
             if rank in layout.mesh:
                 shape = layout.local_shape(rank)
@@ -73,10 +73,10 @@ class PlainSide:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> None:
-        """None: every tensor is stored as it is."""
+        """Return None: no tensor is stored as a function of it."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
-        """Its layout, which stands for a row. Raises StoreError for what the rank does not store."""
+        """The tensor's layout, written as a row. Raises StoreError if the rank does not store the tensor."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             raise StoreError(f"rank {rank} stores no {name!r}; see its natives")

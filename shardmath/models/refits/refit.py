@@ -1,13 +1,13 @@
-"""Refit: the plan between a trainer and its engines, and where each rank has what moves.
+"""Refit: the plan from a trainer to its engines, with the storage of each rank.
 
-1. A trainer and an engine say how they store their tensors (`shardmath.storage`), as rows or as recorded; both are
-   bound to the same logical tensors, and a plan moves from one to the other like any other plan.
-2. What does not fit is one error, of both sides.
-3. Several engines are one plan. Those that store a tensor alike are one window of it (`sharing`); where there are
+1. A trainer and an engine declare how they store their tensors (`shardmath.storage`), as rows or as recordings; both
+   are bound to the same logical tensors, and an ordinary plan moves these from one to the other.
+2. Everything that does not fit, on either side, is one error.
+3. Several engines share one plan. Engines that store a tensor alike share one window of it (`sharing`); if a tensor has
    several windows, the local name of each is `name[i]`.
-4. What engines hold may be what transforms make of the trainer's tensors, as of float32 masters. Sides store tensors as
-   they are held; what the plan moves are then the wire tensors of `transforms`.
-5. Engines that leave are out of the plan and of `engines`; nothing else changes, and nobody's names do.
+4. Engines may hold what transforms make of the trainer's tensors, such as casts of float32 masters. Each side stores
+   tensors as it holds them; the plan then moves the wire tensors of `transforms`.
+5. Engines that leave are removed from the plan and from `engines`; nothing else changes, not even the names of windows.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage import rows
@@ -51,19 +51,19 @@ from shardmath.values.transforms.transformed import Transformed, transformed
 __all__ = ["Refit", "refit"]
 
 Declared: TypeAlias = Stored | RecordedSide | Mapping[str, Layout]
-"""How a side stores its tensors: as rows, as recorded, or each alone under its logical name."""
+"""The storage of a side: rows, recordings, or a layout per tensor that is stored under its logical name."""
 
 ENGINE = "engine"
-"""What an engine is called that is the only one."""
+"""The name of an engine that is the only one."""
 
 
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class Refit:
-    """A plan from a trainer to its engines, by name, and how each side stores what it moves.
+    """A plan from a trainer to its engines, by name, with the storage of both sides.
 
-    `transforms` say what is moved for what sides hold; None where that is the same. `whole` is the refit of which no
-    engine has left; None for one of which none has.
+    `transforms` convert between the tensors that sides hold and those that the plan moves; None if these are the same.
+    `whole` is the refit before any engine left; None if none has left.
     """
 
     plan: Plan
@@ -84,55 +84,51 @@ class Refit:
         return self.transforms.find_held(self.plan.src)
 
     def _list_windows(self, name: str) -> Windows:
-        """How engines hold a tensor that moves."""
+        """The windows in which engines hold a tensor that moves."""
         if self.transforms is None:
             return self.plan.dst[name]
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """Where the rank has each local tensor of the plan: of an engine, or of the trainer if none is named.
+        """The slot of each local tensor of the plan on a rank of this engine, or of the trainer if none is named.
 
-        The names are the plan's. Raises PlanError for an engine that there is not.
+        The names are the plan's. Raises PlanError for an unknown engine.
         """
         if engine is None:
             moved = set(self.moved)
             stored = self.trainer.slots(rank)
             return {name: slot for name, slot in stored.items() if name in moved}
-        found = self._find(engine).slots(rank)
-        # Windows are called as they were before engines left.
+        slots = self._find(engine).slots(rank)
+        # Windows keep the names that they had before engines left.
         planned = self.whole or self
-        # An engine alone has one window of each tensor, which has the tensor's name.
+        # The one window of a single engine has the tensor's name.
         if len(planned.engines) == 1:
-            return found
-        named = {}
-        for together in planned._list_together():
+            return slots
+        local_names = {}
+        for together in planned._group_windows():
             held = list_held(planned.engines, together)
             if engine in held:
                 _, numbers = share(tuple(held.values()))
                 window = dict(zip(held, numbers, strict=True))[engine]
                 for name in together:
-                    named[name] = planned._list_windows(name).local_name(name, window)
-        slots = {}
-        for name, slot in found.items():
-            local = named[name]
-            slots[local] = slot
-        return slots
+                    local_names[name] = planned._list_windows(name).local_name(name, window)
+        return {local_names[name]: slot for name, slot in slots.items()}
 
-    def _list_together(self) -> Iterator[tuple[str, ...]]:
-        """The tensors of the destination, each with its companions."""
-        beside = {}
-        if self.transforms is not None:
-            for name, wired in self.transforms.wired.items():
-                _, suffixes = wired.suffixes
-                beside[name] = [name + suffix for suffix in suffixes]
-        held = self.plan.dst if self.transforms is None else self.transforms.held_dst
-        return group_tensors(held, beside)
+    def _group_windows(self) -> Iterator[tuple[str, ...]]:
+        """The tensors of the destination, each with its companions, which have the same windows."""
+        if self.transforms is None:
+            return group_tensors(self.plan.dst, {})
+        companions = {}
+        for name, wired in self.transforms.wired.items():
+            _, suffixes = wired.suffixes
+            companions[name] = [name + suffix for suffix in suffixes]
+        return group_tensors(self.transforms.held_dst, companions)
 
     def without(self, *engines: str) -> Refit:
-        """The refit that these engines have left: all else goes as it did, and trainers keep what no engine needs now.
+        """The refit without these engines; all other transfers are unchanged.
 
-        Raises PlanError for an engine that there is not, where none is left, and where one that leaves has a rank of
-        one that stays.
+        Raises PlanError for an unknown engine, if no engine is left, and if a leaving engine shares a rank with one
+        that stays.
         """
         staying = dict(self.engines)
         ranks: set[int] = set()
@@ -146,7 +142,7 @@ class Refit:
             if shared:
                 raise PlanError(
                     f"rank {shared[0]} leaves with {', '.join(engines)}, and is one of {engine}, which stays; "
-                    f"plan anew: refit(trainer, engines, shapes)"
+                    f"plan again: refit(trainer, engines, shapes)"
                 )
         planned = self.whole or self
         # An engine's ranks may hold none of what moves.
@@ -163,11 +159,11 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError with all that differs between what the rank has, and what its side says it stores.
+        """Raise StoreError with every difference between the tensors of a rank and those that its side stores there.
 
-        The side is the engine that is named, else the trainer, or the first engine that has the rank where the trainer
-        has not. `has` are the shapes of all its parameters and persistent buffers by (chunk, name); `own` globs of
-        those that are no tensors of the trainer's.
+        The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
+        engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
+        (chunk, name); `own` are globs of those that are not the trainer's.
         """
         if engine is None and rank not in self.trainer.ranks:
             engine = _guess_side(self, rank)
@@ -176,11 +172,10 @@ class Refit:
         shapes = {native: tuple(shape) for native, shape in has.items()}
         faults = find_faults(stored, shapes, own)
         if faults:
-            said = [f"rank {rank}:", *faults]
-            raise StoreError("\n".join(said))
+            raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """The row behind a stored tensor of a rank, and which logical tensors lie where in it.
+        """The row behind a stored tensor of a rank, and the position of each logical tensor in it, as text.
 
         Raises StoreError for a tensor that the rank does not store.
         """
@@ -198,13 +193,14 @@ class Refit:
         return "\n".join(lines)
 
     def _find(self, engine: str) -> KnownSide:
+        """The side of an engine. Raises PlanError for an unknown one."""
         if engine not in self.engines:
             raise PlanError(f"no engine {engine!r}; engines are {', '.join(self.engines)}")
         return self.engines[engine]
 
 
 def _guess_side(moved: Refit, rank: int) -> str | None:
-    """The engine that the rank is of; None for the trainer."""
+    """The first engine that has the rank; None if no engine has it."""
     for name, bound in moved.engines.items():
         if rank in bound.ranks:
             return name
@@ -215,7 +211,7 @@ def _list_parts(side: KnownSide, native: Native, rank: int) -> list[str]:
     """A line for each logical tensor in the stored one."""
     lines = []
     for name, slot in side.slots(rank).items():
-        # A rank may hold nothing of a component, as of K and V where raw rows are cut above the number of groups.
+        # A rank may hold nothing of a component, such as K or V when tp cuts raw rows finer than groups.
         if (slot.chunk, slot.native) == native and 0 not in side.layouts[name].local_shape(rank):
             cut = ", ".join(_show_cut(part) for part in slot.cut)
             lines.append(f"[{cut}] {side.layouts[name]}: {name}")
@@ -223,6 +219,7 @@ def _list_parts(side: KnownSide, native: Native, rank: int) -> list[str]:
 
 
 def _show_cut(part: int | slice) -> str:
+    """One dimension of a cut, as Python writes it."""
     if isinstance(part, int):
         return str(part)
     step = f":{part.step}" if part.step != 1 else ""
@@ -240,27 +237,25 @@ def refit(
 ) -> Refit:
     """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
 
-    A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` gives of a module under
-    FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs; a Vocabulary of the shapes is not
-    read again. `served` are the tensors as engines hold them, where that is not as the trainer does; `rules` then say
-    what is made of them on the way, as `transformed` has it. Raises StoreError with all that does not fit on any side,
-    and for numbers on a rank without their scale, PlanError where the trainer holds what an engine needs nowhere or an
-    engine holds a part of a tensor, and for rules as `transformed` does.
+    A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
+    under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are
+    not read again. `served` are the shapes and dtypes that engines hold, if these differ from the trainer's; `rules`
+    then are transforms, as in `transformed`. Raises StoreError with everything that does not fit on any side, and for
+    values on a rank without their scale; PlanError if the trainer does not hold what an engine needs, if an engine
+    holds a part of a tensor, and for rules as `transformed` does.
     """
     held = _read_shapes(shapes)
     wanted = held if served is None else _read_shapes(served)
     named = _name_engines(engines)
-    asked = [_Asked("trainer", trainer, held, ())]
+    unbound = [_UnboundSide("trainer", trainer, held, ())]
     for name, side in named.items():
-        asked.append(_Asked(name, side, wanted, unused))
-    source, *others = _bind_all(asked, rules or {})
+        unbound.append(_UnboundSide(name, side, wanted, unused))
+    source, *others = _bind_all(unbound, rules or {})
     bound = dict(zip(named, others, strict=True))
-    if rules is None and served is None:
-        needed, windows = pair(source, bound, {})
-        _check_sources(source, needed)
-        return Refit(plan(needed, windows), source, bound)
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
+    if rules is None and served is None:
+        return Refit(plan(needed, windows), source, bound)
     made = transformed(needed, windows, rules or {})
     check_scales(bound, wanted, rules or {})
     check_places(bound, wanted, rules or {})
@@ -268,32 +263,33 @@ def refit(
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:
+    """The vocabulary of these shapes."""
     return given if isinstance(given, Vocabulary) else Vocabulary(given)
 
 
-class _Asked(NamedTuple):
-    """A side to be bound to the tensors of a vocabulary."""
+class _UnboundSide(NamedTuple):
+    """A side with the tensors to which it will be bound."""
 
     name: str
-    side: Declared
-    of: Vocabulary
+    declared: Declared
+    tensors: Vocabulary
     unused: Sequence[str]
 
 
-def _bind_all(asked: Sequence[_Asked], rules: Mapping[str, Transform]) -> list[KnownSide]:
-    """The sides, bound. Raises StoreError with the faults of all."""
+def _bind_all(unbound: Sequence[_UnboundSide], rules: Mapping[str, Transform]) -> list[KnownSide]:
+    """The sides, bound to their tensors. Raises StoreError with the faults of all of them."""
     bound: list[KnownSide | None] = []
     faults = []
-    for one in asked:
-        # Those that are bound already to the same tensors.
-        before = zip(asked, bound, strict=False)
-        others = [side for other, side in before if other.of is one.of]
+    for side in unbound:
+        # Sides that are bound to the same tensors already; zip ends with the last of these.
+        before = zip(unbound, bound, strict=False)
+        others = [done for other, done in before if other.tensors is side.tensors]
         try:
-            bound.append(_bind(one, others))
+            bound.append(_bind(side, others))
         except StoreError as error:
             bound.append(None)
-            why = explain_cut(one.side, one.of, rules) or error
-            faults.append(f"{one.name}: {why}")
+            why = explain_cut(side.declared, side.tensors, rules) or error
+            faults.append(f"{side.name}: {why}")
     if faults:
         raise StoreError("\n".join(faults))
     return [side for side in bound if side is not None]
@@ -308,34 +304,34 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     given: dict[str, object] = dict(engines)
     if not given:
         raise PlanError("no engine; give one side, or several by name")
-    # A mapping of layouts is one engine, of which every tensor is stored alone.
+    # A mapping of layouts is one engine, which stores every tensor separately.
     if all(isinstance(layout, Layout) for layout in given.values()):
         return {ENGINE: given}  # type: ignore[dict-item]
     return given  # type: ignore[return-value]
 
 
-def _bind(asked: _Asked, others: Iterable[KnownSide | None]) -> KnownSide:
-    """The side bound to its tensors; `others` are bound to the same ones."""
-    side = asked.side
-    if isinstance(side, RecordedSide):
-        return side.bind(asked.of.shapes, asked.unused)
-    if isinstance(side, Mapping):
-        return PlainSide(side).bind(asked.of.shapes, asked.unused)
-    if not isinstance(side, Stored):
-        raise StoreError(f"{shown(side)} is not a side; give rows, what was recorded, or layouts")
+def _bind(side: _UnboundSide, others: Iterable[KnownSide | None]) -> KnownSide:
+    """The side bound to its tensors, as a copy if one of the `others`, bound to the same tensors, stores alike."""
+    declared = side.declared
+    if isinstance(declared, RecordedSide):
+        return declared.bind(side.tensors.shapes, side.unused)
+    if isinstance(declared, Mapping):
+        return PlainSide(declared).bind(side.tensors.shapes, side.unused)
+    if not isinstance(declared, Stored):
+        raise StoreError(f"{shown(declared)} is not a side; give rows, recordings, or layouts")
     for other in others:
-        copy = copy_bound(other, side) if isinstance(other, Bound) else None
+        copy = copy_bound(other, declared) if isinstance(other, Bound) else None
         if copy is not None:
             return copy
-    return bind(side, asked.of, asked.unused)
+    return bind(declared, side.tensors, side.unused)
 
 
 def _check_sources(trainer: KnownSide, needed: Collection[str]) -> None:
-    """Raise StoreError where the trainer stores a function of what engines need, and not the tensor itself."""
+    """Raise StoreError if the trainer stores only a function of a tensor that engines need."""
     computed = trainer.find_computed(needed)
     if computed is not None:
         name, slot = computed
         raise StoreError(
             f"trainer: {show_native((slot.chunk, slot.native))} stores {slot.function}(...), from "
-            f"which {name} cannot be had; give the trainer a row that stores it"
+            f"which {name} cannot be computed; give the trainer a row that stores it"
         )

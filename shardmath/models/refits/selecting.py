@@ -1,4 +1,4 @@
-"""Selected: some of the tensors of a side, and what ranks store of them.
+"""Selected: some of the tensors of a side, as a side.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -22,39 +22,39 @@ __all__ = ["Selected"]
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The tensors of a side that have these names: a side, too. Its ranks are those of the whole one."""
+    """A side restricted to the tensors with these names. It keeps all ranks of the whole side."""
 
     side: KnownSide
     names: frozenset[str]
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each tensor that is selected."""
+        """The layout of each selected tensor."""
         return {name: layout for name, layout in self.side.layouts.items() if name in self.names}
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those of the side."""
+        """The ranks of the whole side."""
         return self.side.ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """Where each tensor that the rank holds a part of lies, by logical name."""
+        """The slot of each tensor of which the rank holds a part, by logical name."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each stored tensor in which one of these lies, by chunk and name."""
+        """The shape of each stored tensor with a selected tensor in it, by chunk and name."""
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """What says how the rank stores this tensor, for people. Raises StoreError where it does not."""
+        """The row or recording of this stored tensor, for messages. Raises StoreError if the rank does not store it."""
         return self.side.row_of(native, rank)
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
+        """(logical name, slot, shape of the stored tensor) of everything that the rank holds."""
         for name, slot, shape in self.side.visit(rank):
             if name in self.names:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
         return self.side.find_computed(self.names.intersection(names))

@@ -1,9 +1,9 @@
-"""Sharing: engines that store a tensor alike are one window of it.
+"""Sharing: one window of a tensor for all engines that store it alike.
 
-1. Their ranks hold copies, as replicas of one engine do: so a node with ranks of several engines takes each byte in
-   once.
-2. Tensors that belong together, as a quantised one and its scales, have the same windows: engines are one where they
-   store all of these alike.
+1. The ranks of such engines hold copies, like replicas of one engine: a node with ranks of several engines receives
+   each byte once.
+2. Tensors that belong together, such as a quantized one and its scales, have the same windows: engines share one if
+   they store all of these alike.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> halves = [Layout((4,), Mesh(tp=2, ranks=range(i, i + 2)), "(tp n)") for i in (0, 2)]
@@ -24,16 +24,16 @@ from shardmath.layouts.layout import Layout, intern
 __all__ = ["share"]
 
 AXIS = "engine"
-"""The axis along which engines that store alike follow each other."""
+"""The mesh axis over engines that store alike."""
 
 
 Together: TypeAlias = tuple[Layout, ...]
-"""How one engine stores tensors that belong together."""
+"""One engine's layouts of tensors that belong together."""
 
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """The windows of each tensor that engines hold so, and which of them each engine has."""
+    """(windows of each tensor, number of the window that each engine has) for these layouts, one entry per engine."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:
@@ -42,16 +42,13 @@ def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, 
             groups.append([])
         groups[number].append(layouts)
         numbers.append(number)
-    joined = []
-    for group in groups:
-        each = zip(*group, strict=True)
-        joined.append([_join(layouts) for layouts in each])
-    windows = zip(*joined, strict=True)
+    by_group = [map(_join_layouts, zip(*group, strict=True)) for group in groups]
+    windows = zip(*by_group, strict=True)
     return tuple(windows), tuple(numbers)
 
 
 def _find_group(groups: list[list[Together]], layouts: Together) -> int:
-    """The first group that stores all like these, on other ranks; the number of groups if none does."""
+    """The first group whose engines store all tensors like these layouts, on other ranks; else the number of groups."""
     for number, group in enumerate(groups):
         if all(_are_copies(one, layouts) for one in group):
             return number
@@ -59,20 +56,21 @@ def _find_group(groups: list[list[Together]], layouts: Together) -> int:
 
 
 def _are_copies(some: Together, others: Together) -> bool:
+    """Whether two engines store every tensor alike, on different ranks."""
     pairs = zip(some, others, strict=True)
     return all(_is_copy(one, other) for one, other in pairs)
 
 
 def _is_copy(one: Layout, other: Layout) -> bool:
-    """Whether two layouts differ in their ranks alone, and have none in common."""
+    """Whether two layouts differ only in their ranks, and share no rank."""
     if one.form != other.form or AXIS in one.mesh.shape:
         return False
     ranks = set(one.mesh.ranks)
     return ranks.isdisjoint(other.mesh.ranks)
 
 
-def _join(group: Together) -> Layout:
-    """The layout of all ranks of these copies."""
+def _join_layouts(group: Together) -> Layout:
+    """The layout over the ranks of all these copies."""
     first, *others = group
     if not others:
         return first

@@ -1,10 +1,10 @@
-"""Tiling: an engine's data and their scales, where it cuts a tensor inside a tile.
+"""Tiling: errors for engines that cut a tensor inside a tile of its scales.
 
-1. Scales are cut as their tensor is. Where a rank's part is no whole number of tiles, rows say no more of the scales
-   than that their number does not divide; the tensor's own layout has the cut, the tile, and the nearest cuts.
-2. The number of scales may divide where that of tiles does not: 192 rows in tiles of 128 on two ranks. Then a rank has
-   numbers without their scale, which is an error. Data may be cut anywhere where ranks have every scale of theirs.
-3. In a fused tensor every part begins with a tile, where its scales begin: who reads it knows nothing of parts.
+1. Scales are cut as their tensor is. If a rank's part is not a whole number of tiles, binding only reports that the
+   number of scales does not divide; the tensor's layout gives the cut, the tile, and the nearest cuts.
+2. The number of scales may divide even if whole tiles do not: 192 rows in tiles of 128 on two ranks. Then a rank has
+   values without their scale, which is an error. Data may be cut anywhere if each rank has all scales of its values.
+3. In a fused tensor every part begins with a tile, where its scales begin: readers of it do not know the parts.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.fp8 import FP8Blocks
@@ -36,17 +36,17 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
-    """What says that the side cuts a tensor inside a block of its scales.
+    """The error for a side that cuts a tensor inside a block of its scales.
 
-    None where it does not, where it has other faults, and for a side that is not declared in rows.
+    None if it does not, if it has other faults, and for a side that is not declared in rows.
     """
-    beside = _list_beside(of, rules)
-    if not isinstance(side, Stored) or not beside:
+    companions = _list_scales(of, rules)
+    if not isinstance(side, Stored) or not companions:
         return None
-    bare = {name: entry for name, entry in of.shapes.items() if name not in beside}
+    without_scales = {name: entry for name, entry in of.shapes.items() if name not in companions}
     try:
-        layouts = bind(side, bare).layouts
-        for name, companion in beside.values():
+        layouts = bind(side, without_scales).layouts
+        for name, companion in companions.values():
             scales = Component("scales", companion.dtype, companion.grain)
             lay(layouts[name], scales, "destination", name)
     except StoreError:
@@ -59,15 +59,15 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError where a rank of an engine has numbers of a tensor without their scale."""
-    beside = _list_beside(of, rules)
+    """Raise StoreError if a rank of an engine has values of a tensor without their scale."""
+    companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
-        for own, (name, companion) in beside.items():
-            if name not in side.layouts or own not in side.layouts:
+        for scales_name, (name, companion) in companions.items():
+            if name not in side.layouts or scales_name not in side.layouts:
                 continue
-            data, scales = side.layouts[name], side.layouts[own]
-            # Layers and engines share layouts.
+            data, scales = side.layouts[name], side.layouts[scales_name]
+            # Layers and engines share layout objects, so each pair is checked once.
             pair = id(data), id(scales)
             if pair in checked:
                 continue
@@ -75,76 +75,82 @@ def check_scales(
             component = companion.component
             blocks = component.blocks(data.ndim, "destination")
             needed = lay_blocks(data, blocks, component.dtype, "scales", name, duplicated=True)
-            rank = _find_short(needed, scales)
+            rank = _find_lacking(needed, scales)
             if rank is not None:
                 raise StoreError(
-                    f"{engine}: rank {rank} has numbers of {name!r} without their scale: data are {data}, "
-                    f"{own!r} is {scales}, a scale per {blocks}; cut both between blocks"
+                    f"{engine}: rank {rank} has values of {name!r} without their scale: data are {data}, "
+                    f"{scales_name!r} is {scales}, a scale per {blocks}; cut both between blocks"
                 )
 
 
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError where a part of a fused tensor begins inside a tile, or beside the scales of another part."""
-    beside = _list_beside(of, rules)
+    """Raise StoreError if a part of a fused tensor begins inside a tile, or at the scales of another part."""
+    companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():
-        # Engines that store alike do so at the same places.
-        alike = (
-            (side.stored.rows, *map(str, side.stored.meshes)) if isinstance(side, Bound) else engine
-        )
-        if beside and alike not in checked:
-            checked.add(alike)
+        # Engines that store alike have the same slots, so one of them is checked.
+        form: object = engine
+        if isinstance(side, Bound):
+            form = side.stored.rows, *map(str, side.stored.meshes)
+        if companions and form not in checked:
+            checked.add(form)
             for rank in sorted(side.ranks):
-                _check_rank(engine, side, rank, beside)
+                _check_rank(engine, side, rank, companions)
 
 
 def _check_rank(
-    engine: str, side: KnownSide, rank: int, beside: Mapping[str, tuple[str, Companion]]
+    engine: str, side: KnownSide, rank: int, companions: Mapping[str, tuple[str, Companion]]
 ) -> None:
+    """Raise StoreError as `check_places`, for one rank."""
     slots = side.slots(rank)
-    for own, (name, companion) in beside.items():
-        if name not in slots or own not in slots:
+    for scales_name, (name, companion) in companions.items():
+        if name not in slots or scales_name not in slots:
             continue
         sizes = companion.component.block(side.layouts[name].ndim, "destination")
-        both = _list_begins(slots[name]), _list_begins(slots[own])
-        for d, (size, begin, scale) in enumerate(zip(sizes, *both, strict=True)):
-            if size is None or begin == scale * size:
+        starts = zip(
+            sizes, _list_starts(slots[name]), _list_starts(slots[scales_name]), strict=True
+        )
+        for d, (size, start, scale) in enumerate(starts):
+            if size is None or start == scale * size:
                 continue
-            where = f"{engine}: {name!r} begins at {begin} in dimension {d} of {slots[name].native!r} on rank {rank}"
-            why = f"its scales at {scale} of {slots[own].native!r}, and a scale is of {size}"
+            where = f"{engine}: {name!r} begins at {start} in dimension {d} of {slots[name].native!r} on rank {rank}"
+            why = (
+                f"its scales at {scale} of {slots[scales_name].native!r}, and a scale is of {size}"
+            )
             fix = "make the parts before it whole tiles, or store it apart"
-            raise StoreError(f"{where}, {why}: its numbers would be read with other scales; {fix}")
+            raise StoreError(f"{where}, {why}: its values would be read with other scales; {fix}")
 
 
-def _list_begins(slot: Slot) -> list[int]:
-    """Where the tensor begins in the stored one, in each of its own dimensions."""
-    kept = [part.start for part in slot.cut if isinstance(part, slice)]
-    return [kept[d] for d in slot.order]
+def _list_starts(slot: Slot) -> list[int]:
+    """The first position of the tensor in the stored one, in each of its own dimensions."""
+    starts = [part.start for part in slot.cut if isinstance(part, slice)]
+    return [starts[d] for d in slot.order]
 
 
-def _find_short(needed: Layout, held: Layout) -> int | None:
-    """The first rank that holds less than it needs."""
+def _find_lacking(needed: Layout, held: Layout) -> int | None:
+    """The first rank that holds less than it needs; None if every rank holds enough."""
     for rank in needed.mesh.ranks:
         if rank not in held.mesh:
             return rank
-        for wanted, own in zip(needed.indices(rank), held.indices(rank), strict=True):
-            if not set(wanted.tolist()) <= set(own.tolist()):
+        for needed_dim, held_dim in zip(needed.indices(rank), held.indices(rank), strict=True):
+            if not set(needed_dim.tolist()) <= set(held_dim.tolist()):
                 return rank
     return None
 
 
-def _list_beside(
+def _list_scales(
     of: Vocabulary, rules: Mapping[str, Transform]
 ) -> dict[str, tuple[str, Companion]]:
-    """The tensors that are scales of another, by name. A trainer has none, and may cut its numbers anywhere."""
+    """(tensor, companion) by the name of its scales. A trainer has no scales, and may cut its tensors anywhere."""
     try:
         chosen = choose(rules, list(of.shapes))
     except PlanError:
         return {}
-    beside = {}
+    scales = {}
     for name, transform in chosen.items():
         for companion in list_companions(transform, "destination"):
-            beside[name + companion.suffix] = name, companion
-    return {own: of_whom for own, of_whom in beside.items() if own in of.shapes}
+            if name + companion.suffix in of.shapes:
+                scales[name + companion.suffix] = name, companion
+    return scales

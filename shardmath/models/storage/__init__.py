@@ -1,14 +1,14 @@
-"""Storage: how trainers and engines really store tensors, declared in rows of text.
+"""Storage: the tensors that trainers and engines really store, declared in rows of text.
 
 In reading order:
 
 - `names`: patterns of tensors' names;
-- `structure`: how components lie along one dimension, as written;
-- `cutting`: what a structure stores at one coordinate;
-- `rows`: one stored parameter a line;
-- `laying`: where each component of one stored tensor lies;
+- `structure`: the written form of how components lie along one dimension;
+- `cutting`: the positions that a structure stores at one coordinate;
+- `rows`: one stored parameter per line;
+- `laying`: the position of each component in one stored tensor;
 - `stored`: a side as rows, meshes and numbers;
-- `owners`: which ranks have which numbers of a row's indices;
-- `binding`: which row stores which tensor, and where each rank has it;
-- `filling`: stored tensors from logical arrays, and back, cell by cell.
+- `owners`: the ranks that have each number of a row's indices;
+- `binding`: the row that stores each tensor, and where each rank has it;
+- `filling`: conversion of logical arrays into stored tensors, and back, cell by cell.
 """

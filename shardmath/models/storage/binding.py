@@ -1,10 +1,10 @@
-"""Binding: which row of a side stores which tensor, and where each rank has it.
+"""Binding: the row of a side that stores each tensor, and where each rank has the tensor.
 
-1. The first row all of whose tensors exist takes them. What no row takes is an error, and so is all else that
-   does not fit, in one message.
-2. Plans speak of logical tensors: each has one layout. Names that ranks store are made when a rank asks.
-3. No rank stores two logical tensors in the same cells: what a rank has under one name, one instance of one row
-   stores there. A logical tensor that is stored under several names is legal, and so are copies on other ranks.
+1. The first row all of whose tensors exist takes them. Tensors that no row takes, and everything else that does not
+   fit, are errors in one message.
+2. Plans name logical tensors, each with one layout. The names that a rank stores are computed for that rank on request.
+3. No rank stores two logical tensors in the same cells: one instance of one row stores each name of a rank.
+   A logical tensor may be stored under several names, and have copies on other ranks.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage import rows
@@ -42,12 +42,12 @@ _Numbers: TypeAlias = tuple[int, ...]
 _Shape: TypeAlias = tuple[int, ...]
 
 SHOWN = 5
-"""Tensors without a row that a message names."""
+"""The most tensors without a row that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one row stores with one star."""
+    """The stored tensors of one row with one word for its star."""
 
     row: Row
     star: str
@@ -56,14 +56,14 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """All logical tensors in it."""
+        """All logical tensors in these blocks."""
         by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
         return set(itertools.chain.from_iterable(by_component))
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A side whose tensors are known: the layout of each, and where ranks store it."""
+    """A side bound to tensors: the layout of each, and where ranks store it."""
 
     stored: Stored
     layouts: Mapping[str, Layout]
@@ -75,7 +75,7 @@ class Bound:
         return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """Where each tensor that the rank holds a part of lies, by logical name."""
+        """The slot of each tensor of which the rank holds a part, by logical name."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
@@ -83,7 +83,7 @@ class Bound:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
-        """The row by which the rank stores this tensor. Raises StoreError where it does not."""
+        """The row by which the rank stores this tensor. Raises StoreError if it does not store it."""
         for held in self.held:
             for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:
@@ -93,7 +93,7 @@ class Bound:
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -107,24 +107,22 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """(logical name, slot, shape of the stored tensor) of all that the rank holds, by these rows."""
-        # Axes of one name mean the same on all meshes of a side, so that coordinates can be one mapping.
+        """(logical name, slot, shape of the stored tensor) of everything that the rank holds, by these rows."""
+        # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
             coords = {**mesh.coords(rank), **coords}
         for held in self.held if rows is None else rows:
             for block in held.blocks:
-                numbers = [
-                    (local, number)
-                    for local, number in _list_numbers(block, coords)
-                    if rank in block.owner.meshes[number]
-                ]
+                meshes = block.owner.meshes
+                numbered = _list_numbers(block, coords)
+                numbers = [(local, number) for local, number in numbered if rank in meshes[number]]
                 if numbers:
                     yield from _list_slots(held, block, coords, numbers)
 
 
 def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[int, int]]:
-    """(local number, number) of all that is stacked at these coordinates."""
+    """(local number, number) of each stacked tensor at these coordinates; (0, 0) without a stack."""
     stack = block.owner.stack
     if stack is None:
         return [(0, 0)]
@@ -135,14 +133,14 @@ def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[i
 def _list_slots(
     held: Held, block: OwnedTensor, coords: Mapping[str, int], numbers: list[tuple[int, int]]
 ) -> Iterator[tuple[str, Slot, _Shape]]:
-    """(logical name, slot, shape of the stored tensor) of each component, for these numbers."""
+    """(logical name, slot, shape of the stored tensor) of each component, for these (local number, number)."""
     laid = block.laid
     order = laid.order
     shape = laid.shape(coords)
     owner = block.owner
     chunk = owner.chunk
     function = held.row.function
-    local = [own for own, _ in numbers]
+    local = [local_number for local_number, _ in numbers]
     natives = owner.name(held.row, held.star, local)
     for component, names in zip(held.components, block.names, strict=True):
         cuts = laid.cuts(component, coords, local)
@@ -152,16 +150,16 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Which of these tensors lies where. No row has to store what fits a glob of `unused`.
+    """Bind these tensors to the side's rows. Tensors that fit a glob of `unused` need no row.
 
-    Raises StoreError with all that does not fit.
+    Raises StoreError with everything that does not fit.
     """
     vocabulary = tensors if isinstance(tensors, Vocabulary) else Vocabulary(tensors)
     return _Binder(stored, vocabulary, unused).bind()
 
 
 class _Binder:
-    """Gives tensors to rows, once."""
+    """Binds the tensors of a vocabulary to the rows of a side."""
 
     def __init__(self, stored: Stored, vocabulary: Vocabulary, unused: Sequence[str]) -> None:
         self.stored = stored
@@ -171,7 +169,7 @@ class _Binder:
         self.layouts: dict[str, Layout] = {}
 
     def bind(self) -> Bound:
-        """All rows, and an error for all that does not fit."""
+        """Bind every row. Raises StoreError with everything that does not fit."""
         held: list[Held] = []
         faults: list[str] = []
         for row in self._list_rows():
@@ -186,21 +184,21 @@ class _Binder:
         return bound
 
     def _list_rows(self) -> Iterator[Row]:
-        """The rows, and one for each template that an open row takes."""
+        """The rows, with an open row replaced by a row per template that it may take."""
         for row in self.stored.rows:
             if not row.logical.is_open:
                 yield row
                 continue
             start = row.logical.template()
-            # What a row before has taken it does not take again, so all that begin so may be tried.
+            # Every template with this beginning may be tried: tensors that a row before has taken are left out later.
             for template in self.vocabulary.templates:
                 if template.startswith(start):
                     yield row.close(template.removeprefix(start))
 
     def _check(self, faults: list[str]) -> None:
-        """Raise StoreError with all that does not fit."""
-        without = [name for name in self.shapes if name not in self.layouts]
-        missing = [name for name in without if not matches(name, self.unused)]
+        """Raise StoreError with these faults, or else with the tensors that no row stores."""
+        unbound = [name for name in self.shapes if name not in self.layouts]
+        missing = [name for name in unbound if not matches(name, self.unused)]
         if missing and not faults:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             faults.append(f"no row stores {', '.join(missing[:SHOWN])}{more}; add rows for them")
@@ -208,7 +206,7 @@ class _Binder:
             raise StoreError("\n".join(faults))
 
     def _hold(self, row: Row, star: str) -> Iterator[Held]:
-        """What the row stores with this star, if it is anything."""
+        """The stored tensors of the row with this star, if there are any."""
         words = row.logical.components or ("",)
         templates = [row.logical.template(word, star) for word in words]
         if not set(templates) <= self.vocabulary.templates.keys():
@@ -220,23 +218,26 @@ class _Binder:
     def _make_blocks(
         self, row: Row, words: tuple[str, ...], templates: Sequence[str]
     ) -> list[OwnedTensor]:
-        """The stored tensors of the row whose components' names are of these templates."""
+        """The stored tensors of the row, whose components have these templates as names."""
         maker = Maker(self.stored, self.vocabulary, row, words)
         stacked = maker.owners.place_stacked()
-        found = [self.vocabulary.find(template, stacked) for template in templates]
+        by_component = [self.vocabulary.find(template, stacked) for template in templates]
         blocks = []
-        for numbers in self._list_taken(row, found, stacked):
-            names = [of[numbers] for of in found]
+        for numbers in self._list_taken(row, by_component, stacked):
+            names = [by_numbers[numbers] for by_numbers in by_component]
             block, layouts = maker.make(numbers, names)
             if self._note(row, block, layouts):
                 blocks.append(block)
         return blocks
 
     def _list_taken(
-        self, row: Row, found: Sequence[Mapping[_Numbers, Mapping[int, str]]], stacked: int | None
+        self,
+        row: Row,
+        by_component: Sequence[Mapping[_Numbers, Mapping[int, str]]],
+        stacked: int | None,
     ) -> Iterator[_Numbers]:
-        """The numbers for which all components are there, and no row before has taken them."""
-        first, *rest = found
+        """The numbers for which all components exist, and no row before has taken them."""
+        first, *rest = by_component
         for numbers, names in first.items():
             others = [other.get(numbers, {}) for other in rest]
             complete = all(other.keys() == names.keys() for other in others)
@@ -246,12 +247,12 @@ class _Binder:
                 yield numbers
 
     def _is_due(self, row: Row, components: Sequence[Mapping[int, str]]) -> bool:
-        """Whether the row takes these tensors: free ones, or a copy those that are taken.
+        """Whether the row takes these tensors: a plain row takes free ones, an `also` row taken ones.
 
-        Raises StoreError where a row before has taken some of them.
+        Raises StoreError if a row before has taken only some of them.
         """
-        names = [name for of in components for name in of.values()]
-        # Nearly always, and then nothing is looked at one by one.
+        names = [name for by_number in components for name in by_number.values()]
+        # Nearly always all are free, and then no name is looked at one by one.
         if self.layouts.keys().isdisjoint(names):
             return not row.also
         taken = [name for name in names if name in self.layouts]
@@ -262,7 +263,7 @@ class _Binder:
         raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
-        """Whether the row's conditions hold. Raises StoreError for one that asks by the stacked index."""
+        """Whether the row's conditions hold. Raises StoreError for a condition with the stacked index."""
         indices = [index.name for index in row.logical.indices]
         if stacked is not None:
             del indices[stacked]
@@ -276,42 +277,41 @@ class _Binder:
             raise StoreError(f"{what}; ask for one tensor, by the other indices") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
-        """Keep the layouts; False for a copy where the tensors are already."""
-        names = itertools.chain(*block.names)
-        by_name = dict(zip(names, itertools.chain(*layouts), strict=True))
+        """Note the layouts; False for an `also` row whose ranks all have the tensors already."""
+        by_name = dict(zip(itertools.chain(*block.names), itertools.chain(*layouts), strict=True))
         if row.also:
             by_name = self._join_copies(row, by_name)
         self.layouts.update(by_name)
         return bool(by_name)
 
     def _join_copies(self, row: Row, copies: Mapping[str, Layout]) -> dict[str, Layout]:
-        """The layouts with those of the copies; none where the copies are the tensors themselves.
+        """The layouts over the tensors' ranks and the copies'; empty if the copies are the tensors themselves.
 
-        Raises StoreError for a copy of which some ranks have the tensor by a row before, and others do not.
+        Raises StoreError if only some ranks of a copy, or only some of the copies, have the tensor by a row before.
         """
         joined: dict[str, Layout] = {}
         for name, copy in copies.items():
             before = self.layouts[name]
             having = set(before.mesh.ranks).intersection(copy.mesh.ranks)
             if not having:
-                joined[name] = _merge(before, copy)
+                joined[name] = _pile_copies(before, copy)
                 continue
-            # Where one stage is first and last, the copy is the tensor itself.
+            # If one stage is first and last, the copy is the tensor itself.
             lacking = set(copy.mesh.ranks) - having
             if lacking:
                 what = f"rank {min(having)} has {name!r} by a row before '{row}', and rank {min(lacking)} does not"
                 raise StoreError(f"{what}; place the copy on ranks without it")
         if joined and len(joined) < len(copies):
-            had = next(name for name in copies if name not in joined)
-            what = f"ranks of '{row}' have {had!r} by a row before, and not {min(joined)!r}"
-            raise StoreError(f"{what}; store the two by rows of their own")
+            stored = next(name for name in copies if name not in joined)
+            what = f"ranks of '{row}' have {stored!r} by a row before, and not {min(joined)!r}"
+            raise StoreError(f"{what}; store the two by separate rows")
         return joined
 
 
-def _merge(one: Layout, other: Layout) -> Layout:
-    """The layout of two copies on different ranks. Raises StoreError where they lie otherwise."""
+def _pile_copies(one: Layout, other: Layout) -> Layout:
+    """The layout of two copies on different ranks. Raises StoreError if the copies are laid out differently."""
     if one.dims != other.dims or one.mesh.shape != other.mesh.shape:
-        raise StoreError(f"copies '{one}' and '{other}' lie otherwise; store them alike")
+        raise StoreError(f"copies '{one}' and '{other}' differ in layout; store them alike")
     mesh = pile([one.mesh, other.mesh])
     return intern(one.shape, one.dtype, mesh, one.dims, ())
 
@@ -319,18 +319,18 @@ def _merge(one: Layout, other: Layout) -> Layout:
 # Two logical tensors in the same cells
 
 DIGITS = re.compile(r"(?:\d|\{\})+")
-"""Numbers of a name, and where an index puts one."""
+"""The digits of a name, and the places where an index puts some."""
 
 
 def _list_shared(bound: Bound) -> Iterator[str]:
-    """What to say of rows that store two logical tensors in one stored tensor of a rank."""
-    alike: dict[str, list[Held]] = {}
+    """An error for each set of rows that store two logical tensors in one stored tensor of a rank."""
+    by_pattern: dict[str, list[Held]] = {}
     for held in bound.held:
         template = held.row.native.template(star=held.star)
         pattern = DIGITS.sub("#", template)
-        alike.setdefault(pattern, []).append(held)
-    for group in alike.values():
-        # Nearly all rows are alone with their names, and then no name is made.
+        by_pattern.setdefault(pattern, []).append(held)
+    for group in by_pattern.values():
+        # Nearly all rows share their pattern with no other row, and then no name is made.
         if len(group) > 1 or not _is_distinct(group[0].row, bound.stored):
             fault = _find_shared(bound, group)
             if fault:
@@ -338,10 +338,9 @@ def _list_shared(bound: Bound) -> Iterator[str]:
 
 
 def _is_distinct(row: Row, stored: Stored) -> bool:
-    """Whether the row's own names differ: by indices that are everywhere, under their own numbers."""
-    runs = DIGITS.findall(row.native.template())
-    if any(run.count("{}") > 1 for run in runs):
-        # Two numbers in one run of digits: 1 and 11 read as 11 and 1.
+    """Whether the row's names surely differ: they have every index that is not stacked, by its global number."""
+    if any(digits.count("{}") > 1 for digits in DIGITS.findall(row.native.template())):
+        # Two numbers without text between them: 1 and 11 read as 11 and 1.
         return False
     named = {word for index in row.native.indices for word in index.words}
     indices = {index.name for index in row.logical.indices}
@@ -350,55 +349,54 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
-    """The first two logical tensors of these rows that a rank has in one stored tensor; "" for none."""
+    """An error for the first stored tensor of a rank that has two logical tensors of these rows; "" for none."""
     masks: dict[int, int] = {}
     taken: dict[tuple[int, str], int] = {}
     for held in group:
         for block in held.blocks:
             owner = block.owner
-            # Blocks of one stage share the tuple.
-            shared = id(owner.meshes)
-            if shared not in masks:
-                masks[shared] = owner.mask
+            # Blocks of one stage share the tuple of meshes.
+            meshes = id(owner.meshes)
+            if meshes not in masks:
+                masks[meshes] = owner.mask
             for name in owner.list_names(held.row, held.star):
-                key = owner.chunk, name
-                before = taken.get(key, 0)
-                both = before & masks[shared]
-                if both:
-                    fault = _explain_shared(bound, group, key, both)
-                    if fault:
-                        return fault
-                taken[key] = before | masks[shared]
+                native = owner.chunk, name
+                before = taken.get(native, 0)
+                both = before & masks[meshes]
+                fault = _explain_shared(bound, group, native, both) if both else ""
+                if fault:
+                    return fault
+                taken[native] = before | masks[meshes]
     return ""
 
 
-def _explain_shared(bound: Bound, group: Sequence[Held], key: tuple[int, str], ranks: int) -> str:
-    """What the first of these ranks stores there twice; "" where they have one of the tensors under another name."""
-    chunk, native = key
-    for rank in range(ranks.bit_length()):
-        if not ranks >> rank & 1:
+def _explain_shared(bound: Bound, group: Sequence[Held], native: tuple[int, str], mask: int) -> str:
+    """The error for the first rank of the mask that stores two tensors in `native`; "" if none of them does."""
+    chunk, native_name = native
+    for rank in range(mask.bit_length()):
+        if not mask >> rank & 1:
             continue
-        found = _list_sharing(bound, group, key, rank)
-        if len(found) > 1:
-            (one, row), (other, again) = found[:2]
-            where = f"{native!r} of chunk {chunk}" if chunk else repr(native)
+        sharing = _list_sharing(bound, group, native, rank)
+        if len(sharing) > 1:
+            (one, row), (other, other_row) = sharing[:2]
+            where = f"{native_name!r} of chunk {chunk}" if chunk else repr(native_name)
             what = f"rank {rank} stores {one!r} and {other!r} in the same cells of {where}"
-            if row == again:
+            if row == other_row:
                 return f"{what}; give them two names or chunks\nin the row {row}"
-            return f"{what}; give them two names, or one row\nin the rows {row}\nand {again}"
+            return f"{what}; give them two names, or one row\nin the rows {row}\nand {other_row}"
     return ""
 
 
 def _list_sharing(
-    bound: Bound, group: Sequence[Held], key: tuple[int, str], rank: int
+    bound: Bound, group: Sequence[Held], native: tuple[int, str], rank: int
 ) -> list[tuple[str, Row]]:
-    """The first logical tensor of each block that the rank has in this stored tensor, and the block's row."""
-    found = []
+    """(first logical tensor, row) of each block that the rank stores in this stored tensor."""
+    sharing = []
     for held in group:
         for block in held.blocks:
-            alone = dataclasses.replace(held, blocks=(block,))
-            for name, slot, _ in bound.visit(rank, (alone,)):
-                if (slot.chunk, slot.native) == key:
-                    found.append((name, held.row))
+            one_block = dataclasses.replace(held, blocks=(block,))
+            for name, slot, _ in bound.visit(rank, (one_block,)):
+                if (slot.chunk, slot.native) == native:
+                    sharing.append((name, held.row))
                     break
-    return found
+    return sharing

@@ -1,7 +1,7 @@
-"""Cutting: what a structure stores at one coordinate, as positions in its components.
+"""Cutting: the positions of its components that a structure stores at one coordinate.
 
-A structure is run through once for every choice of its numbers' parts; each component is cut by the words left of
-it, outermost first. A stage is cut as one sequence by the stage behind it.
+A structure is visited once for every choice of its numbers' parts; each component is cut by the words left of it,
+outermost first. The stage after a `|` cuts everything before it as one sequence.
 
 >>> from shardmath.models.storage.structure import parse
 >>> frame = Frame(axes={"tp": 2}, numbers={"groups": 2}, lengths={"q": 4, "k": 2})
@@ -25,14 +25,14 @@ __all__ = ["Frame", "axes_of", "lay_out"]
 
 
 FEW = 1 << 12
-"""Parts that take no time, of however few positions."""
+"""Parts that are always allowed: visiting them takes no time, even if there are fewer positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What words stand for: sizes of axes, numbers, and how many positions each component has, in order.
+    """The meaning of words: sizes of axes, values of numbers, and the length of each component, in order.
 
-    With `exact`, what cuts must divide; else parts are ceil-chunks, as torch.chunk makes them.
+    With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
 
     axes: Mapping[str, int]
@@ -41,7 +41,7 @@ class Frame:
     exact: bool = True
 
     def number(self, number: Number) -> int:
-        """The integer. Raises LayoutError for a name that is none."""
+        """The number as an integer. Raises LayoutError for an unknown name."""
         if isinstance(number, int):
             return number
         if number not in self.numbers:
@@ -58,16 +58,16 @@ class Frame:
         return isinstance(word.name, int) or word.name in self.numbers
 
 
-class _Cut(NamedTuple):
-    """Keep part `at` of `parts`; the word says how they are cut."""
+class _WordCut(NamedTuple):
+    """Keep part `part` of `parts`; the word says how the parts are cut."""
 
     word: Word
     parts: int
-    at: int
+    part: int
 
 
-class _Term(NamedTuple):
-    """A term whose words are known: what stands left of its component, that, and what stands right of it."""
+class _Operands(NamedTuple):
+    """A term's words by role: those left of its component, the component (None before a group), those right of it."""
 
     left: tuple[Word, ...]
     leaf: Word | None
@@ -75,15 +75,15 @@ class _Term(NamedTuple):
 
 
 _Piece: TypeAlias = tuple[int, int]
-"""Start and stop of consecutive positions; (-1, n) is a hole of n."""
+"""Start and stop of consecutive positions; (-1, n) is a hole of n cells."""
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """What a rank at these coordinates stores, as positions in the components laid one after the other.
+    """The positions that a rank at these coordinates stores, counted over all components in order.
 
-    Raises LayoutError for words that are nothing here, and for what does not divide.
+    Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
-    return _Layer(frame, coords).lay(group)
+    return _GroupLayer(frame, coords).lay(group)
 
 
 def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
     return tuple(axis for axis in frame.axes if axis in named)
 
 
-class _Layer:
-    """Lays a group out at one coordinate."""
+class _GroupLayer:
+    """Lays out a group at one coordinate."""
 
     def __init__(self, frame: Frame, coords: Mapping[str, int]) -> None:
         self.frame = frame
@@ -101,61 +101,61 @@ class _Layer:
         ends = itertools.accumulate(frame.lengths.values())
         starts = [0, *ends]
         self.spans = dict(zip(frame.lengths, itertools.pairwise(starts), strict=True))
-        self.before: list[_Piece] | None = None  # what the stages before have laid
+        self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """All stages, one on the other."""
+        """The positions that the group stores: every stage cuts the result of the one before it."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []
         try:
             return from_ranges(n if start < 0 else (start, n) for start, n in pieces)
         except RunsError as error:
-            said = self._word_twice(group, pieces) or f"'{group}': {error}"
-            raise LayoutError(said) from None
+            message = self._explain_repeat(group, pieces) or f"'{group}': {error}"
+            raise LayoutError(message) from None
 
-    def _word_twice(self, group: GroupedDim, pieces: Iterable[_Piece]) -> str:
-        """What is wrong with pieces that have a position twice; "" for others."""
+    def _explain_repeat(self, group: GroupedDim, pieces: Iterable[_Piece]) -> str:
+        """The error for a position that is in two of the pieces; "" if there is none."""
         spans = sorted(piece for piece in pieces if piece[0] >= 0)
         for (_, stop), (start, _) in itertools.pairwise(spans):
             if start < stop:
-                return f"{self._word_position(group, start)}; store it once per rank"
+                return f"{self._describe_repeat(group, start)}; store it once per rank"
         return ""
 
-    def _word_position(self, group: GroupedDim, position: int) -> str:
-        """That a position is stored twice at this coordinate."""
-        axes = axes_of(group, self.frame)
-        here = ", ".join(f"{axis}={self.coords[axis]}" for axis in axes)
-        at = f" at {here}" if here else ""
+    def _describe_repeat(self, group: GroupedDim, position: int) -> str:
+        """The statement that this coordinate stores a position twice."""
+        coords = ", ".join(f"{axis}={self.coords[axis]}" for axis in axes_of(group, self.frame))
+        at = f" at {coords}" if coords else ""
         for name, (start, stop) in self.spans.items():
             if start <= position < stop:
                 what = f"number {position - start} of {name!r}" if name else f"number {position}"
                 return f"'{group}' stores {what} twice{at}"
         raise AssertionError(position)
 
-    def _lay_terms(self, terms: Iterable[Term], cuts: tuple[_Cut, ...]) -> list[_Piece]:
+    def _lay_terms(self, terms: Iterable[Term], cuts: tuple[_WordCut, ...]) -> list[_Piece]:
+        """The pieces of these terms, one after the other, inside these cuts."""
         pieces: list[_Piece] = []
         for term in terms:
             pieces += self._lay_term(term, cuts)
         return pieces
 
-    def _lay_term(self, term: Term, cuts: tuple[_Cut, ...]) -> list[_Piece]:
-        """The term after these cuts: one run through it for every way to choose its numbers' parts."""
-        read = self._read(term)
-        self._check_parts(term, read.left, cuts)
-        choices = [self._list_cuts(word) for word in read.left]
+    def _lay_term(self, term: Term, cuts: tuple[_WordCut, ...]) -> list[_Piece]:
+        """The pieces of the term inside these cuts: one visit per choice of its numbers' parts."""
+        operands = self._read(term)
+        self._check_parts(term, operands.left, cuts)
+        choices = [self._list_cuts(word) for word in operands.left]
         pieces: list[_Piece] = []
         # The last word changes fastest, so that parts of a number left of another's stay together.
         for chosen in itertools.product(*choices):
             inner = cuts + chosen
-            if read.leaf is None:
+            if operands.leaf is None:
                 pieces += self._lay_terms(term.group, inner)
             else:
-                pieces += self._lay_leaf(read.leaf, read.right, inner)
+                pieces += self._lay_leaf(operands.leaf, operands.right, inner)
         return pieces
 
-    def _check_parts(self, term: Term, left: Sequence[Word], cuts: Iterable[_Cut]) -> None:
-        """Raise LayoutError for numbers that make more parts than there is to divide: each part takes time."""
+    def _check_parts(self, term: Term, left: Sequence[Word], cuts: Iterable[_WordCut]) -> None:
+        """Raise LayoutError if numbers make more parts than there are positions: each part takes time."""
         frame = self.frame
         words = [*left, *(cut.word for cut in cuts)]
         numbers = [word for word in words if not frame.is_axis(word) and frame.is_number(word)]
@@ -165,12 +165,12 @@ class _Layer:
             what = f"'{term}' has {parts} parts of {positions} positions"
             raise LayoutError(f"{what}; leave numbers out")
 
-    def _read(self, term: Term) -> _Term:
-        """The term with its component found. Raises LayoutError where there is none, or more than one."""
+    def _read(self, term: Term) -> _Operands:
+        """The term's words by role. Raises LayoutError unless one of them is a component."""
         frame = self.frame
         if term.group:
             self._check_marks(term, term.words)
-            return _Term(term.words, None, ())
+            return _Operands(term.words, None, ())
         free = []
         for i, word in enumerate(term.words):
             if word.name in frame.lengths or (
@@ -178,18 +178,17 @@ class _Layer:
             ):
                 free.append(i)
         if len(free) != 1:
-            found = " and ".join(str(term.words[i]) for i in free) or "none"
+            components = " and ".join(str(term.words[i]) for i in free) or "none"
             raise LayoutError(
-                f"'{term}' needs one component, and has {found}; {self._list_meanings()}"
+                f"'{term}' needs one component, and has {components}; {self._list_meanings()}"
             )
-        at = free[0]
-        leaf, others = term.words[at], (*term.words[:at], *term.words[at + 1 :])
-        self._check_marks(term, others)
-        _check_cut(term, leaf)
-        return _Term(term.words[:at], leaf, term.words[at + 1 :])
+        left, leaf, right = term.words[: free[0]], term.words[free[0]], term.words[free[0] + 1 :]
+        self._check_marks(term, left + right)
+        _check_leaf(term, leaf)
+        return _Operands(left, leaf, right)
 
     def _check_marks(self, term: Term, cutting: Iterable[Word]) -> None:
-        """Raise LayoutError for marks of a component on words that cut one, and for neighbours of a number."""
+        """Raise LayoutError for a component's mark on a word that cuts, and for / on a number."""
         for word in cutting:
             if (word.stored, word.tile, word.cycle) != (None, None, None):
                 raise LayoutError(
@@ -203,40 +202,38 @@ class _Layer:
                 )
 
     def _list_meanings(self) -> str:
-        """What words may be here, for people."""
+        """The known words by meaning, for error messages."""
         frame = self.frame
         known = {
             "components": frame.lengths,
             "mesh axes": frame.axes,
             "numbers": frame.numbers,
         }
-        listed = []
-        for what, names in known.items():
-            listed.append(f"{what}: {', '.join(names) or 'none'}")
+        listed = [f"{meaning}: {', '.join(names) or 'none'}" for meaning, names in known.items()]
         return "; ".join(listed)
 
-    def _list_cuts(self, word: Word) -> list[_Cut]:
+    def _list_cuts(self, word: Word) -> list[_WordCut]:
         """The cuts that the word stands for: one for an axis, all parts in order for a number."""
         frame = self.frame
         if not frame.is_axis(word):
             if not frame.is_number(word):
                 raise LayoutError(f"unknown word '{word}'; {self._list_meanings()}")
             parts = frame.number(word.name)
-            return [_Cut(word, parts, at) for at in range(parts)]
+            return [_WordCut(word, parts, part) for part in range(parts)]
         size = frame.axes[str(word.name)]
-        at = self.coords[str(word.name)]
+        part = self.coords[str(word.name)]
         if word.over is not None:
-            same = frame.number(word.over)
-            if same < 1 or size % same:
-                raise LayoutError(f"'{word}': {same} does not divide {word.name}={size}")
-            size //= same
-            at //= same
-        return [_Cut(word, size, at)]
+            copies = frame.number(word.over)
+            if copies < 1 or size % copies:
+                raise LayoutError(f"'{word}': {copies} does not divide {word.name}={size}")
+            size //= copies
+            part //= copies
+        return [_WordCut(word, size, part)]
 
     def _lay_leaf(
-        self, leaf: Word, right: tuple[Word, ...], cuts: tuple[_Cut, ...]
+        self, leaf: Word, right: tuple[Word, ...], cuts: tuple[_WordCut, ...]
     ) -> list[_Piece]:
-        """What the cuts leave of the component."""
+        """The pieces of the component that the cuts leave."""
         pieces = self._list_pieces(leaf)
         grain = self._find_grain(right)
         length = sum(map(_count, pieces))
@@ -249,22 +246,22 @@ class _Layer:
         return self._fill_tiles(kept, leaf)
 
     def _list_blocks(self, right: Iterable[Word], start: int, stop: int) -> list[range]:
-        """Runs of blocks: all of them, or those that an axis right of the component deals to this coordinate."""
-        dealt = [word for word in right if self.frame.is_axis(word)]
-        if not dealt:
+        """Ranges of blocks: all of them, or those that an axis right of the component deals to this coordinate."""
+        axes = [word for word in right if self.frame.is_axis(word)]
+        if not axes:
             return [range(start, stop)]
-        if len(dealt) > 1:
-            axes = " and ".join(str(word) for word in dealt)
+        if len(axes) > 1:
+            listed = " and ".join(map(str, axes))
             raise LayoutError(
-                f"{axes} both deal blocks of one component; write one of them left of it"
+                f"{listed} both deal blocks of one component; write one of them left of it"
             )
-        (cut,) = self._list_cuts(dealt[0])
-        first = start + cut.at
-        own = range(first, stop, cut.parts)
-        return [range(block, block + 1) for block in own]
+        (cut,) = self._list_cuts(axes[0])
+        # Round robin: every parts-th block, beginning with this coordinate's.
+        dealt_here = range(start + cut.part, stop, cut.parts)
+        return [range(block, block + 1) for block in dealt_here]
 
     def _fill_tiles(self, pieces: list[_Piece], leaf: Word) -> list[_Piece]:
-        """The pieces of one part, padded to whole tiles."""
+        """The pieces of one part, with a hole behind them that completes the last tile."""
         if leaf.tile is None:
             return pieces
         tile = self.frame.number(leaf.tile)
@@ -274,20 +271,25 @@ class _Layer:
         padding = -length % tile
         return [*pieces, (-1, padding)] if padding else pieces
 
-    def _span(self, leaf: Word, length: int, grain: int, cuts: tuple[_Cut, ...]) -> tuple[int, int]:
-        """The blocks of the component that the cuts leave."""
-        start, stop = 0, self._divide(length, grain, f"'{leaf}' into blocks of {grain}")
+    def _span(
+        self, leaf: Word, length: int, grain: int, cuts: tuple[_WordCut, ...]
+    ) -> tuple[int, int]:
+        """First and end of the range of blocks that the cuts leave of the component."""
+        if grain < 1 or length % grain:
+            what = f"{length} positions of '{leaf}' into blocks of {grain}"
+            raise LayoutError(f"{what} do not divide evenly")
+        start, stop = 0, length // grain
         for cut in cuts:
-            start, stop = self._cut(start, stop, cut, leaf)
+            start, stop = self._narrow(start, stop, cut, leaf)
         return start, stop
 
     def _find_grain(self, right: Iterable[Word]) -> int:
-        """Positions that no cut may part: the numbers right of a component."""
+        """The size of a block, inside which nothing cuts: the product of the numbers right of a component."""
         numbers = [word.name for word in right if not self.frame.is_axis(word)]
         return math.prod(map(self.frame.number, numbers))
 
     def _list_pieces(self, leaf: Word) -> list[_Piece]:
-        """The component's positions, padding included; a name that is none is all that was laid before."""
+        """The component's positions, with padding; a name of no component stands for all stages laid so far."""
         if leaf.name in self.spans:
             pieces = [self.spans[str(leaf.name)]]
         elif self.before is not None:
@@ -307,42 +309,35 @@ class _Layer:
         return [*pieces, (-1, stored - length)]
 
     def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:
-        """The pieces again and again, up to so many positions."""
+        """The pieces repeated up to `cycle` positions."""
         slots = self.frame.number(cycle)
         most = length * math.prod(self.frame.axes.values())
         if slots > most:
-            what = (
-                f"'%{cycle}': {slots} slots are more than one copy of {length} positions for each"
-            )
-            raise LayoutError(f"{what} coordinate; give at most {most}")
+            what = f"'%{cycle}': {slots} slots are more than one copy of {length} positions"
+            raise LayoutError(f"{what} for each coordinate; give at most {most}")
         times = -(-slots // length) if length else 0
         return list(_slice(pieces * times, 0, slots))
 
-    def _divide(self, length: int, parts: int, what: str) -> int:
-        if parts < 1 or length % parts:
-            raise LayoutError(f"{length} positions of {what} do not divide evenly")
-        return length // parts
-
-    def _cut(self, start: int, stop: int, cut: _Cut, leaf: Word) -> tuple[int, int]:
-        """Part `at` of [start, stop)."""
+    def _narrow(self, start: int, stop: int, cut: _WordCut, leaf: Word) -> tuple[int, int]:
+        """The cut's part of [start, stop)."""
         n = stop - start
         if cut.word.balanced:
             step, extra = divmod(n, cut.parts)
-            larger = cut.at < extra
-            lo = start + cut.at * step + min(cut.at, extra)
-            return lo, lo + step + larger
+            # The first `extra` parts are larger by one, and those before this part shift it.
+            lo = start + cut.part * step + min(cut.part, extra)
+            return lo, lo + step + (cut.part < extra)
         if self.frame.exact and n % cut.parts:
             raise LayoutError(
                 f"'{cut.word}' has {cut.parts} parts, and '{leaf}' {n} to divide; "
                 f"choose sizes that divide, or write '{cut.word}~'"
             )
         step = -(-n // cut.parts)  # rounded up, as torch.chunk
-        lo = min(n, cut.at * step)
+        lo = min(n, cut.part * step)
         return start + lo, start + min(n, lo + step)
 
 
-def _check_cut(term: Term, leaf: Word) -> None:
-    """Raise LayoutError for a mark of what cuts on the component, which is cut."""
+def _check_leaf(term: Term, leaf: Word) -> None:
+    """Raise LayoutError for a cutting word's mark on the component."""
     if leaf.over is not None or leaf.balanced:
         raise LayoutError(
             f"'{leaf}' in '{term}': / and ~ say how an axis or a number cuts, and {leaf.name} is cut; "
@@ -351,17 +346,18 @@ def _check_cut(term: Term, leaf: Word) -> None:
 
 
 def _count(piece: _Piece) -> int:
+    """The number of positions in the piece."""
     start, stop = piece
     return stop if start < 0 else stop - start
 
 
 def _slice(pieces: Iterable[_Piece], lo: int, hi: int) -> Iterator[_Piece]:
-    """Positions lo to hi of the pieces."""
-    at = 0
+    """Positions lo to hi of the pieces, counted over all of them."""
+    passed = 0
     for start, stop in pieces:
         n = _count((start, stop))
-        left = max(lo - at, 0)
-        right = min(hi - at, n)
+        left = max(lo - passed, 0)
+        right = min(hi - passed, n)
         if left < right:
             yield (-1, right - left) if start < 0 else (start + left, start + right)
-        at += n
+        passed += n

@@ -1,6 +1,6 @@
-"""Filling: stored tensors of a rank from logical arrays, and back, cell by cell in numpy.
+"""Filling: conversion of logical arrays into a rank's stored tensors, and back, cell by cell in numpy.
 
-For people who want to see what a row means, and for tests; nothing here is fast.
+It shows what a row means, and serves tests; nothing here is fast.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage import rows
@@ -34,80 +34,79 @@ _Native: TypeAlias = tuple[int, str]
 def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
-    """What the rank stores of these logical arrays; cells that are no tensor's have the value `empty`."""
+    """The rank's stored tensors for these logical arrays; cells of no logical tensor have the value `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
         kinds.setdefault(native, set()).add(arrays[name].dtype)
     stored: dict[_Native, NDArray[Any]] = {}
-    held = _Held(bound, rank)
-    # The tensors of one stored tensor share it, each written cell by cell between the others' cells.
+    cells_of = _CellFinder(bound, rank)
+    # Several logical tensors may share a stored one: each writes only its own cells.
     for name, slot, shape in bound.visit(rank):
         native = slot.chunk, slot.native
         if native not in stored:
-            # One for all of its tensors.
+            # One dtype for all of its logical tensors.
             kind = np.result_type(*kinds[native])
             stored[native] = np.full(shape, empty, kind)
         view = view_of(stored[native], slot)
-        logical = arrays[name]
-        cells, elements = held.find(name)
-        view[cells] = logical[elements]
+        cells, elements = cells_of.find(name)
+        view[cells] = arrays[name][elements]
     return stored
 
 
 def gather(
     bound: KnownSide, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
-    """The logical arrays of which these ranks store parts; elements that none of them has are 0."""
+    """The logical arrays of which these ranks store parts; elements that no rank has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
-        held = _Held(bound, rank)
+        cells_of = _CellFinder(bound, rank)
         for name, slot, _ in bound.visit(rank):
             native = slot.chunk, slot.native
             view = view_of(stored[rank][native], slot)
             if name not in arrays:
                 arrays[name] = np.zeros(bound.layouts[name].shape, view.dtype)
-            cells, elements = held.find(name)
+            cells, elements = cells_of.find(name)
             arrays[name][elements] = view[cells]
     return arrays
 
 
 def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
-    """The part of a stored tensor that is one logical tensor's, with the logical order of dimensions."""
-    # The dots keep a view where every dimension is a number.
+    """The view of one logical tensor in a stored one, with its dimensions in logical order."""
+    # With the dots the result is a view even if the cut has only integers.
     view = native[(*slot.cut, ...)]
     if slot.order == tuple(range(view.ndim)):
         return view
     return np.transpose(view, np.argsort(slot.order))
 
 
-class _Held:
-    """Where local cells of a rank are that hold elements, and which elements these are."""
+class _CellFinder:
+    """Finds the local cells of a rank that hold elements, and these elements."""
 
     def __init__(self, bound: KnownSide, rank: int) -> None:
         self.bound = bound
         self.rank = rank
-        self.found: dict[int, tuple[Any, Any]] = {}
+        self.known: dict[int, tuple[Any, Any]] = {}
 
     def find(self, name: str) -> tuple[Any, Any]:
-        """Indices of the local view, and of the logical array."""
+        """(index of the local view, index of the logical array) of the elements that the rank holds."""
         layout = self.bound.layouts[name]
-        # Layers and experts share one layout, which the binding keeps.
+        # Layers and experts share one layout, which lives as long as the binding.
         key = id(layout)
-        if key not in self.found:
-            self.found[key] = _list_held(layout, self.rank)
-        return self.found[key]
+        if key not in self.known:
+            self.known[key] = _find_cells(layout, self.rank)
+        return self.known[key]
 
 
-def _list_held(layout: Layout, rank: int) -> tuple[Any, Any]:
-    """Slices where every dimension holds one stretch, else an index of each cell."""
+def _find_cells(layout: Layout, rank: int) -> tuple[Any, Any]:
+    """Slices if every dimension holds one segment, otherwise arrays of positions per dimension."""
     runs = layout.runs(rank)
-    if all(len(own.segments) == 1 for own in runs):
+    if all(len(dim_runs.segments) == 1 for dim_runs in runs):
         return _list_slices(runs)
     cells = []
     elements = []
-    for own in runs:
-        positions = own.indices()
+    for dim_runs in runs:
+        positions = dim_runs.indices()
         held = np.flatnonzero(positions >= 0)
         cells.append(held)
         elements.append(positions[held])
@@ -115,11 +114,11 @@ def _list_held(layout: Layout, rank: int) -> tuple[Any, Any]:
 
 
 def _list_slices(runs: Iterable[Runs]) -> tuple[Any, Any]:
-    """The slices of runs of one segment each."""
+    """The slices of the local view and of the logical array, for runs of one segment per dimension."""
     cells = []
     elements = []
-    for own in runs:
-        ((lo, g, n),) = own.segments
-        cells.append(slice(lo, lo + n))
-        elements.append(slice(g, g + n))
+    for dim_runs in runs:
+        ((local, position, n),) = dim_runs.segments
+        cells.append(slice(local, local + n))
+        elements.append(slice(position, position + n))
     return tuple(cells), tuple(elements)

@@ -1,8 +1,8 @@
-"""Laying: where each component of one stored tensor lies, dimension by dimension, at every coordinate.
+"""Laying: the position of each component in one stored tensor, per dimension and mesh coordinate.
 
-1. A dimension of the stored tensor is a **stack** (of tensors numbered by an index) or shows one dimension of its
-   components. A row's words are given to the components' dimensions in the order in which they are stored.
-2. A shape is laid out once for each row and mesh axes; layers and experts of equal shapes share it.
+1. A dimension of the stored tensor is a **stack** (of tensors numbered by an index) or corresponds to one dimension of
+   its components. A row's words describe the components' dimensions in stored order.
+2. A shape is laid out once per row and mesh axes; layers and experts of equal shapes share the result.
 
 >>> from shardmath.models.storage import rows
 >>> (row,) = rows.parse("qkv = [q k v] : (tp q + tp k + tp v) h")
@@ -34,54 +34,54 @@ __all__ = ["Laid", "Stack", "give_words", "lay", "order_of", "stack_names"]
 
 Shape: TypeAlias = tuple[int, ...]
 Coords: TypeAlias = Mapping[str, int]
-_At: TypeAlias = tuple[int, ...]
+_Point: TypeAlias = tuple[int, ...]
 """A coordinate on each of some axes."""
 _Sizes: TypeAlias = tuple[tuple[str, int], ...]
-"""Names and what is counted of each, in order."""
+"""Names with their sizes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Which of `count` numbers of an index lie at each coordinate of some mesh axes, in local order."""
+    """The numbers of an index of `count` that lie at each coordinate of some mesh axes, in local order."""
 
     index: str
     count: int
     axes: tuple[str, ...]
-    held: Mapping[_At, Runs]
+    held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """Local to global numbers."""
+        """The global number of each local one at these coordinates."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
-    def list_holders(self) -> list[tuple[_At, ...]]:
-        """The coordinates that have each number."""
-        found: list[list[_At]] = [[] for _ in range(self.count)]
-        for at, runs in self.held.items():
+    def list_holders(self) -> list[tuple[_Point, ...]]:
+        """The coordinates that hold each number."""
+        holders: list[list[_Point]] = [[] for _ in range(self.count)]
+        for point, runs in self.held.items():
             for number in runs.indices().tolist():
                 if number >= 0:
-                    found[number].append(at)
-        return list(map(tuple, found))
+                    holders[number].append(point)
+        return list(map(tuple, holders))
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """One stored dimension that shows a dimension of the components: its parts at each coordinate."""
+class _StoredDim:
+    """A stored dimension that corresponds to a dimension of the components: its parts at each coordinate."""
 
     axes: tuple[str, ...]
-    lengths: Mapping[_At, int]
-    trims: Mapping[str, Mapping[_At, Trim]]
+    lengths: Mapping[_Point, int]
+    trims: Mapping[str, Mapping[_Point, Trim]]
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A stored tensor: its dimensions in stored order, and the components' in their own."""
+    """A stored tensor: its dimensions in stored order, and each component's dimensions in logical order."""
 
     order: tuple[int, ...]
-    stored: tuple[Stack | _Shown, ...]
+    stored: tuple[Stack | _StoredDim, ...]
     dims: Mapping[str, tuple[Dimension, ...]]
 
     def shape(self, coords: Coords) -> Shape:
-        """Of the stored tensor at these coordinates."""
+        """The shape of the stored tensor at these coordinates."""
         sizes = []
         for stored in self.stored:
             if isinstance(stored, Stack):
@@ -93,24 +93,24 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """What takes the component out of the stored tensor, for each of these local numbers of a stack."""
+        """The index that selects the component from the stored tensor, per local number of a stack."""
         spans = []
-        stacked = None
-        for i, stored in enumerate(self.stored):
+        stack_dim = None
+        for dim, stored in enumerate(self.stored):
             if isinstance(stored, Stack):
-                stacked = i
+                stack_dim = dim
                 spans.append(slice(0))
             else:
-                at = tuple(coords[axis] for axis in stored.axes)
-                spans.append(stored.trims[component][at].span)
-        if stacked is None:
+                point = tuple(coords[axis] for axis in stored.axes)
+                spans.append(stored.trims[component][point].span)
+        if stack_dim is None:
             return [tuple(spans) for _ in numbers]
-        before, behind = spans[:stacked], spans[stacked + 1 :]
-        return [(*before, number, *behind) for number in numbers]
+        before, after = spans[:stack_dim], spans[stack_dim + 1 :]
+        return [(*before, number, *after) for number in numbers]
 
 
 def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
-    """Which dimension of a component each stored one shows."""
+    """The component dimension to which each stored dimension corresponds."""
     order = list(range(ndim))
     if transpose == ".T":
         order.reverse()
@@ -120,33 +120,33 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """The stored dimensions that are stacks, and the index of each."""
-    stacked = {index.name for index in row.logical.indices}
-    found: dict[int, str] = {}
+    """The stored dimensions that are stacks, with the index of each."""
+    indices = {index.name for index in row.logical.indices}
+    stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
         words = {str(word.name) for word in list_words((dim,))}
         if isinstance(dim, str):
             words.add(dim)
-        for name in stacked & words:
-            if name in found.values():
+        for name in indices & words:
+            if name in stacks.values():
                 what = f"index {name!r} is in two dimensions of '{row}'"
                 raise StoreError(f"{what}; a stack has one, in which its tensors lie in order")
-            found[i] = name
-    return found
+            stacks[i] = name
+    return stacks
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """The stored tensor of these components; the stack says what lies where of its index.
+    """The stored tensor of these components; the stack says which numbers of its index lie where.
 
-    Raises StoreError where the words do not fit the shapes, LayoutError for what does not divide.
+    Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
     ndim = _count_dims(shapes)
     order = order_of(row.transpose, ndim)
-    shown = iter(order)
-    stored: list[Stack | _Shown] = []
+    remaining = iter(order)
+    stored: list[Stack | _StoredDim] = []
     by_dim: dict[int, Mapping[str, Dimension]] = {}
-    placed: set[str] = set()
-    lacking: set[str] = set()
+    named: set[str] = set()
+    unnamed: set[str] = set()
     for word, index in give_words(row, ndim):
         if index is not None and stack is not None:
             stored.append(stack)
@@ -154,15 +154,14 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
         if isinstance(word, str) and word in frame.axes:
             fix = f"write ({word} n) where it divides one"
             raise LayoutError(f"dimension {word!r} of '{row}' is a mesh axis; {fix}")
-        d = next(shown)
-        lengths = {name: shape[d] for name, shape in shapes.items()}
-        spans = tuple(lengths.items())
-        part, by_dim[d], named = _show(word, spans, *_freeze(frame))
-        placed |= named
-        if named:
-            lacking |= shapes.keys() - named
-        stored.append(part)
-    _check_placed(row, shapes, placed, lacking)
+        d = next(remaining)
+        lengths = tuple((name, shape[d]) for name, shape in shapes.items())
+        stored_dim, by_dim[d], named_here = _lay_dim(word, lengths, *_freeze(frame))
+        named |= named_here
+        if named_here:
+            unnamed |= shapes.keys() - named_here
+        stored.append(stored_dim)
+    _check_named(row, shapes, named, unnamed)
     dims = {}
     for name in shapes:
         dims[name] = tuple(by_dim[d][name] for d in range(ndim))
@@ -170,127 +169,124 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
 
 
 def _count_dims(shapes: Mapping[str, Shape]) -> int:
-    """How many dimensions the components have. Raises StoreError where they differ."""
+    """The number of dimensions of every component. Raises StoreError if they differ."""
     ndims = {len(shape) for shape in shapes.values()}
     if len(ndims) != 1:
         raise StoreError(f"components {dict(shapes)} differ in dimensions; store them apart")
     return ndims.pop()
 
 
-def _check_placed(
-    row: Row, shapes: Mapping[str, Shape], placed: set[str], lacking: set[str]
-) -> None:
-    """Raise StoreError for one of several components that no dimension names, or not each that names others."""
+def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed: set[str]) -> None:
+    """Raise StoreError if no dimension names one of several components, or if one that names others omits it."""
     for name in shapes:
-        if len(shapes) > 1 and name not in placed:
+        if len(shapes) > 1 and name not in named:
             raise StoreError(f"component {name!r} is in no dimension; write it in '{row}'")
-        if name in lacking:
+        if name in unnamed:
             what = f"component {name!r} is not in every dimension that names others"
             raise StoreError(f"{what}; write it there, or none of them, in '{row}'")
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """A word for every stored dimension, and the index where it is a stack."""
+    """The word of every stored dimension, with the index if the dimension is a stack."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)
-    shown = [dim for i, dim in enumerate(row.dims) if i not in stacks]
-    given = iter(_expand(shown, ndim, row))
+    unstacked = [dim for i, dim in enumerate(row.dims) if i not in stacks]
+    expanded = iter(_expand_dots(unstacked, ndim, row))
     words: list[tuple[Structure, str | None]] = []
-    rest = max(ndim - len(shown) + 1, 0)
+    rest = max(ndim - len(unstacked) + 1, 0)
     for i, dim in enumerate(row.dims):
         if i in stacks:
             words.append((dim, stacks[i]))
             continue
         count = rest if dim == "..." else 1
-        # A tensor of fewer dimensions takes the first words, and leaves the last.
-        taken = itertools.islice(given, count)
-        words += [(word, None) for word in taken]
+        # A tensor with fewer dimensions uses the first words; islice is then empty for the last.
+        words += [(word, None) for word in itertools.islice(expanded, count)]
     return words
 
 
-def _expand(shown: list[Structure], ndim: int, row: Row) -> list[Structure]:
-    """One word for each of so many dimensions."""
-    words = list(shown)
+def _expand_dots(dims: list[Structure], ndim: int, row: Row) -> list[Structure]:
+    """One word for each of `ndim` dimensions: '...' stands for as many as are left."""
+    words = list(dims)
     if "..." in words:
         at = words.index("...")
-        words[at : at + 1] = ["..."] * max(ndim - len(shown) + 1, 0)
+        words[at : at + 1] = ["..."] * max(ndim - len(dims) + 1, 0)
     if len(words) < ndim:
         raise StoreError(f"'{row}' has {len(words)} dimensions, its tensor {ndim}; add '...'")
     return words[:ndim]
 
 
 def _freeze(frame: Frame) -> tuple[_Sizes, _Sizes, bool]:
-    """What a dimension depends on of a frame."""
+    """The parts of a frame on which a dimension depends, as a hashable key."""
     return tuple(frame.axes.items()), tuple(frame.numbers.items()), frame.exact
 
 
 @memo(1024)
-def _show(
-    word: Structure, spans: _Sizes, mesh: _Sizes, numbers: _Sizes, exact: bool
-) -> tuple[_Shown, dict[str, Dimension], set[str]]:
-    """One dimension: where each component lies in it, its dimension in a layout, and who is named in it.
+def _lay_dim(
+    word: Structure, sizes: _Sizes, mesh: _Sizes, numbers: _Sizes, exact: bool
+) -> tuple[_StoredDim, dict[str, Dimension], set[str]]:
+    """One dimension as stored, each component's dimension in a layout, and the components that the word names.
 
-    Kept, since engines that are copies of each other differ in ranks alone.
+    Cached, since engines that are copies of each other differ only in ranks.
     """
-    lengths = dict(spans)
+    lengths = dict(sizes)
     if isinstance(word, str):
-        shown, fitted = _show_whole(lengths)
-        return shown, fitted, set()
+        stored, fitted = _lay_whole(lengths)
+        return stored, fitted, set()
     words = {part.name for part in list_words((word,))}
     named = {name for name in lengths if name in words}
     # Components that a dimension does not name, such as h of q, k and v, all lie in it in the same way.
-    own = lengths if named else _only(lengths)
-    frame = Frame(dict(mesh), dict(numbers), own, exact)
-    shown, fitted = _show_group(word, frame)
+    frame = Frame(dict(mesh), dict(numbers), lengths if named else _unify(lengths), exact)
+    stored, fitted = _lay_group(word, frame)
     if not named:
-        trims = dict.fromkeys(lengths, shown.trims[""])
-        shown = dataclasses.replace(shown, trims=trims)
+        trims = dict.fromkeys(lengths, stored.trims[""])
+        stored = dataclasses.replace(stored, trims=trims)
         fitted = dict.fromkeys(lengths, fitted[""])
-    return shown, fitted, named
+    return stored, fitted, named
 
 
-def _show_group(group: GroupedDim, frame: Frame) -> tuple[_Shown, dict[str, Dimension]]:
-    """A dimension that a group divides, for each component of the frame."""
+def _lay_group(group: GroupedDim, frame: Frame) -> tuple[_StoredDim, dict[str, Dimension]]:
+    """A dimension that a group divides: as stored, and as each component's dimension in a layout."""
     axes = axes_of(group, frame)
     sizes = {axis: frame.axes[axis] for axis in axes}
-    held = _cut_everywhere(group, frame, sizes)
-    # Of the stored tensor itself: padding and holes are cells too.
-    total = {at: len(runs) for at, runs in held.items()}
+    held = _lay_everywhere(group, frame, sizes)
+    # The stored tensor's length counts padding and holes, which are cells too.
+    total = {point: len(runs) for point, runs in held.items()}
     words = {word.name for word in list_words((group,))}
     trims, fitted = _fit_each(frame.lengths, held, sizes, words)
-    return _Shown(axes, total, trims), fitted
+    return _StoredDim(axes, total, trims), fitted
 
 
-def _cut_everywhere(word: GroupedDim, frame: Frame, sizes: Mapping[str, int]) -> dict[_At, Runs]:
-    """What every coordinate of these axes stores."""
+def _lay_everywhere(
+    group: GroupedDim, frame: Frame, sizes: Mapping[str, int]
+) -> dict[_Point, Runs]:
+    """The positions that every coordinate of these axes stores."""
     held = {}
-    for at in itertools.product(*map(range, sizes.values())):
-        coords = dict(zip(sizes, at, strict=True))
-        held[at] = lay_out(word, frame, coords)
+    for point in itertools.product(*map(range, sizes.values())):
+        coords = dict(zip(sizes, point, strict=True))
+        held[point] = lay_out(group, frame, coords)
     return held
 
 
 def _fit_each(
-    spans: Mapping[str, int],
-    held: Mapping[_At, Runs],
+    lengths: Mapping[str, int],
+    held: Mapping[_Point, Runs],
     sizes: Mapping[str, int],
     words: Iterable[Number],
-) -> tuple[dict[str, dict[_At, Trim]], dict[str, Dimension]]:
-    """The view of each component at every coordinate, and its dimension in a layout. Those among the words, and one
-    without a name, are to be stored whole.
+) -> tuple[dict[str, dict[_Point, Trim]], dict[str, Dimension]]:
+    """The view of each component at every coordinate, and its dimension in a layout.
+
+    Raises LayoutError if a component that the words name, or one without a name, is not stored whole.
     """
     trims = {}
     fitted = {}
     start = 0
-    for name, n in spans.items():
+    for name, n in lengths.items():
         stop = start + n
-        own = [_extract(runs, start, stop) for runs in held.values()]
+        parts = [_extract(runs, start, stop) for runs in held.values()]
         if not name or name in words:
-            _check_stored(name, n, own)
-        trimmed = list(map(trim, own))
-        views = [view for view, _ in trimmed]
-        inside = [runs for _, runs in trimmed]
+            _check_stored(name, n, parts)
+        views, inside = zip(*map(trim, parts), strict=True)
         trims[name] = dict(zip(held, views, strict=True))
         fitted[name] = fit(n, sizes, inside)
         start = stop
@@ -298,7 +294,7 @@ def _fit_each(
 
 
 def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
-    """Raise LayoutError for a component that is stored in part, as by an axis that cuts it twice."""
+    """Raise LayoutError if a position of the component is not stored, as when an axis cuts it twice."""
     spans = sorted((start, start + size) for runs in held for _, start, size in runs.segments)
     end = 0
     for start, stop in [*spans, (n, n)]:
@@ -308,28 +304,27 @@ def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
         end = max(end, stop)
 
 
-def _only(lengths: Mapping[str, int]) -> dict[str, int]:
-    """The one length that all components have, for a dimension that names none of them."""
+def _unify(lengths: Mapping[str, int]) -> dict[str, int]:
+    """The length that all components share, under an empty name. Raises StoreError if they differ."""
     if len(set(lengths.values())) != 1:
         raise StoreError(f"components have {dict(lengths)} positions; name them in the dimension")
     return {"": next(iter(lengths.values()))}
 
 
-def _show_whole(lengths: Mapping[str, int]) -> tuple[_Shown, dict[str, Dimension]]:
+def _lay_whole(lengths: Mapping[str, int]) -> tuple[_StoredDim, dict[str, Dimension]]:
     """A dimension that every rank has whole."""
-    (n,) = _only(lengths).values()
+    (n,) = _unify(lengths).values()
     segments = ((0, 0, n),) if n else ()
     whole = Runs(segments, n)
     dimension = fit(n, {}, [whole])
-    nowhere: _At = ()
+    nowhere: _Point = ()
     view = {nowhere: Trim(0, 1, n)}
     trims = dict.fromkeys(lengths, view)
-    shown = _Shown((), {nowhere: n}, trims)
-    return shown, dict.fromkeys(lengths, dimension)
+    return _StoredDim((), {nowhere: n}, trims), dict.fromkeys(lengths, dimension)
 
 
 def _extract(runs: Runs, start: int, stop: int) -> Runs:
-    """What is stored of one component, counted from its own beginning."""
+    """The stored positions from `start` to `stop`, one component's, counted from its beginning."""
     kept = restrict(runs, start, stop)
-    moved = [(lo, g - start, n) for lo, g, n in kept.segments]
-    return Runs(moved, len(kept))
+    shifted = [(local, position - start, n) for local, position, n in kept.segments]
+    return Runs(shifted, len(kept))

@@ -1,10 +1,10 @@
 """Names: the pattern of a tensor's name, with numbers, alternatives and a star in it.
 
-1. `{l}` is an **index**, a number such as that of a layer. `{ep e}` is the index e spread over the mesh axis
-   ep: a name that ranks store has the local number there, the logical name has `{e}`, the global one.
+1. `{l}` is an **index**, such as a layer's number. `{ep e}` is the index e spread over the mesh axis ep: the native
+   name has the local number there, the logical name has `{e}`, the global number.
 2. `[q k v]` is a choice: one word per **component** of a fused tensor.
-3. `*` is `weight` or `bias`, the same one everywhere in a row.
-4. `...` at the end is any rest of a name, the same one in both names of a row.
+3. `*` is `weight` or `bias`, the same word everywhere in a row.
+4. `...` at the end is any rest of a name, the same in both names of a row.
 
 >>> name = parse("model.layers.{l}.self_attn.[q k v]_proj.*")
 >>> name.components, [index.name for index in name.indices]
@@ -28,7 +28,7 @@ from shardmath.base.errors import NotationError, StoreError
 __all__ = ["STARS", "Name", "PatternPart", "matches", "parse", "split"]
 
 STARS = ("weight", "bias")
-"""What a star stands for."""
+"""The words for which a star stands."""
 
 REST = "..."
 
@@ -36,31 +36,31 @@ PART = re.compile(
     r"\[(?P<choice>[^\]]*)\]|\{(?P<index>[^}]*)\}|(?P<star>\*)|(?P<rest>\.\.\.\Z)"
     r"|(?P<plain>(?:[^\[\]{}*.]+|(?!\.\.\.\Z)\.)+)"
 )
-# Between dots alone: the 1 of conv1d and w1 is part of a word. Others than str(number) are words too: 07, and what
-# does not fit 64 bits.
+# Only whole words between dots: the 1 of conv1d and w1 is part of a word. Digits that str(number) would not write,
+# such as 07, are words, and so are numbers that do not fit 64 bits.
 NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 
-SHOWN = {"choice": "[{}]", "index": "{{{}}}"}
-"""How parts of several words are written; others are their word."""
+BRACKETS = {"choice": "[{}]", "index": "{{{}}}"}
+"""The written form of parts with several words; other parts are written as their word."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatternPart:
     """A part of a pattern, by its kind.
 
-    A "choice" has a word per component, and an "index" the words of the stage that spreads a number, most significant
-    first. A "star", the "rest" at the end and what is "plain" are one word, as written.
+    A "choice" has a word per component, an "index" the words that spread its number, most significant first. A "star",
+    the "rest" at the end and "plain" text are one word, as written.
     """
 
     kind: str
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return SHOWN.get(self.kind, "{}").format(self.name)
+        return BRACKETS.get(self.kind, "{}").format(self.name)
 
     @property
     def name(self) -> str:
-        """The words as one: of an index alone its name, of a spread one how it is spread."""
+        """The words as one text: the name of a plain index, or a spread one such as "ep e"."""
         return " ".join(self.words)
 
 
@@ -73,37 +73,37 @@ class Name:
     def __str__(self) -> str:
         return "".join(map(str, self.parts))
 
-    def _list(self, kind: str) -> tuple[PatternPart, ...]:
+    def _list_parts(self, kind: str) -> tuple[PatternPart, ...]:
         return tuple(part for part in self.parts if part.kind == kind)
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The words of its choice; none where there is no choice."""
-        return next((part.words for part in self._list("choice")), ())
+        """The words of its choice; empty without a choice."""
+        return next((part.words for part in self._list_parts("choice")), ())
 
     @property
     def indices(self) -> tuple[PatternPart, ...]:
-        """Its numbers, in order."""
-        return self._list("index")
+        """Its indices, in order."""
+        return self._list_parts("index")
 
     @property
     def starred(self) -> bool:
         """Whether it has a star."""
-        return bool(self._list("star"))
+        return bool(self._list_parts("star"))
 
     @property
     def is_open(self) -> bool:
         """Whether it ends in any rest."""
-        return bool(self._list("rest"))
+        return bool(self._list_parts("rest"))
 
     def close(self, rest: str) -> Name:
-        """The name with this in the place of any rest: a template, of which each {} becomes a number of its own."""
+        """The name with the template `rest` instead of `...`; each {} in it becomes an index, {rest0} and so on."""
         for i in range(rest.count("{}")):
             rest = rest.replace("{}", f"{{rest{i}}}", 1)
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """The name with these numbers, by index, in their places."""
+        """The name with these numbers for its indices, this component for its choice, and this star."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -117,18 +117,18 @@ class Name:
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether the name fits one of the globs. Raises StoreError for a text, whose * alone would fit every name."""
+    """Whether the name fits one of the globs. Raises StoreError for a text: its character * would fit every name."""
     return any(fnmatchcase(name, glob) for glob in listed(globs, "globs of names", StoreError))
 
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:
-    """A tensor's name as a template with {} for each number between dots, and the numbers."""
+    """Split a tensor's name into a template, which has {} for each number between dots, and the numbers."""
     words = NUMBER.split(name)
     return "{}".join(words[::2]), tuple(map(int, words[1::2]))
 
 
 def parse(text: str) -> Name:
-    """The pattern that the text is. Raises NotationError with a caret."""
+    """Parse the text of a pattern. Raises NotationError with a caret."""
     parts: list[PatternPart] = []
     at = 0
     while at < len(text):
@@ -137,12 +137,14 @@ def parse(text: str) -> Name:
             what = f"unexpected {text[at]!r} in a name"
             raise NotationError(what, text, at, "write [q k v], {l} or {ep e}, and *")
         kind = match.lastgroup or ""
-        words = tuple(match[kind].split()) if kind in SHOWN else (match[kind],)
+        words = tuple(match[kind].split()) if kind in BRACKETS else (match[kind],)
         if not words:
             raise NotationError("nothing between the brackets", text, at, "write a word")
         parts.append(PatternPart(kind, words))
         at = match.end()
-    for kind, what in (("choice", "choice [...]"), ("star", "star")):
+    for kind, written in (("choice", "choice [...]"), ("star", "star")):
         if sum(part.kind == kind for part in parts) > 1:
-            raise NotationError(f"a name has one {what} at most", text, 0, "split the row in two")
+            raise NotationError(
+                f"a name has one {written} at most", text, 0, "split the row in two"
+            )
     return Name(tuple(parts))

@@ -1,16 +1,16 @@
-"""Rows: one stored parameter a line, `NATIVE = LOGICAL : STRUCTURE`.
+"""Rows: one stored parameter per line, `NATIVE = LOGICAL : STRUCTURE`.
 
-1. NATIVE is the name that ranks store a tensor under, LOGICAL the tensors that it is made of, STRUCTURE how these
-   lie in it, one word or group per dimension (`structure`). Without a structure the tensor is whole on each rank.
+1. NATIVE is the name under which ranks store a tensor, LOGICAL names its components, and STRUCTURE says how they lie
+   in it, one word or group per dimension (`structure`). Without a structure the tensor is whole on each rank.
 2. A tensor with fewer dimensions takes the first words: a bias under `(tp n) h` is divided, under `h (tp n)` whole.
 3. An index as a dimension is a stack: `e (tp n) h` stores the tensors {e} one after the other in dimension 0.
-4. `@pp=0` is stored at this coordinate alone, `@pp=-1` at the last. `also` marks a copy of a tensor that another
-   row stores; ranks that have the tensor already do not store it twice.
-5. `? NAME` applies where this tensor exists too, `! NAME` where it does not; `/` before it names it from the root.
+4. `@pp=0` is stored only at this coordinate, `@pp=-1` at the last. `also` marks a copy of a tensor that another row
+   stores; ranks that have the tensor already do not store it twice.
+5. `? NAME` applies if this tensor exists too, `! NAME` if it does not; `/` before NAME names it from the root.
 6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor.
-7. `... = ...` stores every tensor that no row before it takes, each under its own name; so does `x.... = y....` of
-   the names that begin so.
-8. `[NATIVE = LOGICAL]` on a line of its own puts prefixes before the rows below it, up to the next such lines.
+7. `... = ...` stores every tensor that no row before it takes, each under its own name; `x.... = y....` stores those
+   whose names begin with `y.`, as `x.`.
+8. `[NATIVE = LOGICAL]` on a separate line puts prefixes before the rows below it, up to the next such lines.
 
     table  := (head+ row*)* ;  '#' begins a comment
     head   := '[' NAME '=' NAME ']' place?
@@ -63,7 +63,7 @@ class AxisPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One stored parameter (see the module)."""
+    """One stored parameter, as a line of the table (see the module)."""
 
     native: Name
     logical: Name
@@ -91,14 +91,14 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index of the native name that is spread over mesh axes, as {ep e}; None without one."""
+        """The index that the native name spreads over mesh axes, as {ep e}; None without one."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index
         return None
 
     def close(self, rest: str) -> Row:
-        """The row of the names that end in this rest (`Name.close`)."""
+        """The open row with this rest in both names (`Name.close`)."""
         return dataclasses.replace(
             self, native=self.native.close(rest), logical=self.logical.close(rest)
         )
@@ -106,7 +106,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What stands before the names of the rows below."""
+    """The prefixes and place of the rows below."""
 
     native: str = ""
     logical: str = ""
@@ -118,13 +118,13 @@ def parse(text: str) -> tuple[Row, ...]:
     """The rows of a table, with their prefixes. Raises NotationError with a caret in the line."""
     rows: list[Row] = []
     heads = [_Head()]
-    below = True  # a row stands below the last heads, so that the next head begins anew
+    below = True  # a row stands below the last heads, so that the next head replaces them
     for line in text.splitlines():
         code = line.partition("#")[0].rstrip()
         if not code.strip():
             continue
         if _is_head(code):
-            # Heads that follow each other put each row below under every one of them.
+            # Several heads in a row: each row below is read once under every one of them.
             heads = [_read_head(code)] if below else [*heads, _read_head(code)]
             below = False
         else:
@@ -139,13 +139,13 @@ def show(rows: Iterable[Row]) -> str:
 
 
 def _is_head(line: str) -> bool:
-    """Whether the brackets that open the line, closed or not, have an = in them; a choice has none."""
+    """Whether the line opens with brackets, closed or not, that contain =; a choice contains none."""
     inside, _, _ = line.partition("]")
     return inside.lstrip().startswith("[") and "=" in inside
 
 
 class _Line:
-    """A line and how far it is read."""
+    """A line with the position up to which it is read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -153,11 +153,12 @@ class _Line:
         self._skip()
 
     def _skip(self) -> None:
+        """Move past blanks."""
         match = BLANKS.match(self.text, self.at)
         self.at = match.end() if match else self.at
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """What the pattern matches next, which is then behind us."""
+        """Take the text that the pattern matches next; None if it does not match."""
         match = pattern.match(self.text, self.at)
         if match:
             self.at = match.end()
@@ -165,25 +166,25 @@ class _Line:
         return match
 
     def accept(self, mark: str) -> bool:
-        """Take the mark if it is next."""
-        found = self.text.startswith(mark, self.at)
-        if found:
+        """Take the mark if it is next; whether it was."""
+        is_next = self.text.startswith(mark, self.at)
+        if is_next:
             self.at += len(mark)
             self._skip()
-        return found
+        return is_next
 
     def expect(self, mark: str, fix: str) -> None:
-        """Take the mark. Raises NotationError."""
+        """Take the mark. Raises NotationError if it is not next."""
         if not self.accept(mark):
             rest = self.text[self.at :] or "the end"
             raise NotationError(f"expected {mark!r}, found {rest!r}", self.text, self.at, fix)
 
-    def name(self, what: str) -> Name:
-        """Take a name. Raises NotationError."""
+    def name(self, meaning: str) -> Name:
+        """Take a name, which means this. Raises NotationError if none is next."""
         start = self.at
         match = self.take(NAME)
         if match is None:
-            raise NotationError(f"expected {what}", self.text, start, "write NATIVE = LOGICAL")
+            raise NotationError(f"expected {meaning}", self.text, start, "write NATIVE = LOGICAL")
         try:
             return names.parse(match[0])
         except NotationError as error:
@@ -191,13 +192,13 @@ class _Line:
             raise NotationError(error.what, self.text, at, error.fix) from None
 
     def place(self) -> AxisPlace | None:
-        """Take a place, if one is next."""
+        """Take a place; None if none is next."""
         match = self.take(PLACE)
         return AxisPlace(match["axis"], int(match["at"])) if match else None
 
 
 def _read_head(line: str) -> _Head:
-    """[NATIVE = LOGICAL], and perhaps a place."""
+    """Read a head: [NATIVE = LOGICAL], and perhaps a place."""
     read = _Line(line)
     read.expect("[", "write [NATIVE = LOGICAL]")
     rest = read.text[read.at :]
@@ -213,7 +214,7 @@ def _read_head(line: str) -> _Head:
 
 
 def _read_row(line: str, head: _Head) -> Row:
-    """One row, with the prefixes of its head."""
+    """Read one row, with the prefixes of its head."""
     read = _Line(line)
     also = read.take(ALSO) is not None
     native = read.name("the name that ranks store")
@@ -242,11 +243,12 @@ def _read_row(line: str, head: _Head) -> Row:
 
 
 def _prefix(prefix: str, name: Name) -> Name:
+    """The name with the prefix before it."""
     return names.parse(f"{prefix}{name}")
 
 
 def _split_transpose(logical: Name, read: _Line) -> tuple[Name, str]:
-    """The name without .T or .mT at its end, and that."""
+    """Split a logical name into the name and the .T or .mT behind it; "" without one."""
     text = str(logical)
     for mark in TRANSPOSES:
         if text.endswith(mark):
@@ -257,7 +259,7 @@ def _split_transpose(logical: Name, read: _Line) -> tuple[Name, str]:
 
 
 def _read_condition(read: _Line, mark: str, head: _Head) -> Name | None:
-    """The tensor that the row asks for, from the root."""
+    """Read the condition behind the mark as a name from the root; None without the mark."""
     if not read.accept(mark):
         return None
     text = str(read.name("the name of a tensor"))
@@ -267,7 +269,7 @@ def _read_condition(read: _Line, mark: str, head: _Head) -> Name | None:
 
 
 def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
-    """The dimensions behind the colon."""
+    """Read the dimensions behind the colon; None without them."""
     if read.at == len(read.text):
         return None
     read.expect(":", "write NATIVE = LOGICAL : STRUCTURE")
@@ -279,23 +281,27 @@ def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
 
 
 def _check_conditions(row: Row, line: str) -> None:
-    """Raise NotationError for a condition that is not of one tensor."""
+    """Raise NotationError for a condition that does not name one tensor."""
     known = {index.name for index in row.logical.indices}
     for asked in filter(None, (row.needs, row.lacks)):
         unknown = [index for index in asked.indices if index.name not in known]
         if not unknown and not asked.starred:
             continue
-        what = f"{asked} asks for a star" if asked.starred else f"{asked} has an index of its own"
+        what = (
+            f"{asked} asks for a star"
+            if asked.starred
+            else f"{asked} has an index that the row lacks"
+        )
         at = max(line.find(str(asked)), 0)
         raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
 
 
 def _check_numbers(row: Row, line: str) -> None:
-    """Raise NotationError for a layer or expert by its number: each number of a logical name is an index of its own."""
+    """Raise NotationError for a plain number in a logical name, or for one index twice."""
     indices = [index.name for index in row.logical.indices]
     if len(set(indices)) < len(indices):
-        what = f"an index twice in the logical name {row.logical}"
-        raise NotationError(what, line, 0, "give each number of a name an index of its own")
+        what = f"an index is twice in the logical name {row.logical}"
+        raise NotationError(what, line, 0, "give each number of a name a different index")
     _, numbers = names.split(str(row.logical).removesuffix(names.REST))
     if numbers:
         what = f"number {numbers[0]} in the logical name {row.logical}"
@@ -305,17 +311,19 @@ def _check_numbers(row: Row, line: str) -> None:
 
 
 def _check_spread(row: Row, line: str) -> None:
-    """Raise NotationError for two spread indices: a rank stores the numbers of one stack by name."""
+    """Raise NotationError for two spread indices: only one stack of a row can be spread in its name."""
     spread = [str(index) for index in row.native.indices if len(index.words) > 1]
     for other in spread:
         if other != spread[0]:
             what = f"indices {spread[0]} and {other} are both spread"
             at = max(line.find(other), 0)
-            raise NotationError(what, line, at, "spread one, and write the other alone, as {l}")
+            raise NotationError(
+                what, line, at, "spread one, and write the other without an axis, as {l}"
+            )
 
 
 def _check(row: Row, line: str) -> None:
-    """Raise NotationError where the two names do not fit each other."""
+    """Raise NotationError if the names of the row do not fit each other."""
     _check_numbers(row, line)
     _check_spread(row, line)
     logical = {index.name for index in row.logical.indices}

@@ -1,11 +1,10 @@
 """Stored: how one side stores its tensors, as rows, meshes and numbers.
 
-1. A side has one or more **meshes** over the same ranks; a row lies on the first one that has all axes it names.
-2. A **declared index**, such as the layer, says for each of its numbers at which coordinates it is, in which
-   chunk (virtual stage) of the model there, and which number it has in that chunk. An index that is not declared is
-   everywhere, under its own number.
-3. It is a small value: it compares, pickles, and goes through JSON with its digest, so that ranks of the other side
-   learn it as text.
+1. A side has one or more **meshes** over the same ranks; a row lies on the first mesh with all axes that it names.
+2. A **declared index**, such as the layer, gives each of its numbers a spot: coordinates, the chunk (virtual stage) of
+   the model there, and the local number in that chunk. The numbers of an index without spots are global, and on all
+   coordinates.
+3. A side is a small value: it compares, pickles, and converts to JSON with its digest, the form in which it is sent.
 
 >>> side = Stored(rows.parse("qkv.* = [q k v].* : (tp q hd + tp k hd + tp v hd) h"), (Mesh(tp=2),), numbers={"hd": 64})
 >>> print(side)
@@ -39,7 +38,7 @@ __all__ = ["Entry", "Shapes", "KnownSide", "Slot", "Spot", "Stored", "Vocabulary
 FORMAT = "shardmath declared storage"
 VERSION = 1
 MOST_SIZE = 1 << 56
-"""Of a dimension; layouts count bytes in 64 bits."""
+"""The largest dimension; layouts count bytes in 64 bits."""
 UNKNOWN = ("refuse", "replicate")
 Entry: TypeAlias = tuple[tuple[int, ...], str]
 """Global shape and dtype of a logical tensor."""
@@ -48,7 +47,7 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """Where one number of a declared index is: coordinates, chunk, and its number there."""
+    """The location of one number of a declared index: coordinates, chunk, and its local number in the chunk."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -56,7 +55,10 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a local tensor lies: `native[cut]`, its dimensions then put in `order`; `function` makes it."""
+    """The location of a local tensor: `native[cut]`; `order` has the logical dimension of each of its dimensions.
+
+    `function` is applied to the logical tensor before it is stored; "" if none is.
+    """
 
     chunk: int
     native: str
@@ -66,7 +68,7 @@ class Slot(NamedTuple):
 
 
 class KnownSide(Protocol):
-    """A side whose tensors are known: the layout of each, and where ranks store it."""
+    """A side bound to tensors: the layout of each, and where ranks store it."""
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -79,7 +81,7 @@ class KnownSide(Protocol):
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """Where each tensor that the rank holds a part of lies, by logical name."""
+        """The slot of each tensor of which the rank holds a part, by logical name."""
         ...
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -87,24 +89,24 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """What says how the rank stores this tensor, for people. Raises StoreError where it does not."""
+        """The row or recording of this stored tensor, for messages. Raises StoreError if the rank does not store it."""
         ...
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(logical name, slot, shape of the stored tensor) of all that the rank holds."""
+        """(logical name, slot, shape of the stored tensor) of everything that the rank holds."""
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these logical tensors that any rank stores as a function of it, and where; None for none."""
+        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a side stores its tensors (see the module).
+    """The way in which a side stores its tensors: rows, meshes, spots of indices and numbers (see the module).
 
-    With `exact`, what axes cut they must divide; else parts are ceil-chunks. Raises StoreError for meshes over
-    different ranks, and for none, and for rows that are not parsed.
+    With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
+    different ranks, for no mesh, and for rows that are not parsed.
     """
 
     rows: tuple[Row, ...]
@@ -114,14 +116,14 @@ class Stored:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        # Copies, so that nobody changes what the value says.
-        kept = {
+        # Copies, so that the value does not change with the caller's collections.
+        copies = {
             "rows": tuple(map(_check_row, self.rows)),
             "meshes": listed(self.meshes, "meshes", StoreError),
             "indices": dict(self.indices),
             "numbers": dict(self.numbers),
         }
-        for name, value in kept.items():
+        for name, value in copies.items():
             object.__setattr__(self, name, value)
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
             raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
@@ -146,7 +148,7 @@ class Stored:
         return digest(text)
 
     def to_json(self) -> str:
-        """As text that `from_json` reads."""
+        """The value as text that `from_json` reads."""
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -157,29 +159,29 @@ class Stored:
 
     @classmethod
     def from_json(cls, text: str) -> Stored:
-        """The value of such text. Raises StoreError for any other, NotationError with a caret in a row that is none."""
+        """Read the text of `to_json`. Raises StoreError for any other text, NotationError with a caret in a bad row."""
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """With these rows before its own, and these numbers."""
-        before = rows.parse(text)
-        every = before + self.rows
-        together = {**self.numbers, **numbers}
-        return Stored(every, self.meshes, self.indices, together, self.exact)
+        """The side with these rows before its own, and these numbers added."""
+        all_rows = rows.parse(text) + self.rows
+        all_numbers = {**self.numbers, **numbers}
+        return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
 
 
 def _check_row(row: object) -> Row:
+    """The row. Raises StoreError for anything else, such as its text."""
     return instance(row, Row, "give rows as shardmath.storage.parse reads them", StoreError)
 
 
 def _check_axes(meshes: tuple[Mesh, ...]) -> None:
-    """Raise StoreError where an axis of two meshes puts a rank at two coordinates."""
-    found: dict[tuple[str, int], int] = {}
+    """Raise StoreError if an axis of two meshes puts a rank at two coordinates."""
+    known: dict[tuple[str, int], int] = {}
     for mesh in meshes:
         for axis in mesh.shape:
-            at = mesh.coordinate([axis]).tolist()
-            for rank, coordinate in zip(mesh.ranks, at, strict=True):
-                before = found.setdefault((axis, rank), coordinate)
+            coordinates = mesh.coordinate([axis]).tolist()
+            for rank, coordinate in zip(mesh.ranks, coordinates, strict=True):
+                before = known.setdefault((axis, rank), coordinate)
                 if before != coordinate:
                     raise StoreError(
                         f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
@@ -188,7 +190,7 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
 
 
 def _check_counts(numbers: Mapping[str, int], indices: Mapping[str, Iterable[Spot]]) -> None:
-    """Raise StoreError for a number, a chunk or an index's number that counts nothing here."""
+    """Raise StoreError for a number, a chunk or a local number that is not a count."""
     counts: dict[str, object] = {f"number {name!r}": n for name, n in numbers.items()}
     for name, spots in indices.items():
         for i, spot in enumerate(spots):
@@ -201,13 +203,9 @@ def _check_counts(numbers: Mapping[str, int], indices: Mapping[str, Iterable[Spo
 
 
 def _list_plain(stored: Stored) -> dict[str, Any]:
-    """The value as lists of numbers and text; integers may have been numpy's."""
-    indices = {}
-    for name, spots in stored.indices.items():
-        indices[name] = [_list_spot(spot) for spot in spots]
-    numbers = {}
-    for name, number in stored.numbers.items():
-        numbers[name] = int(number)
+    """The value as plain numbers and text for JSON; integers may have been numpy's."""
+    indices = {name: list(map(_list_spot, spots)) for name, spots in stored.indices.items()}
+    numbers = {name: int(number) for name, number in stored.numbers.items()}
     return {
         "rows": [str(row) for row in stored.rows],
         "meshes": [(mesh.axes, mesh.ranks) for mesh in stored.meshes],
@@ -218,28 +216,21 @@ def _list_plain(stored: Stored) -> dict[str, Any]:
 
 
 def _list_spot(spot: Spot) -> tuple[dict[str, int], int, int]:
-    coords = {}
-    for axis, at in spot.coords.items():
-        coords[axis] = int(at)
+    """A spot as plain integers for JSON."""
+    coords = {axis: int(coordinate) for axis, coordinate in spot.coords.items()}
     return coords, int(spot.chunk), int(spot.number)
 
 
 def _read(value: Mapping[str, Any]) -> Stored:
-    """The value of what JSON had."""
+    """The side that `_list_plain` wrote as this value."""
     table = "\n".join(value["rows"])
-    meshes = []
-    for axes, ranks in value["meshes"]:
-        mesh = Mesh(dict(axes), ranks=ranks)
-        meshes.append(mesh)
     indices = {}
     for name, spots in value["indices"].items():
         indices[name] = tuple(_read_spot(*spot) for spot in spots)
-    numbers = {}
-    for name, number in value["numbers"].items():
-        numbers[name] = int(number)
+    numbers = {name: int(number) for name, number in value["numbers"].items()}
     return Stored(
         rows=rows.parse(table),
-        meshes=tuple(meshes),
+        meshes=tuple(Mesh(dict(axes), ranks=ranks) for axes, ranks in value["meshes"]),
         indices=indices,
         numbers=numbers,
         exact=bool(value["exact"]),
@@ -247,14 +238,13 @@ def _read(value: Mapping[str, Any]) -> Stored:
 
 
 def _read_spot(coords: Mapping[str, int], chunk: int, number: int) -> Spot:
-    own = dict(coords)
-    return Spot(own, int(chunk), int(number))
+    return Spot(dict(coords), int(chunk), int(number))
 
 
 def replicates(unknown: str) -> bool:
-    """Whether tensors that no row knows are whole on each rank, and not refused.
+    """Whether tensors without a row are whole on each rank ("replicate") instead of an error ("refuse").
 
-    Raises StoreError for a word that says neither.
+    Raises StoreError for another word.
     """
     if known(unknown, UNKNOWN) is None:
         listed = ", ".join(UNKNOWN)
@@ -264,19 +254,19 @@ def replicates(unknown: str) -> bool:
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Grouped: TypeAlias = dict[_Numbers, dict[int, str]]
-"""Names by all numbers but the stacked one, then by that."""
+"""Names by all numbers except the stacked one, then by the stacked number."""
 
 
 def _read_shapes(shapes: Shapes) -> Shapes:
-    """The shapes as tuples of plain integers, and dtypes by their names, however they were spelled.
+    """The shapes as tuples of plain integers, with canonical names of dtypes.
 
-    Raises StoreError for what is not {name: (shape, dtype)}, LayoutError for a dtype that is none.
+    Raises StoreError for anything except {name: (shape, dtype)}, LayoutError for an unknown dtype.
     """
     given = mapping(shapes, "shapes are ", "names to (shape, dtype)", StoreError)
     known: dict[object, Entry] = {}
     read = {}
     for name, entry in given.items():
-        # Layers are alike, and each entry is looked at once.
+        # Layers have equal entries, each of which is checked once.
         try:
             shape, dtype = entry
             key = tuple(shape), dtype
@@ -292,7 +282,7 @@ def _read_shapes(shapes: Shapes) -> Shapes:
 
 
 def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
-    """The sizes. Raises StoreError for what is no size."""
+    """The shape as integers. Raises StoreError for anything that is not a size."""
     sizes = tuple(as_integer(n, f"a size of shape {given}", StoreError) for n in given)
     for n in sizes:
         if not 0 <= n <= MOST_SIZE:
@@ -301,12 +291,12 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
 
 
 class Vocabulary:
-    """Logical tensors by the template of their names; two sides that share one read the names once."""
+    """Logical tensors by the template of their names; two sides that share a vocabulary split the names once."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = _read_shapes(shapes)
         self.templates: dict[str, dict[_Numbers, str]] = {}
-        self._found: dict[tuple[str, int | None], _Grouped] = {}
+        self._grouped: dict[tuple[str, int | None], _Grouped] = {}
         self._ordered: dict[int, tuple[Mapping[int, str], list[str]]] = {}
         for name in shapes:
             template, numbers = split(name)
@@ -314,27 +304,26 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names of a template, by all numbers but the stacked one, then by that."""
-        # Both sides ask for nearly all templates in the same way.
+        """The names of a template, by all numbers except the stacked one, then by the stacked number."""
+        # Both sides stack nearly all templates in the same way.
         key = template, stacked
-        if key not in self._found:
-            self._found[key] = self._group(template, stacked)
-        return self._found[key]
+        if key not in self._grouped:
+            self._grouped[key] = self._group(template, stacked)
+        return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """The names that `find` has found by number, the `index`, in order.
+        """The names, by number of `index` as `find` returns them, in order.
 
-        Raises StoreError where one is missing, or differs from the others in shape or dtype.
+        Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """
-        # Kept by identity, and the names with it, so that nothing else ever has it.
-        kept = self._ordered.get(id(names))
-        if kept is None:
-            ordered = self._check_order(names, index)
-            kept = names, ordered
-            self._ordered[id(names)] = kept
-        return kept[1]
+        # By identity; the names are kept too, so that nothing else gets their id.
+        if id(names) not in self._ordered:
+            self._ordered[id(names)] = names, self._check_order(names, index)
+        _, ordered = self._ordered[id(names)]
+        return ordered
 
     def _check_order(self, names: Mapping[int, str], index: str | None) -> list[str]:
+        """The names in order. Raises StoreError as `order` does."""
         numbers = range(len(names))
         absent = set(numbers).difference(names)
         if absent:
@@ -353,14 +342,12 @@ class Vocabulary:
         return ordered
 
     def _group(self, template: str, stacked: int | None) -> _Grouped:
+        """Group the names of a template as `find` returns them."""
         names = self.templates.get(template, {})
         if stacked is None:
             return {numbers: {0: name} for numbers, name in names.items()}
-        behind = stacked + 1
-        found: _Grouped = {}
+        grouped: _Grouped = {}
         for numbers, name in names.items():
-            others = numbers[:stacked] + numbers[behind:]
-            by_stacked = found.setdefault(others, {})
-            number = numbers[stacked]
-            by_stacked[number] = name
-        return found
+            others = numbers[:stacked] + numbers[stacked + 1 :]
+            grouped.setdefault(others, {})[numbers[stacked]] = name
+        return grouped

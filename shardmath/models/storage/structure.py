@@ -1,15 +1,15 @@
-"""Structure: how components lie along one dimension of a stored tensor, as written.
+"""Structure: the written form of how components lie along one dimension of a stored tensor.
 
-1. A word is a **component** (`q`), a mesh axis (`tp`) or a number of the side (`groups`, or 2). Which it is, is
-   looked up when the structure is laid out; the one word of a term that is neither axis nor number is its component.
-2. Left of a component, most significant first, each word cuts it: an axis keeps the part of its own coordinate,
+1. A word is a **component** (`q`), a mesh axis (`tp`) or a number of the side (`groups`, or 2). Which one, is
+   resolved when the structure is laid out; a term's component is its one word that is neither axis nor number.
+2. Left of a component, most significant first, each word cuts it: an axis keeps its coordinate's part,
    a number goes through its parts in order. Before a group the cut is made in *each* component of the group:
    `tp (gate + up)` is the rank's part of gate, then its part of up.
-3. `+` puts terms one after the other; `|` takes what there is so far as one sequence and cuts it anew.
-4. Right of a component a number is its **grain**: cuts fall between blocks of so many. An axis there deals the
-   blocks round robin.
-5. `n=vocab` is stored as so many, padding at the end; of `n^128` each part is, as the next multiple of 128.
-   `e%slots` is stored as so many, beginning anew behind its end: copies of the first ones.
+3. `+` puts terms one after the other; `|` takes everything before it as one sequence and cuts it again.
+4. Right of a component a number is its **grain**: cuts fall between blocks of that size. An axis there
+   deals the blocks round robin.
+5. `n=vocab` is stored as vocab positions, padded at the end; each part of `n^128` is padded to a multiple of 128.
+   `e%slots` is stored as slots positions: after its end come copies of its first ones.
 6. `tp/rep`: `rep` neighbours along tp keep the same part. `ep~`: sizes may differ by one, larger ones first.
 
 >>> print(parse("(groups (q + k)|tp  n=vocab)"))
@@ -30,7 +30,7 @@ __all__ = ["GroupedDim", "Number", "Structure", "Term", "Word", "list_words", "p
 MARKS = "( ) + | = ^ % ~ / ..."
 
 MOST_NESTED = 64
-"""Groups inside each other, far below what Python's own stack takes."""
+"""The deepest nesting of groups, far below the limit of Python's stack."""
 
 Number: TypeAlias = int | str
 """An integer, or the name of one."""
@@ -64,7 +64,7 @@ class Term:
     def __str__(self) -> str:
         words = [str(word) for word in self.words]
         if self.group:
-            words.append(f"({_join(self.group)})")
+            words.append(f"({_join_terms(self.group)})")
         return " ".join(words)
 
 
@@ -75,14 +75,14 @@ class GroupedDim:
     stages: tuple[tuple[Term, ...], ...]
 
     def __str__(self) -> str:
-        return f"({' | '.join(map(_join, self.stages))})"
+        return f"({' | '.join(map(_join_terms, self.stages))})"
 
 
 Structure: TypeAlias = GroupedDim | str
 """A dimension: a group, a free name that is not divided, or `...`."""
 
 
-def _join(terms: Iterable[Term]) -> str:
+def _join_terms(terms: Iterable[Term]) -> str:
     return " + ".join(map(str, terms))
 
 
@@ -97,7 +97,7 @@ def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
 
 
 def parse(text: str) -> GroupedDim:
-    """One dimension. Raises NotationError with a caret."""
+    """The group that the text is. Raises NotationError with a caret."""
     dims = read_dims(text)
     if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
         raise NotationError("not one group", text, 0, "write (tp n)")
@@ -112,9 +112,9 @@ def read_dims(text: str) -> tuple[Structure, ...]:
         if read.accept("("):
             dims.append(_read_group(read))
         elif read.here.text == "...":
-            _, _, at = read.take()
+            _, _, position = read.take()
             if "..." in dims:
-                read.fail("'...' twice", at, "write it once, for all dimensions that are left")
+                read.fail("'...' twice", position, "write it once, for all remaining dimensions")
             dims.append("...")
         else:
             dims.append(read.word("a dimension: a name, ... or a group").text)
@@ -122,7 +122,7 @@ def read_dims(text: str) -> tuple[Structure, ...]:
 
 
 def _read_group(read: Cursor) -> GroupedDim:
-    """Stages up to the closing parenthesis."""
+    """The stages of a group, up to its closing parenthesis."""
     stages = [_read_terms(read)]
     while read.accept("|"):
         stages.append(_read_terms(read))
@@ -131,7 +131,7 @@ def _read_group(read: Cursor) -> GroupedDim:
 
 
 def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:
-    """Terms with + between them, inside so many groups."""
+    """Terms with + between them, inside `depth` groups."""
     terms = [_read_term(read, depth)]
     while read.accept("+"):
         terms.append(_read_term(read, depth))
@@ -139,14 +139,14 @@ def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:
 
 
 def _read_term(read: Cursor, depth: int) -> Term:
-    """Words, and a group behind them if there is one."""
+    """Words, and the group behind them, if any."""
     if depth > MOST_NESTED:
-        read.fail(f"more than {MOST_NESTED} groups in each other", read.here.at, "write fewer")
+        read.fail(f"more than {MOST_NESTED} nested groups", read.here.at, "write fewer")
     start = read.here.at
     words = []
     while read.here.kind in ("word", "int"):
         words.append(_read_word(read))
-    # Words before a group cut each of its components; '|' would cut them as one, so it is not inside.
+    # Words before a group cut each of its components; '|' would cut them as one, so only outermost groups have it.
     if read.accept("("):
         group = _read_terms(read, depth + 1)
         read.expect(")", "close the group; '|' stands in the outermost one")
@@ -168,7 +168,7 @@ def _read_word(read: Cursor) -> Word:
 
 
 def _read_marked(read: Cursor, mark: str) -> Number | None:
-    """The number behind the mark, if that is next."""
+    """The number behind the mark; None if the mark is not next."""
     return _read_number(read) if read.accept(mark) else None
 
 

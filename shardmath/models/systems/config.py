@@ -1,6 +1,6 @@
 """Configurations: the fields of a Hugging Face configuration, by any of their names.
 
-A configuration is a mapping of its fields, such as `config.json` has, or an object that has them.
+A configuration is a mapping of its fields, such as a read `config.json`, or an object with them as attributes.
 
 >>> config = Config({"model_type": "gpt2", "n_embd": 32, "n_head": 8})
 >>> config.hidden, config.kv_heads, config.head_dim
@@ -27,11 +27,11 @@ SYNONYMS = {
     "mamba_expand": ("expand",),
     "mamba_head_dim": ("mamba_d_head", "head_dim"),
 }
-"""Other names of a field, in the order in which they are looked for."""
+"""Other names of a field, in the order in which they are looked up."""
 
 
 def plain(kind: str) -> str:
-    """A model type without what is written differently here and there.
+    """A model type in a normal form: lower-case letters and digits, without the suffix "text".
 
     >>> plain("qwen3_5_moe_text"), plain("MiniMaxM2")
     ('qwen35moe', 'minimaxm2')
@@ -45,18 +45,18 @@ class Config:
 
     def __init__(self, given: object) -> None:
         self.given = given
-        # Models of several media keep their language model's fields apart.
+        # Multimodal models keep their language model's fields separately.
         inner = self._look_up("text_config")
         self.language = None if inner is None else Config(inner)
 
     def _look_up(self, name: str) -> Any:
-        """The field's value, None where there is none: also of an object's computed attributes."""
+        """The value of the field or, in an object, the attribute of this name; None if there is none."""
         if isinstance(self.given, Mapping):
             return self.given.get(name)
         return getattr(self.given, name, None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value by its name or another one; the default where it is not given, or None."""
+        """The field's value by any of its names; the default if it is missing or None."""
         if self.language is not None:
             default = self.language.get(name, default)
             if default is not None:
@@ -69,12 +69,12 @@ class Config:
 
     @property
     def kind(self) -> str:
-        """The type of model, plainly."""
+        """The type of model, in normal form (`plain`)."""
         return plain(str(self.get("model_type", "")))
 
     @property
     def layers(self) -> int:
-        """Layers, of a hybrid model one for each letter of its pattern, or for each type in its list."""
+        """The number of layers; in a hybrid model one per letter of its pattern, or per type in its list."""
         types = self.get("layers_block_type", ())
         pattern = self.get("hybrid_override_pattern", types)
         layers = self.get("num_hidden_layers", len(pattern))
@@ -94,8 +94,8 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
-        # Falcon's first models have one head for all, whatever their number of heads says.
+        """The number of key and value heads."""
+        # The first Falcon models have one key and value head, whatever the field says.
         if self.get("multi_query", self.kind == "falcon") and not self.get(
             "new_decoder_architecture"
         ):
@@ -112,17 +112,17 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """Groups of a Mamba layer, each with B and C of its own."""
+        """Groups of a Mamba layer, each with its own B and C."""
         return int(self.get("n_groups", 1))
 
     @property
     def state(self) -> int:
-        """Rows of B, and of C, of a Mamba layer."""
+        """Rows of B, and equally of C, in a Mamba layer."""
         return self.groups * int(self.get("ssm_state_size", 0))
 
     @property
     def inner(self) -> int:
-        """Rows of x of a Mamba layer."""
+        """Rows of x in a Mamba layer."""
         heads = self.get("mamba_num_heads")
         head = self.get("mamba_head_dim")
         if isinstance(heads, int) and isinstance(head, int):
@@ -131,27 +131,27 @@ class Config:
 
     @property
     def linear_key_heads(self) -> int:
-        """Key heads of linear attention."""
+        """The number of key heads in linear attention."""
         return int(self.get("linear_num_key_heads", 0))
 
     @property
     def linear_keys(self) -> int:
-        """Rows of the queries, and of the keys, of linear attention."""
+        """Rows of the queries, and equally of the keys, in linear attention."""
         return self.linear_key_heads * int(self.get("linear_key_head_dim", 0))
 
     @property
     def linear_values(self) -> int:
-        """Rows of the values of linear attention."""
+        """Rows of the values in linear attention."""
         heads = int(self.get("linear_num_value_heads", 0))
         return heads * int(self.get("linear_value_head_dim", 0))
 
     @property
     def has_scales(self) -> bool:
-        """Whether linear layers have a scale for each block of their weights, as DeepSeek's FP8 has."""
+        """Whether linear layers have a scale per block of their weights, as in DeepSeek's FP8."""
         quantization = self.get("quantization_config")
         return quantization is not None and bool(Config(quantization).get("weight_block_size"))
 
     @property
     def drafts(self) -> int:
-        """Layers that predict further tokens, numbered behind the others."""
+        """The number of layers that predict further tokens, numbered behind the others."""
         return int(self.get("num_nextn_predict_layers", 0))

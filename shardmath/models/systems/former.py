@@ -1,20 +1,20 @@
-"""Former: what Megatron trainers and vLLM engines hold, as layouts from shapes alone, without a configuration.
+"""Former: layouts of Megatron trainers and vLLM engines, from shapes without a configuration.
 
-`megatron` and `vllm` say what these systems store, under their own names, from a model's configuration. This file
-asks for less, and says less: it takes Hugging Face names and shapes (`hf`).
+`megatron` and `vllm` give the storage of these systems, under their own names, from a model's configuration. This file
+needs only Hugging Face names and shapes (`hf`), and gives only layouts.
 
-1. `styles.kind` divides dense tensors over tp; what it does not know is replicated. A dimension that tp does not divide
-   is an error.
-2. A trainer's pipeline is outermost: stage s of pp is the s-th run of consecutive ranks. `stages` says how many layers
-   each stage has, evenly if not given. Embeddings are on the first stage; everything else without a layer (final norm,
-   head) is on the last. Inside a stage dense tensors lie on the mesh (dp, tp), tp fastest.
+1. `styles.kind` divides dense tensors over tp; unknown tensors are replicated. A dimension that tp does not divide is
+   an error.
+2. A trainer's pipeline is outermost: stage s of pp is the s-th run of consecutive ranks. `stages` are the numbers of
+   layers of each stage, equal if not given. Embeddings are on the first stage; others without a layer (final norm,
+   head) are on the last. Inside a stage dense tensors lie on the mesh (dp, tp), tp fastest.
 3. A trainer's routed experts lie on a separate mesh over the same ranks, (edp, ep), ep fastest. Expert e of E lies
    whole on coordinate e // (E / ep) of ep, whatever tp is, and is replicated over edp.
 4. An engine's ranks form the mesh (dp, tp), tp fastest; coordinates of dp are replicas. tp divides experts too: gate
    and up by their rows, down by its columns. With fewer key-value heads than tp, rank r holds head
    r // (tp / kv_heads). Vocabularies are padded at their end to a multiple of 64.
-5. `stacked` says the same of buffers that hold all experts of a rank: each projection of each expert is then a tensor
-   (1, ...) and a window of its buffer. A trainer has one buffer per projection, (E / ep, ...); an engine has w13
+5. With `stacked`, buffers hold all experts of a rank: each projection of each expert is then a tensor (1, ...) and a
+   window of its buffer. A trainer has one buffer per projection, (E / ep, ...); an engine has w13
    (E, 2I / tp, H), gate rows before up rows, and w2 (E, H, I / tp).
 
 Source: vLLM's `fused_moe/routed_experts.py` 002d6073, `vocab_parallel_embedding.py` 00db0119 and `linear.py`.
@@ -58,7 +58,7 @@ from shardmath.models.systems.hf import Shapes, TensorPlace, cell, expert_counts
 __all__ = ["HALVES", "KV", "engine", "trainer"]
 
 FIRST = re.compile(r"(?:^|\.)(?:embed(?!_out)\w*|\w*embeddings?|shared|wpe|wte)\.")
-"""What lies on the first stage though it is in no layer: embeddings of words, positions and types."""
+"""Tensors without a layer that lie on the first stage: embeddings of words, positions and types."""
 
 
 def trainer(
@@ -75,8 +75,8 @@ def trainer(
     """The layout of every tensor of `shapes`, by name.
 
     `ranks` in the order pp, dp, tp, last fastest. `vocab_multiple` pads vocabularies, at their end, to a
-    multiple of it (Megatron's own is 128 tp). Raises MeshError where the ranks do not factor, LayoutError
-    where layers do not fit the stages, experts ep or a dimension tp.
+    multiple of it (Megatron's own is 128 tp). Raises MeshError if the ranks do not factor, LayoutError if layers do
+    not fit the stages, experts ep or a dimension tp.
     """
     meshes = _make_stages(tuple(ranks), tp, pp, ep)
     counts = expert_counts(shapes)
@@ -98,7 +98,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Trainer:
-    """All that says where a tensor lies: the stages, the stage of each layer, the experts of each layer."""
+    """A trainer: its stages, the stage of each layer, the experts of each layer."""
 
     stages: tuple[_Stage, ...]
     stage_of: tuple[int, ...]
@@ -107,7 +107,7 @@ class _Trainer:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """Where the tensor lies. Raises LayoutError for what ep or tp do not divide."""
+        """The place of the tensor. Raises LayoutError if ep or tp do not divide it."""
         stage = self._find_stage(name)
         if is_expert(name):
             return self._place_expert(name, shape, stage)
@@ -116,13 +116,14 @@ class _Trainer:
         return TensorPlace(stage.dense, text, shape)
 
     def _find_stage(self, name: str) -> _Stage:
+        """The stage of a tensor, by its layer; without one, the first or the last."""
         layer, _ = numbers(name)
         if layer is not None:
             return self.stages[self.stage_of[layer]]
         return self.stages[0] if FIRST.search(name) else self.stages[-1]
 
     def _place_expert(self, name: str, shape: tuple[int, ...], stage: _Stage) -> TensorPlace:
-        """Where an expert, or a group of them, lies in its stage."""
+        """The place of an expert, or of a group of experts, in its stage."""
         ep = len(stage.holders)
         layer, expert = numbers(name)
         if expert is None:
@@ -168,7 +169,7 @@ def _make_stage(ranks: tuple[int, ...], tp: int, ep: int) -> _Stage:
 
 
 def _assign_layers(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tuple[int, ...]:
-    """The stage of each layer. Raises LayoutError where the layers do not fit the stages."""
+    """The stage of each layer. Raises LayoutError if the layers do not fit the stages."""
     layers = _count_layers(shapes)
     if stages is not None:
         each = tuple(stages)
@@ -198,10 +199,10 @@ def _count_layers(shapes: Shapes) -> int:
 
 
 KV = ("k_proj", "v_proj")
-"""The layers with one part per key-value head."""
+"""The modules with one part per key-value head."""
 
 HALVES: dict[str, int] = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1}
-"""Which half of the rows of w13 is whose."""
+"""The half of w13's rows that each module has."""
 
 
 def engine(
@@ -216,8 +217,8 @@ def engine(
     """The layout of every tensor of `shapes`, by name.
 
     `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises
-    MeshError where tp does not divide the ranks, LayoutError where it does not divide a dimension, nor
-    key-value heads tp.
+    MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp and
+    the key-value heads divides the other.
     """
     ids = tuple(ranks)
     size = len(ids)
@@ -232,7 +233,7 @@ def engine(
 
 
 def _split_heads(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
-    """The mesh of key-value heads that are fewer than tp, None where tp divides them."""
+    """The mesh of key-value heads that are fewer than tp; None if tp divides them."""
     if kv_heads is None or (kv_heads > 0 and kv_heads % tp == 0):
         return None
     if kv_heads < 1 or tp % kv_heads:
@@ -245,10 +246,7 @@ def _split_heads(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """All that says where a tensor lies.
-
-    `kv` is the mesh of few key-value heads, `counts` the experts of each layer where they are stacked.
-    """
+    """An engine: its mesh, `kv` the mesh of few key-value heads, `counts` the experts of each layer if stacked."""
 
     mesh: Mesh
     kv: Mesh | None
@@ -256,7 +254,7 @@ class _Engine:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """Where the tensor lies. Raises LayoutError for a dimension that is not divided evenly."""
+        """The place of the tensor. Raises LayoutError for a dimension that is not divided evenly."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")
@@ -271,7 +269,7 @@ class _Engine:
 
 
 def _stack(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:
-    """One expert's window: of the rows of w13 where the module is a half of it, else of w2."""
+    """The layout of one expert in its buffer: a half of w13's rows for gate and up, w2 for down."""
     if module not in HALVES:
         return f"(n)={stored} {text}"
     rows = shape[0]

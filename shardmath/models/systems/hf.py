@@ -1,4 +1,4 @@
-"""Hugging Face names: what a tensor's name says of its layer and its expert.
+"""Hugging Face names: the layer and the expert in a tensor's name.
 
 1. Layers are numbered, `model.layers.3.`, and so are the experts of a layer, `mlp.experts.17.`.
 2. Experts are **numbered**, `mlp.experts.17.up_proj.weight` (I, H), or **grouped**,
@@ -42,7 +42,7 @@ EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 
 @memo(1 << 17)
 def numbers(name: str) -> tuple[int | None, int | None]:
-    """The layer and the expert that the name numbers; None where it has no such number."""
+    """(layer, expert) of the name; None for a number that it does not have."""
     layer = LAYER.search(name)
     expert = EXPERT.search(name) if "experts." in name else None
     layer_number = int(layer[1]) if layer else None
@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """What is stored of dimension 0 by a tensor (1, ...) that is one cell of a stack of so many experts.
+    """Dimension 0, as layouts write it, of a tensor (1, ...) that is one cell of a stack of `experts`.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
@@ -66,7 +66,7 @@ def cell(expert: int, experts: int) -> str:
 
 
 def expert_counts(shapes: Shapes) -> Counter[int | None]:
-    """How many numbered experts each layer has."""
+    """The number of numbered experts in each layer."""
     counts: Counter[int | None] = Counter()
     for name in shapes:
         layer, expert = numbers(name)
@@ -76,34 +76,34 @@ def expert_counts(shapes: Shapes) -> Counter[int | None]:
 
 
 _Member: TypeAlias = tuple[int | None, Entry]
-"""An expert's number, None for a tensor that is not a numbered expert's, and its shape and dtype."""
+"""(expert's number, None for a tensor without one; shape and dtype)."""
 
 
 def grouped(shapes: Shapes) -> dict[str, Entry]:
-    """The same with numbered experts grouped: one (E, ...) tensor per layer and projection.
+    """The shapes with numbered experts grouped: one (E, ...) tensor per layer and projection.
 
-    It is in the place of the first expert's. Raises LayoutError where the experts of a group differ, or are
-    not numbered 0 to E - 1.
+    It takes the first expert's position. Raises LayoutError if the experts of a group differ, or are not numbered 0
+    to E - 1.
     """
     members: dict[str, list[_Member]] = {}
     for name, entry in shapes.items():
         group = EXPERT.sub(r"\1experts.", name)
         _, expert = numbers(name)
         members.setdefault(group, []).append((expert, entry))
-    return {group: _group(group, found) for group, found in members.items()}
+    return {group: _group(group, listed) for group, listed in members.items()}
 
 
-def _group(group: str, found: list[_Member]) -> Entry:
-    """The shape and dtype of a group of experts; other tensors are alone in theirs and stay as they are."""
-    (expert, (shape, dtype)), *_ = found
+def _group(group: str, members: list[_Member]) -> Entry:
+    """The shape and dtype of a group of experts; a tensor without a number is a group by itself, and unchanged."""
+    (expert, (shape, dtype)), *_ = members
     if expert is None:
         return shape, dtype
-    count = len(found)
-    kinds = sorted({entry for _, entry in found})
-    numbered = {number for number, _ in found}
+    count = len(members)
+    kinds = sorted({entry for _, entry in members})
+    numbered = {number for number, _ in members}
     if len(kinds) > 1 or numbered != set(range(count)):
         shown = " and ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
-        lowest, highest = min(found)[0], max(found)[0]
+        lowest, highest = min(members)[0], max(members)[0]
         raise LayoutError(
             f"{count} experts numbered {lowest} to {highest} of {group!r}, each {shown}; "
             f"the experts of a group are alike, and numbered from 0 without gaps"
@@ -112,7 +112,7 @@ def _group(group: str, found: list[_Member]) -> Entry:
 
 
 class TensorPlace(NamedTuple):
-    """Where and how a tensor lies: what a Layout needs beside the dtype."""
+    """The arguments of a tensor's Layout, without the dtype."""
 
     mesh: Mesh
     text: str
@@ -122,24 +122,24 @@ class TensorPlace(NamedTuple):
 def layouts(
     shapes: Shapes, place: Callable[[str, tuple[int, ...]], TensorPlace]
 ) -> dict[str, Layout]:
-    """The layout of every tensor, by name, as `place(name, shape)` says; each distinct one is made once.
+    """The layout of every tensor, by name, at `place(name, shape)`; each distinct layout is made once.
 
     Raises LayoutError, naming the tensor, for a place that does not fit.
     """
     made: dict[tuple[TensorPlace, str], Layout] = {}
     by_name: dict[str, Layout] = {}
     for name, (shape, dtype) in shapes.items():
-        at = place(name, shape)
-        layout = made.get((at, dtype))
+        placed = place(name, shape)
+        layout = made.get((placed, dtype))
         if layout is None:
-            layout = made[at, dtype] = _make_layout(name, at, dtype)
+            layout = made[placed, dtype] = _make_layout(name, placed, dtype)
         by_name[name] = layout
     return by_name
 
 
-def _make_layout(name: str, at: TensorPlace, dtype: str) -> Layout:
-    """The layout of this place. Raises LayoutError, naming the tensor."""
+def _make_layout(name: str, place: TensorPlace, dtype: str) -> Layout:
+    """The layout at this place. Raises LayoutError, naming the tensor."""
     try:
-        return Layout(at.shape, at.mesh, at.text, dtype=dtype)
+        return Layout(place.shape, place.mesh, place.text, dtype=dtype)
     except ShardError as error:
-        raise LayoutError(f"tensor {name!r} of shape {at.shape}: {error}") from error
+        raise LayoutError(f"tensor {name!r} of shape {place.shape}: {error}") from error

@@ -1,11 +1,11 @@
-"""Plans of transformers: which part of each parameter a rank loads, from a model's own `tp_plan` and `ep_plan`.
+"""Plans of transformers: the part of each parameter that a rank loads, from a model's `tp_plan` and `ep_plan`.
 
-1. A plan maps patterns to styles. A pattern is the name of a parameter, or of the module that has it, with `*` for a
-   number between dots; the parameter's own rule goes before its module's.
-2. `STYLES` says which dimension a style divides: parts as of `torch.chunk`, so that the last ranks may have less. A
-   packed style divides each half. What no rule names, and what a style does not divide, each rank has whole.
-3. Experts that have a rule of `ep_plan` follow no rule of `tp_plan`; they lie on a mesh of their own over the ranks.
-4. A configuration's plans are those of its base model: names get its prefix, the embedding and the head their rules.
+1. A plan maps patterns to styles. A pattern is the name of a parameter, or of its module, with `*` for a number between
+   dots; the parameter's own rule has priority over its module's.
+2. `STYLES` has the dimension that a style divides: parts are as in `torch.chunk`, so that the last ranks may have less.
+   A packed style divides each half. Parameters that no rule names, or no style divides, are whole on each rank.
+3. Experts with a rule of `ep_plan` follow no rule of `tp_plan`; they lie on a separate mesh over the ranks.
+4. A configuration has the plans of its base model: names get its prefix, and embedding and head their own rules.
 
 Source: transformers 5.23, `distributed/tensor_parallel.py`, `distributed/expert_parallel.py`, `distributed/mixin.py`.
 
@@ -33,10 +33,10 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """The dimension that a style divides, from the end for a negative one, None for none.
+    """The dimension that a style divides, counted from the end if negative; None if it divides nothing.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias`, and those of one dimension,
-    are divided too; the halves of vectors never are. `even` refuses what the axis does not divide.
+    are divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
     """
 
     dim: int | None = None
@@ -71,7 +71,7 @@ STYLES: dict[str, HFStyle] = {
     "ep_dispatch_experts": WHOLE,
     "replicate": WHOLE,
 }
-"""What each style does to a module's parameters."""
+"""The division of a module's parameters under each style."""
 
 NUMBER = re.compile(r"\.\d+(\.|$)")
 EMBEDDING = {"embed_tokens": "embedding_rowwise"}
@@ -79,14 +79,14 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The tensor parallel plan of a causal language model of this configuration; empty where it has none."""
+    """The tensor-parallel plan of a causal language model of this configuration."""
     base = _read_plan(config, "base_model_tp_plan")
     named = {**EMBEDDING, **base} if base else {}
     return {**HEAD, **{f"{prefix}{pattern}": style for pattern, style in named.items()}}
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The expert parallel plan of a causal language model of this configuration; empty where it has none."""
+    """The expert-parallel plan of a causal language model of this configuration; empty if it has none."""
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 
@@ -106,36 +106,36 @@ def hf_parallel(
     experts: tuple[Mapping[str, str], Mesh] | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of every parameter, by name, where transformers carries these plans out.
+    """The layout of every parameter, by name, when transformers applies these plans.
 
-    `plan` is a model's `tp_plan`, carried out over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
+    `plan` is a model's `tp_plan`, applied over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
     the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.
     Raises LayoutError for these, for a style that transformers does not have, and for experts that `ep` does not
     divide; MeshError for a mesh without the axis.
     """
-    sides = [_Side(dict(plan), mesh, axis)]
+    applied = [_AppliedPlan(dict(plan), mesh, axis)]
     if experts is not None:
         given, routed = experts
-        sides = [_Side(dict(given), routed, "ep"), _drop(sides[0], given)]
-    rules = {pattern: style for side in sides for pattern, style in side.plan.items()}
+        applied = [_AppliedPlan(dict(given), routed, "ep"), _drop_experts(applied[0], given)]
+    rules = {pattern: style for each in applied for pattern, style in each.plan.items()}
     _check_styles(rules)
     _check_used(rules, shapes, unused)
     layouts = {}
     for name, (shape, dtype) in shapes.items():
-        side = next((side for side in sides if side.find(name)), sides[-1])
-        layouts[name] = side.lay_out(name, tuple(shape), dtype)
+        chosen = next((each for each in applied if each.find(name)), applied[-1])
+        layouts[name] = chosen.lay_out(name, tuple(shape), dtype)
     return layouts
 
 
-class _Side(NamedTuple):
-    """A plan, and what it is carried out on."""
+class _AppliedPlan(NamedTuple):
+    """A plan with the mesh and the axis over which it is applied."""
 
     plan: dict[str, str]
     mesh: Mesh
     axis: str
 
     def find(self, name: str) -> str | None:
-        """The style of a parameter, by its own name or that of its module."""
+        """The style of a parameter, by its own name or else its module's; None without a rule."""
         generic = _generalize(name)
         module = generic.rpartition(".")[0]
         return self.plan.get(generic, self.plan.get(module))
@@ -145,7 +145,7 @@ class _Side(NamedTuple):
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             raise MeshError(f"{self.mesh} has no axis {self.axis!r}; name the one of the plan")
-        dim = _divided(style, name, shape)
+        dim = _find_divided(style, name, shape)
         if dim is None:
             return Layout(shape, self.mesh, "...", dtype=dtype)
         size = self.mesh.axis_size(self.axis)
@@ -161,8 +161,8 @@ class _Side(NamedTuple):
         return Layout(shape, self.mesh, text, dtype=dtype)
 
 
-def _divided(style: HFStyle, name: str, shape: tuple[int, ...]) -> int | None:
-    """The dimension that is divided, None for none."""
+def _find_divided(style: HFStyle, name: str, shape: tuple[int, ...]) -> int | None:
+    """The dimension of the parameter that the style divides; None if it divides none."""
     if style.dim is None or not shape:
         return None
     is_bias = name.rpartition(".")[2] == "bias"
@@ -176,28 +176,26 @@ def _generalize(name: str) -> str:
     return NUMBER.sub(r".*\1", name)
 
 
-def _drop(side: _Side, experts: Mapping[str, str]) -> _Side:
-    """The side without rules of what experts' rules name, or modules of theirs have."""
+def _drop_experts(applied: _AppliedPlan, experts: Mapping[str, str]) -> _AppliedPlan:
+    """The plan without rules for the patterns of the experts' rules, or for anything inside these."""
     heads = tuple(f"{module}." for module in experts)
-    kept = {}
-    for pattern, style in side.plan.items():
-        if not f"{pattern}.".startswith(heads):
-            kept[pattern] = style
-    return side._replace(plan=kept)
+    plan = applied.plan.items()
+    kept = {pattern: style for pattern, style in plan if not f"{pattern}.".startswith(heads)}
+    return applied._replace(plan=kept)
 
 
 def _check_styles(rules: Mapping[str, str]) -> None:
-    """Raises LayoutError for a style that nobody knows."""
+    """Raise LayoutError for an unknown style."""
     for pattern, style in rules.items():
         if style not in STYLES:
             raise LayoutError(
-                f"rule {pattern!r} has style {style!r}, which transformers 5.23 has not; "
+                f"rule {pattern!r} has style {style!r}, which transformers 5.23 does not have; "
                 f"use one of {', '.join(STYLES)}"
             )
 
 
 def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str]) -> None:
-    """Raises LayoutError for patterns that match no parameter and no module of one."""
+    """Raise LayoutError for patterns that match no parameter and no module of a parameter."""
     modules: set[str] = set()
     for name in {_generalize(name) for name in names}:
         while name:

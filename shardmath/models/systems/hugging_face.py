@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints: how one stores a model, and which logical tensors it has.
+"""Hugging Face checkpoints: the storage of a model in one, and the logical tensors of one.
 
-1. A checkpoint is one rank that stores everything. Read forwards, its rows (`hugging_face_rows`) say how to make the
-   checkpoint's tensors; read backwards, which logical tensors there are, and their shapes.
-2. The numbers of rows come from the configuration: a mapping of its fields, or an object that has them.
+1. A checkpoint is one rank that stores everything. Its rows (`hugging_face_rows`) make the checkpoint's tensors from
+   logical ones; read backwards, they give the logical tensors, with shapes, of a checkpoint.
+2. The numbers in rows come from the configuration: a mapping of its fields, or an object with them as attributes.
 
 >>> config = {"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 >>> config |= {"num_hidden_layers": 1}
@@ -36,10 +36,10 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """How the checkpoint of a model of this configuration stores it, on one rank.
+    """The storage of a model of this configuration in its checkpoint, as one rank.
 
-    `names` are those of the checkpoint's tensors: rows of other names are left out. Without them there are no fused
-    tensors but those of the kind of model.
+    `names` are the names of the checkpoint's tensors: rows with other names are omitted. Without names, only fused
+    tensors that belong to the kind of model are included.
     """
     fields = Config(config)
     templates = {split(name)[0] for name in names}
@@ -51,7 +51,7 @@ def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
 
 
 def _is_among(row: Row, templates: set[str]) -> bool:
-    """Whether some tensor has the row's native name."""
+    """Whether a tensor has the row's native name; True for an open row."""
     if row.native.is_open:
         return True
     return any(row.native.template(star=star) in templates for star in STARS)
@@ -60,20 +60,20 @@ def _is_among(row: Row, templates: set[str]) -> bool:
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
     """The logical tensors of a checkpoint whose tensors have these shapes and dtypes.
 
-    Raises StoreError for shapes that the configuration's numbers do not fit.
+    Raises StoreError for shapes that do not fit the configuration's numbers.
     """
     return read_logical(hugging_face(config, checkpoint), checkpoint)
 
 
 def _list_layers(config: Config) -> dict[str, tuple[Spot, ...]]:
-    """Layers under their own numbers, and behind them those that predict further tokens."""
+    """The spots of layers, under their own numbers, and of layers behind them that predict further tokens."""
     layers = tuple(Spot({}, 0, n) for n in range(config.layers))
     further = tuple(Spot({}, 0, config.layers + m) for m in range(config.drafts))
     return {"l": layers, "m": further}
 
 
 def _list_numbers(config: Config) -> dict[str, int]:
-    """What the words of rows stand for."""
+    """The values of the numbers in rows."""
     queries = config.heads * config.head_dim
     keys = config.kv_heads * config.head_dim
     return {

@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints as rows: where a checkpoint's tensor is several logical tensors, or has another name.
+"""Hugging Face checkpoints as rows: the tensors that are several logical tensors, or have another name.
 
-1. Logical names are those of `megatron_rows`. Where `ROWS` has nothing for a kind of model, a checkpoint's names are
-   the logical names.
-2. `q=queries` is a component of so many positions. Components without a number have equal parts of what is left.
-3. One table may have several ways to store a tensor, such as experts one by one or stacked: the names of a checkpoint
+1. Logical names are as in `megatron_rows`. If `ROWS` has nothing for a kind of model, a checkpoint's names are the
+   logical names.
+2. `q=queries` is a component of `queries` positions. Components without a number have equal parts of the rest.
+3. One table may have several ways to store a tensor, such as separate or stacked experts: the names of a checkpoint
    decide (`hugging_face`).
 
 Source: transformers 5, `modeling_*.py` and `conversion_mapping.py`.
@@ -23,7 +23,7 @@ DRAFT = """
 shared_head.norm.* = norm.*
 ...                = ...
 """
-"""Layers behind the last one predict further tokens."""
+"""Rows of layers behind the last one, which predict further tokens."""
 
 DENSE = """
 [model.layers.{l}. = model.layers.{l}.]
@@ -78,7 +78,7 @@ OUTPUT_GATE = """
 self_attn.q_proj.*        = self_attn.[q g]_proj.* : (heads (q + g)) h
 linear_attn.conv1d.*      = linear_attn.conv_[q k v].* : (q=linear_keys + k=linear_keys + v) ...
 """
-"""Query and gate in turn, head by head."""
+"""Rows of queries and gates that alternate head by head."""
 
 BACKBONE = """
 backbone.embeddings.*     = model.embed_tokens.*
@@ -119,7 +119,7 @@ mlp.dense_h_to_4h.*       = mlp.up_proj.*
 mlp.dense_4h_to_h.*       = mlp.down_proj.*
 ...                       = ...
 """
-"""The query heads of a group before its key and its value head."""
+"""Rows of groups: query heads, then a key and a value head."""
 
 GLM = """
 [model.layers.{l}. = model.layers.{l}.]
@@ -265,7 +265,7 @@ fc2.*                     = mlp.down_proj.*
 """Rows of a kind of model, by its `model_type`."""
 
 SAME = {"falcon_mamba": "mamba", "qwen3_5_moe": "qwen3_5"}
-"""Kinds that store as others do."""
+"""Kinds of model that store their tensors like another kind."""
 
 LAST = """
 [ = ]
@@ -278,10 +278,10 @@ BY_KIND |= {plain(kind): ROWS[other] for kind, other in SAME.items()}
 
 
 def table(kind: str, *, fused: bool = False) -> str:
-    """The rows of a kind of model, and the last one, which stores all else under its own name.
+    """The rows of a kind of model; a last row stores all other tensors under their own names.
 
     With `fused` there are also rows of tensors that any kind may have fused.
     """
-    # A row may go over several lines here, of which a table has one each.
-    own = BY_KIND.get(kind, "").replace(":\n    (", ": (")
-    return f"{own}{DRAFT}{FUSED * fused}{LAST}"
+    # Join rows that are written over several lines above: a table has one line per row.
+    of_kind = BY_KIND.get(kind, "").replace(":\n    (", ": (")
+    return f"{of_kind}{DRAFT}{FUSED * fused}{LAST}"

@@ -1,10 +1,10 @@
-"""Megatron-Core: what each rank of a trainer stores, under its own names.
+"""Megatron-Core: the storage of a trainer, under its own names.
 
-1. `megatron` gives the rows (`megatron_rows`), two meshes over the same ranks, and where each layer is.
-2. The order string names axes from the fastest. Dense tensors lie on the mesh of all but ep; routed experts on one
-   where tp is etp, cp is gone, and ep and edp have what is left.
-3. Layers fall to stages and virtual stages (chunks) in order: evenly, or as the first and last stage ask for, or as
-   a layout string says (`Et|(tt|)*3L`).
+1. `megatron` gives the rows (`megatron_rows`), two meshes over the same ranks, and the spot of each layer.
+2. The order string names axes from the fastest. Dense tensors lie on a mesh of all axes except ep; routed experts on a
+   mesh with etp instead of tp, without cp, and with ep and edp over the remaining ranks.
+3. Layers are assigned to stages and virtual stages (chunks) in order: evenly, or with given numbers for the first and
+   last stage, or by a layout string (`Et|(tt|)*3L`).
 
 Source: Megatron-Core 0.16.1, `parallel_state.py`, `transformer_layer.py`, `pipeline_parallel_layer_layout.py`.
 
@@ -42,16 +42,16 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
-"""A group, or one letter, so many times."""
+"""A repeated group or letter in a layout string."""
 
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
-"""The axis of routed experts in the place of each of the order's."""
+"""The routed experts' axis for each axis of the order."""
 
 FIX = "give num_layers_in_first_pipeline_stage and _last_, or a layout"
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
-    """Rows of the vocabulary that are stored: a multiple of `multiple` times tp."""
+    """Stored rows of a vocabulary: the next multiple of `multiple` times tp."""
     step = multiple * tp
     return -(-vocab // step) * step
 
@@ -73,12 +73,11 @@ def megatron(
     vocab_multiple: int = 128,
     unknown: str = "refuse",
 ) -> Stored:
-    """How the ranks of a trainer store a model of this TransformerConfig.
+    """The storage of a model of this TransformerConfig on the ranks of a trainer.
 
     `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
-    "sequential" or "legacy", found from the configuration if not given, `vocab` the vocabulary before it is padded,
-    `unknown` "refuse" or "replicate".
-    Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages.
+    "sequential" or "legacy", by the configuration if not given, `vocab` the vocabulary before padding, `unknown`
+    "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages.
     """
     fields = MegatronConfig(config)
     etp = tp if etp is None else etp
@@ -99,7 +98,7 @@ def megatron(
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """Where each layer is. Those that predict further tokens are where the last one is, numbered from 0."""
+    """The spot of each layer. Layers that predict further tokens are with the last one, numbered from 0."""
     written = config.get("pipeline_model_parallel_layout")
     counts = _count_evenly(config, pp, vpp) if written is None else _read_layout(written)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
@@ -110,18 +109,18 @@ def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[
 
 
 def _find_experts(config: MegatronConfig, spec: str) -> str:
-    """How routed experts are stored."""
+    """The form in which routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
     return "grouped" if spec == "te" else "legacy"
 
 
 def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
-    """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
+    """The meshes of dense tensors and of routed experts. Raises MeshError if ranks do not factor."""
     names = _read_order(order)
     dense = [name for name in names if name != "ep"]
     routed = [OF_EXPERTS[name] for name in names if name != "cp"]
-    # Data parallelism, dp or edp, has no size: it is over the ranks that the others leave.
+    # Data parallelism, dp or edp, has no given size: it gets the ranks that the other axes leave.
     return tuple(
         Mesh(fill_sizes(len(ranks), {axis: sizes.get(axis) for axis in axes}), ranks=ranks)
         for axes in (dense, routed)
@@ -129,7 +128,7 @@ def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -
 
 
 def _read_order(order: str) -> list[str]:
-    """The axes, slowest first. The text names the fastest first, and may leave out axes of size 1."""
+    """The axes of an order string, slowest first. It names the fastest first, and may omit axes of size 1."""
     known = ORDER.split("-")
     names = order.split("-")
     names += [name for name in known if name not in names]
@@ -139,14 +138,14 @@ def _read_order(order: str) -> list[str]:
 
 
 def _count_evenly(config: MegatronConfig, pp: int, vpp: int) -> list[int]:
-    """As many layers everywhere, but for a first or last stage that asks for others."""
+    """Equal numbers of layers per virtual stage, except for a first or last stage with a given number."""
     first = config.get("num_layers_in_first_pipeline_stage")
     last = config.get("num_layers_in_last_pipeline_stage")
     ends = (
         bool(config.get("account_for_embedding_in_pipeline_split")),
         bool(config.get("account_for_loss_in_pipeline_split")),
     )
-    # What is counted as a layer for the balance, but is none, is taken off its stage below.
+    # Embedding and loss may count as a layer each for the balance; they are subtracted from their stages below.
     total = config.layers + sum(ends)
     stages = _divide_among_stages(total, pp, first, last)
     # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
@@ -157,10 +156,10 @@ def _count_evenly(config: MegatronConfig, pp: int, vpp: int) -> list[int]:
 
 
 def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """The layers of each stage: what the first and the last are given, and an even part of the rest for the others."""
+    """The layers of each stage: given numbers for the first and last, equal parts of the rest for the others."""
     middle = pp - (first is not None) - (last is not None)
-    left = layers - (first or 0) - (last or 0)
-    each = left // middle if middle else 0
+    rest = layers - (first or 0) - (last or 0)
+    each = rest // middle if middle else 0
     stages = [each] * pp
     if first is not None:
         stages[0] = first
@@ -170,29 +169,27 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
 
 
 def _read_layout(written: object) -> list[int]:
-    """The decoder layers of each virtual stage of a layout: text, or lists of names."""
+    """The number of decoder layers in each virtual stage of a layout, which is text or lists of names."""
     if not isinstance(written, str):
         return [list(stage).count("decoder") for stage in _flatten(written)]
-    text = written.replace(",", "")
-    text = text.replace(" ", "")
+    text = written.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
-    stages = text.split("|")
-    return [stage.count("t") for stage in stages]
+    return [stage.count("t") for stage in text.split("|")]
 
 
 def _repeat(match: re.Match[str]) -> str:
-    """A group or a letter, as often as is written behind it."""
-    what = match[1] or match[3] or ""
-    return what * int(match[2] or match[4])
+    """Write out a group or a letter that is repeated."""
+    repeated = match[1] or match[3] or ""
+    return repeated * int(match[2] or match[4])
 
 
 def _flatten(written: object) -> list[list[str]]:
-    """The stages of a list of stages, or of a list for each chunk."""
+    """The stages in a list of stages, or in a list of lists, one per chunk."""
     if not isinstance(written, list | tuple):
         raise StoreError(f"layout {written!r} is not a layout; write text, or lists of names")
     stages: list[list[str]] = []
-    for one in written:
-        nested = bool(one) and isinstance(one[0], list | tuple)
-        stages += one if nested else [one]
+    for entry in written:
+        is_nested = bool(entry) and isinstance(entry[0], list | tuple)
+        stages += entry if is_nested else [entry]
     return stages

@@ -1,10 +1,10 @@
-"""Megatron-Core's rows: what each module stores, by the names of its own parameters.
+"""Megatron-Core's rows: the stored tensors of each module, by the names of its parameters.
 
-1. `ENDS` are the first and last modules, `LAYERS` those of every layer, `SPECS` where norms and the down projections
-   of latent attention are stored under each layer spec, `EXPERTS` how routed experts are.
-2. Logical tensors have Hugging Face's names, and names of their own where one of Hugging Face's tensors is several
-   of Megatron's components: `mixer.[z x B C dt]`, `linear_attn.[q k v z b a]`.
-3. The vocabulary decides which rows apply: gated or not, biases, norms, tied embeddings need no flags.
+1. `ENDS` are the rows of the first and last modules, `LAYERS` of the modules of every layer, `SPECS` of norms and of
+   latent attention's down projections, which depend on the layer spec, `EXPERTS` of routed experts.
+2. Logical tensors have Hugging Face's names, or new names if one of Hugging Face's tensors is several of Megatron's
+   components: `mixer.[z x B C dt]`, `linear_attn.[q k v z b a]`.
+3. The model's tensors decide which rows apply: gates, biases, norms and tied embeddings need no flags.
 
 Source: Megatron-Core 0.16.1, `models/gpt`, `models/mamba`, `transformer`, `ssm`.
 
@@ -91,7 +91,7 @@ self_attention.linear_q_down_proj.*    = self_attn.q_a_proj.*       : (tp n) h
 self_attention.linear_kv_down_proj.*   = self_attn.kv_a_proj_with_mqa.* : (tp n) h
 """,
 }
-"""Rows of one layer spec: TransformerEngine's modules, or Megatron's own."""
+"""Rows by layer spec: TransformerEngine's modules, or Megatron's own."""
 
 NORMS = """
 self_attention.q_layernorm.*           = self_attn.q_norm.*
@@ -117,9 +117,9 @@ mlp.experts.weight1                    = mlp.experts.{e}.up_proj.weight.T : (ep 
 mlp.experts.weight2                    = mlp.experts.{e}.down_proj.weight.T : (ep e) (etp n) h
 """,
 }
-"""Rows of routed experts: one tensor an expert, one module an expert, or all in one tensor.
+"""Rows of routed experts: a tensor per expert, a module per expert, or one tensor for all.
 
-Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows speak of: a trainer passes
+Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows describe: a trainer passes
 `weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
 """
 
@@ -137,16 +137,16 @@ UNKNOWN = """
 
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
-    """The rows of a model with this layer spec and these experts; with `unknown` of all other tensors too.
+    """The rows of a model with this layer spec and form of experts; with `unknown` also rows of all other tensors.
 
-    Raises StoreError for a name that is neither.
+    Raises StoreError for an unknown spec or form.
     """
-    own = known(spec, tuple(SPECS))
-    routed = known(experts, tuple(EXPERTS))
-    if own is None or routed is None:
+    known_spec = known(spec, tuple(SPECS))
+    known_experts = known(experts, tuple(EXPERTS))
+    if known_spec is None or known_experts is None:
         raise StoreError(
             f"spec={spec!r}, experts={experts!r}; use one of {', '.join(SPECS)}, "
             f"and one of {', '.join(EXPERTS)}"
         )
-    layers = HEADS + SPECS[own] + LAYERS + NORMS + EXPERTS[routed]
+    layers = HEADS + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
     return ENDS + layers + UNKNOWN * unknown

@@ -1,9 +1,9 @@
-"""Megatron-Core's configuration as logical tensors: names and global shapes.
+"""The logical tensors of a Megatron-Core configuration: names and global shapes.
 
-1. A configuration is a TransformerConfig, or a mapping of its fields; what is not given has Megatron's default.
-2. Names are those of `megatron_rows`. Linear layers have (out, in) weights.
+1. A configuration is a TransformerConfig, or a mapping of its fields; missing fields have Megatron's defaults.
+2. Names are as in `megatron_rows`. Linear layers have (out, in) weights.
 3. A layer is a list of **modules**, each with its norm before it: `*` attention, `-` dense MLP, `E` experts,
-   `M` Mamba, `G` gated delta net, as a hybrid model's pattern writes them. A layer of a GPT is attention (or delta
+   `M` Mamba, `G` gated delta net; a hybrid model's pattern has these letters. A layer of a GPT is attention (or delta
    net) and an MLP.
 
 >>> shapes = logical_shapes({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, vocab=10, tied=True)
@@ -42,11 +42,11 @@ DEFAULTS: dict[str, Any] = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
 }
-"""What Megatron takes for fields that are not given, where that is not nothing."""
+"""Megatron's defaults of fields, except those that are None or false."""
 CONV = 4
-"""The kernel of Mamba's convolution, which no field says."""
+"""The kernel size of Mamba's convolution, for which there is no field."""
 MLA_Q_LORA = 512
-"""The rank of latent queries where the field is left out; None means that there are none."""
+"""The rank of latent queries if the field is missing; a field that is None means that queries are not latent."""
 
 
 class MegatronConfig:
@@ -56,7 +56,7 @@ class MegatronConfig:
         self.fields = given if isinstance(given, Mapping) else vars(given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value, or its default where it is not given, or None."""
+        """The field's value; its default if it is missing or None."""
         value = self.fields.get(name)
         return DEFAULTS.get(name, default) if value is None else value
 
@@ -96,7 +96,7 @@ class MegatronConfig:
 
     @property
     def mtp(self) -> int:
-        """Layers that predict further tokens."""
+        """The number of layers that predict further tokens."""
         return int(self.get("mtp_num_layers", 0))
 
 
@@ -111,8 +111,8 @@ def logical_shapes(
 ) -> Shapes:
     """Names, shapes and dtype of all tensors of a model.
 
-    `positions` is the number of learned ones; `pattern` the modules of a hybrid model, a letter a layer. Raises
-    StoreError for a letter that is no module.
+    `positions` is the number of learned positions, `pattern` the modules of a hybrid model, one letter per layer.
+    Raises StoreError for a letter that does not stand for a module.
     """
     return {
         name: (shape, dtype) for name, shape in _list_all(config, vocab, tied, positions, pattern)
@@ -122,6 +122,7 @@ def logical_shapes(
 def _list_all(
     given: object, vocab: int, tied: bool, positions: int, pattern: str | None
 ) -> Iterator[tuple[str, Shape]]:
+    """(name, shape) of all tensors of a model."""
     config = MegatronConfig(given)
     h = config.hidden
     yield "model.embed_tokens.weight", (vocab, h)
@@ -140,7 +141,7 @@ def _list_all(
 
 
 def _choose_modules(config: MegatronConfig, layer: int) -> str:
-    """The modules of a GPT's layer."""
+    """The modules of a layer of a GPT, as letters."""
     mixer = "*"
     if config.get("experimental_attention_variant") == "gated_delta_net":
         frequency = config.get("linear_attention_freq")
@@ -150,7 +151,7 @@ def _choose_modules(config: MegatronConfig, layer: int) -> str:
 
 
 def _choose_mlp(config: MegatronConfig, layer: int) -> str:
-    """Experts, or a dense MLP."""
+    """The letter of a layer's MLP: experts, or dense."""
     if not config.experts:
         return "-"
     frequency = config.get("moe_layer_freq")
@@ -177,7 +178,7 @@ def _list_layer(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Sha
 
 
 def _list_mtp(config: MegatronConfig, pattern: str | None) -> Iterator[tuple[str, Shape]]:
-    """A layer that predicts a further token: the last layer's modules behind a projection."""
+    """The tensors of a layer that predicts a further token: the last layer's modules behind a projection."""
     h = config.hidden
     yield from _norm(config, "enorm", h)
     yield from _norm(config, "hnorm", h)
@@ -206,13 +207,13 @@ def _list_attention(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     rows = config.heads * config.head_dim
     bias = config.get("add_bias_linear")
-    bias_of_queries = bias or config.get("add_qkv_bias")
-    yield from _linear("self_attn.q_proj", rows, h, bias_of_queries)
+    qkv_bias = bias or config.get("add_qkv_bias")
+    yield from _linear("self_attn.q_proj", rows, h, qkv_bias)
     if config.get("attention_output_gate"):
-        yield from _linear("self_attn.g_proj", rows, h, bias_of_queries)
+        yield from _linear("self_attn.g_proj", rows, h, qkv_bias)
     shared = config.groups * config.head_dim
     for name in ("k", "v"):
-        yield from _linear(f"self_attn.{name}_proj", shared, h, bias_of_queries)
+        yield from _linear(f"self_attn.{name}_proj", shared, h, qkv_bias)
     yield from _linear("self_attn.o_proj", h, rows, bias)
     if config.get("softmax_type") == "learnable":
         yield "self_attn.sinks", (config.heads,)
@@ -239,8 +240,8 @@ def _list_latent(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def _list_latent_queries(config: MegatronConfig, head: int) -> Iterator[tuple[str, Shape]]:
-    """Queries of `head` elements a head, through a rank of their own or not."""
-    # A field that says None says that queries are not latent; one that is left out has a rank.
+    """Queries with `head` elements per head, latent or not."""
+    # A field that is None means that queries are not latent; a missing field means the default rank.
     rank = config.fields.get("q_lora_rank", MLA_Q_LORA)
     if rank is None:
         yield from _linear("self_attn.q_proj", config.heads * head, config.hidden)
@@ -294,7 +295,7 @@ def _list_mamba(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     head = config.get("mamba_head_dim")
     heads = config.get("mamba_num_heads", 2 * h // head)
     inner = heads * head
-    # B and C are shared by the heads of a group, z and x are each head's own.
+    # The heads of a group share B and C, and each head has its own z and x.
     state = config.get("mamba_num_groups") * config.get("mamba_state_dim")
     sizes = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads}
     for name, n in sizes.items():

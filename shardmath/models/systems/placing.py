@@ -1,9 +1,9 @@
 """Placing: the pipeline stage of each layer, and the sizes of a mesh's axes.
 
-1. A system's own rule, or the user's `stages`, counts the layers of each stage (`divide_layers`). Layers fall to stages
-   in order (`place_layers`).
+1. A system's rule (`divide_layers`), or the user's `stages`, gives the number of layers of each stage. Stages get their
+   layers in order (`place_layers`).
 2. With several chunks (virtual stages) per stage, every stage's chunk 0 comes before any stage's chunk 1.
-3. Sizes of axes multiply to the number of ranks; one may be None, and is then what the others leave (`fill_sizes`).
+3. Sizes of axes multiply to the number of ranks; one that is None is computed from the others (`fill_sizes`).
 
 >>> place_layers(divide_layers(3, 2), layers=3, pp=2)[-1]
 Spot(coords={'pp': 1}, chunk=0, number=2)
@@ -21,16 +21,16 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """The layers of each of pp stages: evenly, and one more for the last of them when layers are left over.
+    """The numbers of layers of pp stages: equal, with one more for the last stages if layers are left over.
 
-    The last `spared` stages never have one more; the stages before them have.
+    The last `spared` stages never get one more; the stages before them do.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
     """
-    each, left = divmod(layers, pp)
+    each, surplus = divmod(layers, pp)
     end = pp - spared
-    return [each + (end - left <= stage < end) for stage in range(pp)]
+    return [each + (end - surplus <= stage < end) for stage in range(pp)]
 
 
 def place_layers(
@@ -42,7 +42,7 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Where each layer is: `counts` are the layers of every stage's chunk 0, then of every stage's chunk 1.
+    """The spot of each layer: `counts` are the layers of every stage's chunk 0, then of every stage's chunk 1.
 
     Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
     `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.
@@ -65,9 +65,9 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """The sizes, with the product `total`: the size that is None is what the others leave.
+    """The sizes, with the product `total`: the size that is None is computed from the others.
 
-    Raises MeshError, which calls the total so many `of`, when the others do not divide it.
+    Raises MeshError if the others do not divide the total; `of` says in the message what it counts.
 
     >>> fill_sizes(8, {"pp": 2, "dp": None, "tp": 2})
     {'pp': 2, 'dp': 2, 'tp': 2}

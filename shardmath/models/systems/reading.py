@@ -1,8 +1,8 @@
-"""Reading rows backwards: which logical tensors one rank stores, from the shapes of what it stores.
+"""Reading rows backwards: the logical tensors of one rank, from the shapes of its stored tensors.
 
-1. A row is read where its native name is there. Rows that ask for another tensor are read once the others are, and then
-   what no row has taken.
-2. In a dimension, components with a number have so many positions, the others equal parts of what is left.
+1. A row is read if its native name exists. Rows with conditions are read after all other rows, and then open rows read
+   what is left.
+2. In a dimension, a component with a number has that many positions; the others have equal parts of the rest.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.models.storage import rows
@@ -29,19 +29,19 @@ __all__ = ["read_logical"]
 _Shape: TypeAlias = tuple[int, ...]
 _Entry: TypeAlias = tuple[_Shape, str]
 _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
-"""A component's word, the numbers of it in stacks, and its shape."""
+"""A component's word, its numbers in stacks by index, and its shape."""
 
 
 def read_logical(stored: Stored, natives: Shapes) -> dict[str, _Entry]:
-    """The logical tensors of a side of one rank whose stored tensors have these shapes and dtypes.
+    """The logical tensors of a side of one rank, whose stored tensors have these shapes and dtypes.
 
-    Raises StoreError for shapes that the side's numbers do not fit.
+    Raises StoreError for shapes that do not fit the side's numbers.
     """
     return _Reader(stored, natives).read()
 
 
 class _Reader:
-    """Gives stored tensors to rows, once."""
+    """Assigns stored tensors to rows, and collects the logical tensors in them."""
 
     def __init__(self, stored: Stored, natives: Shapes) -> None:
         self.stored = stored
@@ -53,10 +53,10 @@ class _Reader:
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
-        """All logical tensors."""
+        """All logical tensors of the side."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
-        # What a conditional row may want is kept from the open row at the end until its condition can be told.
+        # Until conditions are known, the open row at the end must not take what a conditional row may need.
         for row in self.stored.rows:
             if row not in conditional:
                 self._read_row(row, reserved)
@@ -65,7 +65,7 @@ class _Reader:
         return self.found
 
     def _read_row(self, row: Row, reserved: set[str]) -> None:
-        """What the row stores, and no row before it."""
+        """Read the stored tensors of the row that no row before it has taken."""
         for closed in self._close(row):
             for star in STARS if row.logical.starred else ("",):
                 template = closed.native.template(star=star)
@@ -73,7 +73,7 @@ class _Reader:
                     self._read_template(closed, star, self.left.get(template, {}))
 
     def _close(self, row: Row) -> Iterator[Row]:
-        """The row, or one for each template that an open row takes."""
+        """The row, or, for an open row, one per template that it takes."""
         if not row.native.is_open:
             yield row
             return
@@ -83,29 +83,29 @@ class _Reader:
                 yield row.close(template.removeprefix(start))
 
     def _read_template(self, row: Row, star: str, left: dict[_Shape, str]) -> None:
-        """The tensors of one template that the row stores."""
+        """Read the stored tensors of one template, which are `left` by local numbers, by the row."""
         for local, name in list(left.items()):
             numbers = self._find_numbers(row, local)
             if numbers is None or not self._applies(row, numbers):
                 continue
             del left[local]
             shape, dtype = self.natives[name]
-            for word, chosen, own in self._list_components(row, shape):
-                logical = row.logical.fill({**numbers, **chosen}, word, star)
-                self.found[logical] = own, dtype
+            for word, stacked, component_shape in self._list_components(row, shape):
+                logical = row.logical.fill({**numbers, **stacked}, word, star)
+                self.found[logical] = component_shape, dtype
 
     def _find_numbers(self, row: Row, local: _Shape) -> dict[str, int] | None:
-        """The global numbers of local ones; None where the row has none of them."""
+        """The global numbers of local ones, by index; None if one of them does not exist."""
         numbers = {}
         for index, number in zip(row.native.indices, local, strict=True):
-            found = self._find_number(index.name, number)
-            if found is None:
+            global_number = self._find_number(index.name, number)
+            if global_number is None:
                 return None
-            numbers[index.name] = found
+            numbers[index.name] = global_number
         return numbers
 
     def _find_number(self, index: str, local: int) -> int | None:
-        """The global number of a local one."""
+        """The global number of a local one; None if it does not exist."""
         if index not in self.stored.indices:
             return local
         for number, spot in enumerate(self.stored.indices[index]):
@@ -119,7 +119,7 @@ class _Reader:
         return needed and (row.lacks is None or row.lacks.fill(numbers) not in self.found)
 
     def _list_components(self, row: Row, shape: _Shape) -> Iterator[_Named]:
-        """Each tensor that lies in a stored one of this shape."""
+        """The logical tensors in a stored one of this shape."""
         components = row.logical.components or ("",)
         sizes, counts = self._measure(row, shape)
         for chosen in itertools.product(*map(range, counts.values())):
@@ -128,7 +128,7 @@ class _Reader:
                 yield word, numbers, tuple(sizes[d][word] for d in sorted(sizes))
 
     def _measure(self, row: Row, shape: _Shape) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
-        """How many positions components have in each of their dimensions, and how many there are in stacks."""
+        """(sizes of components by dimension, lengths of stacks by index) for a stored tensor of this shape."""
         ndim = len(shape) - len(stack_names(row))
         order = iter(order_of(row.transpose, ndim))
         components = row.logical.components or ("",)
@@ -144,7 +144,7 @@ class _Reader:
     def _divide(
         self, structure: Structure, components: Sequence[str], length: int, row: Row
     ) -> dict[str, int]:
-        """How many positions of a stored dimension each component has."""
+        """The positions of each component in a stored dimension. Raises StoreError if they do not add up."""
         named = _list_named(structure, components)
         if not named:
             return dict.fromkeys(components, length)
@@ -153,23 +153,23 @@ class _Reader:
         }
         others = named.keys() - sizes.keys()
         rest = length - sum(sizes.values())
-        # Without others nothing may be left, which any number above the rest says.
+        # Without others nothing may be left: a divisor above the rest leaves all of it over.
         each, over = divmod(rest, len(others) or length + 1)
         if rest < 0 or over:
             known = ", ".join(f"{name}={n}" for name, n in sizes.items()) or "equal parts"
             raise StoreError(
                 f"{length} positions are not {known} of {', '.join(named)} in '{row}'; "
-                f"check the sizes that the configuration says"
+                f"check the sizes in the configuration"
             )
         return {**sizes, **dict.fromkeys(others, each)}
 
     def _look_up(self, number: Number) -> int:
-        """The integer that is meant."""
+        """The value of a number."""
         return number if isinstance(number, int) else self.stored.numbers[number]
 
 
 def _list_named(structure: Structure, components: Sequence[str]) -> dict[str, Number | None]:
-    """The components that a dimension names, and as how many positions each is stored."""
+    """The components that a dimension names, with the number of stored positions that it gives for each."""
     words = () if isinstance(structure, str) else list_words((structure,))
     stored = {word.name: word.stored for word in words}
     return {name: stored[name] for name in components if name in stored}

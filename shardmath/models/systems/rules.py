@@ -1,16 +1,15 @@
-"""Rules: which tensors of a model lie how, in one line that a person types.
+"""Rules: the layouts of a model's tensors, in one line that a person types.
 
 1. A **side** is a mesh and rules: `dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); * (dp n) ...`.
-2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; without it
-   the ranks follow each other from `first_rank`.
+2. The mesh is `axis=size` words, last axis fastest, and optionally `ranks=4:8` or `ranks=0,2,4,6`; by default ranks
+   are consecutive from `first_rank`.
 3. A rule is a pattern and a layout. A pattern is a kind of the family table (column, row, vocab, replicate)
-   or a glob on the tensor's name (`*.q_proj.weight`); the layout is shardmath's notation, `...` for the
-   dimensions not divided.
-4. The first rule that matches a name counts. A name that no rule matches is replicated, and so is every
-   scalar.
-5. A rule that no tensor falls to is an error, since it is a typing mistake; only `*` may be idle.
-6. A mesh alone (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` dimension 0 of everything,
-   inside `tp`, as FSDP does, and `replica` replicates. Other axes need rules.
+   or a glob on the tensor's name (`*.q_proj.weight`); the layout is in shardmath's notation, `...` for
+   undivided dimensions.
+4. The first rule that matches a name applies. Names that no rule matches, and all scalars, are replicated.
+5. A rule that applies to no tensor is an error, since it is a typing mistake; only `*` may be idle.
+6. A mesh without rules (`tp=4`, `dp=2 tp=2`) means DEFAULTS: `tp` divides by kind, `dp` divides dimension 0 of all
+   tensors, inside `tp`, as FSDP does, and `replica` replicates. Other axes need rules.
 
     side    := mesh (':' rule (';' rule)*)?
     mesh    := (AXIS '=' INT)* ('ranks=' span (',' span)*)?          span := INT | INT ':' INT
@@ -52,7 +51,7 @@ RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ...
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the tensors that `pattern` matches lie: `layout` is shardmath's notation."""
+    """The layout of tensors that `pattern` matches: `layout` is in shardmath's notation."""
 
     pattern: str
     layout: str
@@ -71,7 +70,7 @@ class Rule:
         return f"{self.pattern} {self.layout}"
 
     def matches(self, name: str) -> bool:
-        """Whether the tensor `name` is of this kind, or fits this glob."""
+        """Whether the tensor `name` is of the pattern's kind, or fits its glob."""
         return fits(self.pattern, name)
 
 
@@ -90,14 +89,14 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
         Rule("*", "(dp n) ..."),
     ),
 }
-"""The rules of a mesh alone, by which of the axes dp and tp it has."""
+"""The rules of a mesh without rules, by those of the axes dp and tp that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A mesh and the rules by which tensors lie on it; no rules stand for DEFAULTS.
+    """A mesh and the rules by which tensors lie on it; without rules, DEFAULTS apply.
 
-    `parse(str(side)) == side`. Raises NotationError for what is not a mesh, or not rules.
+    `parse(str(side)) == side`. Raises NotationError if `mesh` is not a mesh, or `rules` are not rules.
     """
 
     mesh: Mesh
@@ -114,27 +113,27 @@ class Side:
             raise NotationError(what, fix="name the axis otherwise")
 
     def __str__(self) -> str:
-        mesh = _mesh_text(self.mesh)
+        mesh = _format_mesh(self.mesh)
         rules = "; ".join(map(str, self.rules))
         return f"{mesh}: {rules}" if rules else mesh
 
     def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
-        """The rule that each name falls to, None where there is none.
+        """The rule that applies to each name; None for a name without one.
 
-        Raises NotationError for a rule that no name falls to, and for a mesh alone with an axis that DEFAULTS
-        lacks.
+        Raises NotationError for a rule that applies to no name, and for a mesh without rules that has an axis without
+        a default.
         """
         rules = self.rules or _find_defaults(self)
         given = [plain(name, "the name of a tensor", NotationError) for name in names]
-        found = {name: _first_match(rules, name) for name in given}
+        matched = {name: _find_rule(rules, name) for name in given}
         if self.rules:
-            _check_used(self, found)
-        return found
+            _check_used(self, matched)
+        return matched
 
     def layouts(self, shapes: Shapes) -> dict[str, Layout]:
         """The layout of every tensor, by name.
 
-        Raises NotationError, with a caret in the side's text, where a rule is idle or does not fit its tensor.
+        Raises NotationError, with a caret in the side's text, if a rule is idle or does not fit its tensor.
         """
         given = mapping(shapes, "shapes are ", "name to (shape, dtype)", NotationError)
         layouts = {}
@@ -145,7 +144,8 @@ class Side:
         return layouts
 
 
-def _first_match(rules: tuple[Rule, ...], name: str) -> Rule | None:
+def _find_rule(rules: tuple[Rule, ...], name: str) -> Rule | None:
+    """The first rule that matches the name; None if none does."""
     for rule in rules:
         if rule.matches(name):
             return rule
@@ -153,7 +153,7 @@ def _first_match(rules: tuple[Rule, ...], name: str) -> Rule | None:
 
 
 def _read_entry(given: object) -> Entry:
-    """The shape and the dtype of a tensor."""
+    """The shape and the dtype of a tensor. Raises NotationError for anything else."""
     if isinstance(given, tuple) and len(given) == 2:
         return given
     raise NotationError(
@@ -164,7 +164,7 @@ def _read_entry(given: object) -> Entry:
 def _make_layout(
     side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str
 ) -> Layout:
-    """The layout that the rule gives the tensor. Raises NotationError where it does not fit."""
+    """The layout that the rule gives the tensor. Raises NotationError if the rule does not fit the tensor."""
     text = rule.layout if rule and shape else "..."
     try:
         return Layout(shape, side.mesh, text, dtype=dtype)
@@ -176,51 +176,49 @@ def _explain_misfit(
     side: Side, rule: Rule, name: str, shape: tuple[int, ...], error: ShardError
 ) -> NotationError:
     """The error with a caret in the side's text, at the rule or inside its layout."""
-    what, fix, at = str(error), "", 0
+    why, fix, offset = str(error), "", 0
     if isinstance(error, NotationError):
-        what, fix, at = error.what, f"{error.fix}; or ", error.position
+        why, fix, offset = error.what, f"{error.fix}; or ", error.position
     text = str(side) if side.rules else f"{side}: {rule}"
-    start = _find_rule(side, rule) + len(rule.pattern) + 1
-    advice = f"{fix}give the tensor a rule of its own before this one: {name} ..."
-    what = f"rule {str(rule)!r} does not fit tensor {name!r} of shape {shape}: {what}"
-    return NotationError(what, text, start + at, advice)
+    start = _find_position(side, rule) + len(rule.pattern) + 1
+    advice = f"{fix}give the tensor its own rule before this one: {name} ..."
+    what = f"rule {str(rule)!r} does not fit tensor {name!r} of shape {shape}: {why}"
+    return NotationError(what, text, start + offset, advice)
 
 
-def _find_rule(side: Side, rule: Rule) -> int:
-    """Where the rule begins in the side's text; one of DEFAULTS would follow the mesh."""
+def _find_position(side: Side, rule: Rule) -> int:
+    """The position of the rule in the side's text; a rule of DEFAULTS would follow the mesh."""
     number = side.rules.index(rule) if rule in side.rules else 0
     before = Side(side.mesh, side.rules[:number])
     return len(str(before)) + 2  # ": " and "; " are as long
 
 
-def _check_used(side: Side, found: Mapping[str, Rule | None]) -> None:
-    """Raise NotationError for a rule that no tensor falls to."""
-    used = set(found.values())
+def _check_used(side: Side, matched: Mapping[str, Rule | None]) -> None:
+    """Raise NotationError for a rule that applies to no tensor."""
+    used = set(matched.values())
     for rule in side.rules:
         if rule not in used and rule.pattern != "*":
-            raise _explain_idle(side, rule, list(found))
+            raise _explain_idle(side, rule, list(matched))
 
 
 def _explain_idle(side: Side, rule: Rule, names: list[str]) -> NotationError:
-    """Why none of the names falls to the rule."""
-    pattern, at = rule.pattern, _find_rule(side, rule)
+    """The error for a rule that applies to none of the names."""
+    pattern, position = rule.pattern, _find_position(side, rule)
     taken = [name for name in names if rule.matches(name)]
     if taken:
         what = f"rule {pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
-        return NotationError(what, str(side), at, "move it before that rule, or remove it")
+        return NotationError(what, str(side), position, "move it before that rule, or remove it")
     near = difflib.get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    some = names[:3]
-    if len(names) > 3:
-        some.append("...")
+    some = names[:3] + ["..."] * (len(names) > 3)
     what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({', '.join(some)})"
     kinds = ", ".join(KINDS)
     fix = f"{hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
-    return NotationError(what, str(side), at, fix)
+    return NotationError(what, str(side), position, fix)
 
 
 def _find_defaults(side: Side) -> tuple[Rule, ...]:
-    """The rules of a mesh alone. Raises NotationError for an axis that has no default."""
+    """The rules of a side without rules. Raises NotationError for an axis that has no default."""
     axes = side.mesh.shape
     for axis, n in axes.items():
         if axis not in ("dp", "replica", "tp"):
@@ -235,14 +233,15 @@ def _find_defaults(side: Side) -> tuple[Rule, ...]:
     return DEFAULTS[tuple(name for name in ("dp", "tp") if name in axes)]
 
 
-def _mesh_text(mesh: Mesh) -> str:
+def _format_mesh(mesh: Mesh) -> str:
     """The axes and the ranks, as `parse` reads them."""
     words = [f"{name}={n}" for name, n in mesh.axes]
-    ranks = _ranks_text(mesh.ranks)
+    ranks = _format_ranks(mesh.ranks)
     return " ".join([*words, f"ranks={ranks}"])
 
 
-def _ranks_text(ranks: tuple[int, ...]) -> str:
+def _format_ranks(ranks: tuple[int, ...]) -> str:
+    """The ranks as a span, or one by one."""
     first, end = ranks[0], ranks[0] + len(ranks)
     if ranks == tuple(range(first, end)):
         return f"{first}:{end}"
@@ -250,9 +249,9 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 
 def parse(text: str, *, first_rank: int = 0) -> Side:
-    """The side that `text` says; ranks count from `first_rank` where it names none.
+    """Read the text of a side; ranks count from `first_rank` if it names none.
 
-    Raises NotationError, with a caret, for text that is not a side; whether rules fit is seen with tensors.
+    Raises NotationError, with a caret, for text that is not a side; whether rules fit tensors is checked later.
     """
     text = plain(text, "a side", NotationError)
     mesh, end = _read_mesh(text, as_integer(first_rank, "first_rank", MeshError))
@@ -262,7 +261,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that `text` says, without rules; ranks count from 0 where it names none.
+    """Read the text of a mesh, without rules; ranks count from 0 if it names none.
 
     Raises NotationError, with a caret, for text that is not a mesh.
     """
@@ -277,7 +276,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
-    """The mesh, and where it ends: at the ':' before the rules, or at the text's end."""
+    """(mesh, position of its end): the ':' before the rules, or the end of the text."""
     sizes: dict[str, int] = {}
     ranks: tuple[int, ...] | None = None
     seen: set[str] = set()
@@ -300,10 +299,10 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
 
 
 def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
-    """The name and the value of the word at a place, and where the value begins.
+    """(name, value, position of the value) of the word at a position.
 
-    The value of an axis is one number, that of `ranks` as many as there are. Raises NotationError for what
-    is not such a word, and for a name that was seen.
+    An axis has one number as its value, `ranks` any number of spans. Raises NotationError for another word, and for a
+    name that was seen before.
     """
     word = WORD.match(text, at)
     if word is None:
@@ -323,7 +322,7 @@ def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
 
 
 def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
-    """The ranks of spans such as 4:8 or 3, with commas between them."""
+    """The ranks of spans such as 4:8 or 3, separated by commas."""
     ranks: list[int] = []
     for span in value.split(","):
         start, _, stop = span.partition(":")
@@ -331,7 +330,7 @@ def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
         end = _read_number(text, stop, at + len(start) + 1) if stop else first + 1
         if end <= first:
             fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
-            raise NotationError(f"ranks {span} are none", text, at, fix)
+            raise NotationError(f"ranks {span} is an empty range", text, at, fix)
         if len(ranks) + end - first > MOST_RANKS:
             raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
         ranks += range(first, end)
@@ -340,11 +339,11 @@ def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
 
 
 MOST_RANKS = 1 << 24
-"""In text, where more are a typing mistake, which would take all memory."""
+"""The most ranks in text; more are a typing mistake, and would take all memory."""
 
 
 def _read_number(text: str, digits: str, at: int) -> int:
-    """The number, of which only short ones are read: Python refuses very long ones."""
+    """The number of these digits. Raises NotationError above MOST_RANKS; int() itself fails for very long ones."""
     figures = digits.lstrip("0") or "0"
     if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
         raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
@@ -354,7 +353,7 @@ def _read_number(text: str, digits: str, at: int) -> int:
 def _make_mesh(
     text: str, sizes: Mapping[str, int], ranks: tuple[int, ...] | None, first_rank: int, at: int
 ) -> Mesh:
-    """The mesh of these sizes. Raises NotationError, with a caret, for what is not one."""
+    """The mesh of these sizes. Raises NotationError, with a caret, for sizes and ranks that do not fit."""
     try:
         if ranks is None:
             mesh = Mesh(sizes)
@@ -365,7 +364,7 @@ def _make_mesh(
 
 
 def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
-    """The rules from a place on."""
+    """The rules from a position on."""
     rules: list[Rule] = []
     for part in text[at:].split(";"):
         start = min(_skip(text, at), at + len(part))
@@ -378,7 +377,7 @@ def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
 
 
 def _read_rule(text: str, part: str, start: int) -> Rule:
-    """One rule, which begins at a place of the text."""
+    """One rule, which begins at this position of the text."""
     pattern, *layout = part.split() or [""]
     if not pattern:
         raise NotationError("empty rule", text, start, RULE_FIX)

@@ -1,11 +1,10 @@
-"""SGLang: what each rank of an engine stores, under its own names.
+"""SGLang: the storage of an engine, under its own names.
 
-1. `sglang` gives the rows (`sglang_rows`), three meshes over the same ranks, and where each layer is. A replica's
-   rank is `pp * TP + tp`; replicas, each a world of its own to SGLang, are numbered one after the other.
-2. Within a stage the ranks of tp are those of attention, in the order adp, acp, atp, and those of experts, in the
-   order mdp, ep, etp.
-3. Layers keep their global numbers. Where stages do not divide them, the last ones have one more.
-4. A vocabulary is padded to a multiple of 64, or of 64 times the ranks that share it where they do not divide that.
+1. `sglang` gives the rows (`sglang_rows`), three meshes over the same ranks, and the spot of each layer. A replica's
+   rank is `pp * TP + tp`; each replica is a separate world to SGLang, and replicas are numbered one after the other.
+2. Within a stage the ranks of tp form a mesh adp, acp, atp for attention, and a mesh mdp, ep, etp for experts.
+3. Layers keep their global numbers. If stages do not divide them, the last stages have one more.
+4. A vocabulary is padded to a multiple of 64 or, if the ranks that share it do not divide that, of 64 per rank.
 
 Source: SGLang 0.5.23, `srt/runtime_context.py`, `srt/distributed/utils.py`, `srt/layers/vocab_parallel_embedding.py`.
 
@@ -51,16 +50,16 @@ def sglang(
     stages: Sequence[int] | None = None,
     unknown: str = "refuse",
 ) -> Stored:
-    """How the ranks of an engine store a model of this Hugging Face configuration, once its weights are loaded.
+    """The storage of a model of this Hugging Face configuration on the ranks of an engine, after loading.
 
     `dp` are replicas, `attn_dp` the data parallelism of attention within tp (`--dp-size` with `--enable-dp-attention`),
-    `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared` where an all-to-all backend has shared
+    `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared` for an all-to-all backend with shared
     experts on each rank, `fused_shared` unless `--disable-shared-experts-fusion`, `stages` the layers of each pipeline
-    stage, SGLang's own choice if not given; `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not
-    factor, StoreError where layers do not fall to stages, and for what no row says.
+    stage, SGLang's own choice if not given; `unknown` is "refuse" or "replicate". Raises MeshError if ranks do not
+    factor, StoreError if layers do not fit the stages, and for options that rows cannot describe.
     """
     fields = Config(config)
-    _check(fused_shared, moe_dense_tp, tp)
+    _check_options(fused_shared, moe_dense_tp, tp)
     whole = Mesh(dp=dp, pp=pp, tp=tp, ranks=ranks)
     attention = fill_sizes(tp, {"adp": attn_dp, "acp": attn_cp, "atp": None}, "ranks of tp")
     experts = fill_sizes(tp, {"mdp": moe_dp, "ep": ep, "etp": None}, "ranks of tp")
@@ -79,29 +78,24 @@ def sglang(
         "dense": tp if moe_dense_tp == 1 else 1,
         "alike": tp if whole_shared else 1,
     }
-    return Stored(
-        table(fields.kind, form),
-        meshes,
-        {"l": layers},
-        numbers,
-    )
+    return Stored(table(fields.kind, form), meshes, {"l": layers}, numbers)
 
 
-def _check(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
-    """Raises StoreError for what no row says."""
+def _check_options(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> None:
+    """Raise StoreError for options that rows cannot describe."""
     if fused_shared:
         raise StoreError(
             "fused shared experts lie behind the routed ones of each rank, which no row says; "
             "start SGLang with --disable-shared-experts-fusion, or record its loader"
         )
     if moe_dense_tp not in (None, 1, tp):
-        raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has 1 or tp={tp} alone; give one")
+        raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has only 1 or tp={tp}; give one")
 
 
 def _list_numbers(
     config: Config, form: SGLangForm, meshes: tuple[Mesh, Mesh, Mesh]
 ) -> dict[str, int]:
-    """What the words of rows stand for, but for those of layers that are whole if asked."""
+    """The values of the numbers in rows, except for layers that options make whole."""
     dense, attention, experts = meshes
     tp = dense.axis_size("tp")
     atp = attention.axis_size("atp")
@@ -115,18 +109,19 @@ def _list_numbers(
         "own": max(1, config.heads // atp),
         "own_keys": max(1, config.kv_heads // atp),
         "tile": 1,
-        # So wide that all of a bias is the first part, and the other parts are padding.
+        # So wide that the first part has all of a bias, and the other parts are padding.
         "wide": config.hidden * etp,
         "own_ffn": config.ffn // etp,
     }
 
 
 def _pad_vocab(config: Config, parts: int) -> int:
-    """Rows of a vocabulary that are stored over so many ranks."""
+    """Stored rows of a vocabulary over this number of ranks."""
     vocab = int(config.get("vocab_size", 0))
     padded = _round_up(vocab, VOCAB_MULTIPLE)
     return _round_up(vocab, VOCAB_MULTIPLE * parts) if padded % parts else padded
 
 
 def _round_up(count: int, multiple: int) -> int:
+    """The next multiple from `count` on."""
     return -(-count // multiple) * multiple

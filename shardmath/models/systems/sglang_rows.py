@@ -1,10 +1,10 @@
-"""SGLang's rows: what each module stores, by the names of its own parameters.
+"""SGLang's rows: the stored tensors of each module, by the names of its parameters.
 
-1. SGLang took its layers from vLLM, and their rows are vLLM's (`vllm_rows`), but for the ranks over which each is cut.
-2. Attention is cut over `atp`, which is what attention's data and context parallelism leave of tp. Dense layers are
-   cut over tp, experts over `ep` and `etp`.
-3. Experts are dealt in equal parts. Fused shared experts lie behind the routed ones of each rank, which no row says.
-4. Each stage of pipelines has the head in some models; in others the last one has a copy of a tied embedding as head.
+1. SGLang's layers come from vLLM, and have vLLM's rows (`vllm_rows`), cut over other axes.
+2. Attention is cut over `atp`, the part of tp without attention's data and context parallelism. Dense layers are cut
+   over tp, experts over `ep` and `etp`.
+3. Experts are dealt in equal parts. Fused shared experts, behind the routed ones of each rank, have no rows.
+4. In some models every pipeline stage has the head; in others the last stage has a copy of a tied embedding as head.
 
 Source: SGLang 0.5.23 (PyPI wheel), `srt/layers/linear.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`, `srt/models`.
@@ -49,24 +49,23 @@ also lm_head.weight @pp=-1 = model.embed_tokens.weight ! /lm_head.weight : (OUT 
 """
 
 HEADS_EVERYWHERE = "llama phi3 qwen3_moe mixtral gpt_oss"
-"""Kinds of which each stage has the head."""
+"""Kinds of model with the head on every stage."""
 HEADLESS = "llama phi3"
-"""Kinds that have no copy of a tied embedding on the last stage."""
+"""Kinds of model without a copy of a tied embedding on the last stage."""
 
 RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt_oss": ((".mlp.gate.", ".mlp.router."),),
 }
-"""Where SGLang's names are not vLLM's: what stands for what, of a kind of model."""
+"""(old, new) parts of names, for kinds of model whose names in SGLang are not vLLM's."""
 
 CUT = re.compile(r"\btp\b(?!/alike)")
-"""An axis of tensor parallelism, but for that of shared experts."""
+"""The axis tp, except in shared experts."""
 RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 
 
 class SGLangForm(NamedTuple):
-    """How a model is stored beside what its kind says: over which axis words are cut on their way in and out, whether
-    there are several stages, whether linear layers have a scale for each block, and whether unknown tensors are whole
-    on each rank, or refused.
+    """The options of a model's storage: the axes that divide embedding and head, whether there are several stages,
+    whether linear layers have a scale per block, and whether unknown tensors are whole on each rank or an error.
     """
 
     words_in: str = "tp"
@@ -80,8 +79,8 @@ class SGLangForm(NamedTuple):
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
     """The rows of a kind of model in this form."""
     prefix = "model.layers.{l}."
-    own = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
-    text = f"{_write_ends(kind, form)}{own}[{prefix} = {prefix}]{NORMS}"
+    of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
+    text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"
     attention = CUT.sub("atp", ATTENTION).replace("fused_qkv_a_proj.", "fused_qkv_a_proj_with_mqa.")
     dense = CUT.sub("tp/dense", MLP)
     experts = _write_experts(kind)

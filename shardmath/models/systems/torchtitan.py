@@ -1,13 +1,13 @@
-"""torchtitan: what each rank of a trainer stores, under its own names.
+"""torchtitan: the storage of a trainer, under its own names.
 
-1. Tensor parallelism cuts first, FSDP2 cuts what it leaves, in dimension 0: parts as of `torch.chunk`, so that the last
-   ranks may have less. With `ep` experts are dealt whole over `ep` and `efsdp`, else they are cut as other layers are.
-   FSDP2 cuts dimension 1 of experts where torchtitan counts more ranks than experts (`expert_dim`). With context
-   parallelism `dp_shard` is what FSDP2 cuts over, both together.
-2. Llama 3 turns neighbours in a head, its checkpoint the two halves of a head. The rows of queries and keys are two
+1. Tensor parallelism cuts first, and FSDP2 cuts its parts in dimension 0: as in `torch.chunk`, so that the last ranks
+   may have less. With `ep` experts are dealt whole over `ep` and `efsdp`, otherwise they are cut like other layers.
+   FSDP2 cuts dimension 1 of experts if torchtitan counts more ranks than experts (`expert_dim`). With context
+   parallelism, `dp_shard` is the product of both, over which FSDP2 cuts.
+2. Llama 3 rotates neighbors in a head, its checkpoint the two halves of a head. The rows of queries and keys are two
    tensors here, even and odd: pair by pair in torchtitan, head by head in the checkpoint (`checkpoint`) and in engines.
-3. Stages of a pipeline have so many layers as `stages` says; layers keep their global numbers.
-4. Expert biases are buffers, which each rank has whole.
+3. `stages` are the numbers of layers of pipeline stages; layers keep their global numbers.
+4. Expert biases are buffers, which are whole on each rank.
 
 Source: torchtitan 0.3.0 and 0.2.0, `models/*/state_dict_adapter.py`, `models/common/decoder_sharding.py`,
 `models/common/moe_sharding.py`, `distributed/fsdp.py`, `distributed/parallel_dims.py`.
@@ -91,21 +91,21 @@ NAMES = {
         "BIAS": "expert_bias",
     },
 }
-"""What stands for what in the table, by version."""
+"""The names for words in the table, by version."""
 ROUTED = {
     ("fsdp", 0): ("(fsdp e) (tp n) h", "(fsdp e) h (tp n)"),
     ("fsdp", 1): ("e (tp fsdp n) h", "e (fsdp h) (tp n)"),
     ("ep", 0): ("(ep efsdp e) n h", "(ep efsdp e) h n"),
     ("ep", 1): ("(ep e) (efsdp n) h", "(ep e) (efsdp h) n"),
 }
-"""Experts' columns and rows, by what deals them, and which dimension FSDP2 cuts."""
+"""Structures of experts' COLUMNS and ROWS, by the axis that deals them and the dimension that FSDP2 cuts."""
 HALVES = """
 [model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
 q_proj.* = [q_even q_odd]_proj.* : (heads (q_even + q_odd)) h
 k_proj.* = [k_even k_odd]_proj.* : (groups (k_even + k_odd)) h
 """
 TURNED = ("llama",)
-"""Kinds whose heads torchtitan turns otherwise than their checkpoints."""
+"""Kinds of model whose heads torchtitan rotates differently than their checkpoints."""
 UNKNOWN = """
 [layers.{l}. = model.layers.{l}.]
 ... = ...
@@ -127,12 +127,12 @@ def torchtitan(
     names: str = "0.3",
     unknown: str = "refuse",
 ) -> Stored:
-    """How the ranks of a trainer store a model of this Hugging Face configuration.
+    """The storage of a model of this Hugging Face configuration on the ranks of a trainer.
 
-    Sizes are those of torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` the
-    dimension of experts that FSDP2 cuts, 0 or 1, as the version has it if not given, `names` the version whose names
-    modules have, `unknown` is "refuse" or "replicate". Raises MeshError where ranks do not factor,
-    StoreError where layers do not fall to stages, and for a word that is none of those named.
+    Sizes are as in torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` is the
+    dimension of experts that FSDP2 cuts, 0 or 1, the version's choice if not given, `names` the version whose names
+    modules have, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if layers do
+    not fit the stages, and for an unknown word.
     """
     fields = Config(config)
     if known(names, tuple(NAMES)) is None:
@@ -154,17 +154,12 @@ def torchtitan(
     text = _write(expert_dim, ep, names)
     if replicates(unknown):
         text += UNKNOWN
-    return Stored(
-        rows.parse(text),
-        (dense, routed),
-        {"l": layers},
-        _list_numbers(fields),
-        exact=False,
-    )
+    numbers = _list_numbers(fields)
+    return Stored(rows.parse(text), (dense, routed), {"l": layers}, numbers, exact=False)
 
 
 def _list_numbers(config: Config) -> dict[str, int]:
-    """Pairs of neighbours in all heads."""
+    """The values of the numbers in rows: pairs of neighbors in all heads."""
     pairs = config.head_dim // 2
     return {
         "query_pairs": config.heads * pairs,
@@ -176,7 +171,7 @@ def _choose_dim(experts: int, sizes: dict[str, int], ep: int, names: str) -> int
     """The dimension of experts that FSDP2 cuts."""
     inner = sizes["fsdp"] * sizes["tp"]
     replicas = sizes["dp_replicate"]
-    # Without ep 0.3 counts its whole mesh, 0.2 nothing; with it 0.2 counts replicas too.
+    # Ranks that are compared with experts, by version and whether there is ep.
     counts = {
         ("0.3", True): inner,
         ("0.3", False): replicas * inner,
@@ -187,7 +182,7 @@ def _choose_dim(experts: int, sizes: dict[str, int], ep: int, names: str) -> int
 
 
 def _write(expert_dim: int, ep: int, names: str) -> str:
-    """The rows of a version, and of how experts are dealt."""
+    """The rows of a version, with experts cut in this dimension and dealt by ep or FSDP2."""
     text = TABLE.replace("DENSE", DENSE)
     for word, name in NAMES[names].items():
         text = text.replace(word, name)
@@ -198,7 +193,7 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
-    """How the Hugging Face checkpoint stores the logical tensors of torchtitan's model."""
+    """The storage of torchtitan's logical tensors in the Hugging Face checkpoint."""
     side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 

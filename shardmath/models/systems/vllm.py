@@ -1,12 +1,12 @@
-"""vLLM: what each rank of an engine stores, under its own names.
+"""vLLM: the storage of an engine, under its own names.
 
-1. `vllm` gives the rows (`vllm_rows`), two meshes over the same ranks, and where each layer is. World rank is
+1. `vllm` gives the rows (`vllm_rows`), two meshes over the same ranks, and the spot of each layer. World rank is
    `(dp * PP + pp) * TP + tp`, dp slowest.
-2. Data parallelism cuts experts: those of one pipeline stage lie on all its ranks, in the order dp, tp. With `ep` they
-   are dealt whole, else each is cut.
-3. Layers keep their global numbers. Where stages do not divide them, the last but one has one more, then the one
+2. Data parallelism cuts experts: the experts of a pipeline stage lie on all its ranks, in the order dp, tp. With `ep`
+   they are dealt whole, otherwise each is cut.
+3. Layers keep their global numbers. If stages do not divide them, the last stage but one has one more, then the stage
    before it.
-4. What vLLM refuses to load, such as heads that tp does not divide, is an error where tensors are bound.
+4. Models that vLLM cannot load, such as heads that tp does not divide, are errors when tensors are bound.
 
 Source: vLLM 0.33.0, `distributed/utils.py`, `layers/fused_moe`, `layers/linear.py`.
 
@@ -46,14 +46,14 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 PLACEMENTS = ("linear", "round_robin")
 TILES = {"flashinfer_trtllm": 128}
-"""Rows and columns of which each rank's part of an expert is made whole, by MoE backend."""
+"""The multiple to which rows and columns of a rank's part of an expert are padded, by MoE backend."""
 SWAPS = ("flashinfer_cutlass",)
 """MoE backends that put up before gate once weights are loaded."""
 UNREPEATED = ("gptoss",)
-"""Kinds that vLLM does not load on more ranks than there are key heads."""
+"""Kinds of model that vLLM does not load on more ranks than key heads."""
 VOCAB_MULTIPLE = 64
 WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
-"""Models whose shared experts each rank has whole, where vLLM divides tokens instead."""
+"""Kinds of model with whole shared experts on each rank if vLLM divides tokens instead."""
 
 
 def vllm(
@@ -72,13 +72,13 @@ def vllm(
     draft: bool = False,
     unknown: str = "refuse",
 ) -> Stored:
-    """How the ranks of an engine store a model of this Hugging Face configuration.
+    """The storage of a model of this Hugging Face configuration on the ranks of an engine.
 
-    `ep` deals experts whole, as `placement` says, with `redundant` copies of the first ones; `backend` is that of
-    experts; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is after
-    `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
-    "replicate". Raises MeshError where ranks do not factor, StoreError where layers do not fall to stages, for a word
-    that is none of those named, and for processed weights whose order no row says.
+    `ep` deals experts whole, by `placement`, with `redundant` copies of the first ones; `backend` is the experts'
+    backend; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is the storage
+    after `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
+    "replicate". Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages, for an unknown
+    word, and for processed weights whose order rows cannot describe.
     """
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
@@ -95,7 +95,7 @@ def vllm(
 
 
 def _choose_gated(backend: str, processed: bool) -> str:
-    """How gate and up lie in an expert. Raises StoreError where no row says it."""
+    """The order of gate and up in an expert. Raises StoreError if rows cannot describe it."""
     if not processed:
         return "parts"
     if backend in TILES:
@@ -107,16 +107,16 @@ def _choose_gated(backend: str, processed: bool) -> str:
 
 
 def _make_meshes(ranks: Iterable[int], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
-    """The mesh of dense tensors, and that of routed experts. Raises MeshError where ranks do not factor."""
+    """The meshes of dense tensors and of routed experts. Raises MeshError if ranks do not factor."""
     dense = Mesh(dp=dp, pp=pp, tp=tp, ranks=ranks)
-    # World ranks count dp slowest, the ranks of one stage are therefore not neighbours.
+    # World ranks count dp slowest, so the ranks of one stage are not consecutive.
     stages = dense.transpose(["pp", "dp", "tp"]).merge(["dp", "tp"], into="parts")
     size = dp * tp
     return dense, stages.split("parts", ep=size if ep else 1, etp=1 if ep else size)
 
 
 def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: int) -> str:
-    """How experts are dealt. Raises StoreError for a placement that is none."""
+    """The way in which experts are dealt. Raises StoreError for an unknown placement."""
     chosen = known(placement, PLACEMENTS)
     if chosen is None:
         raise StoreError(f"placement={placement!r}; use one of {', '.join(PLACEMENTS)}")
@@ -124,7 +124,7 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
         return "linear"
     if redundant:
         return "redundant"
-    # vLLM falls back to linear, and says so in its log alone, where experts have no groups.
+    # vLLM falls back to linear, with only a line in its log, if experts have no groups.
     grouped = int(config.get("n_group", 1)) > 1
     return chosen if grouped and dp == 1 else "linear"
 
@@ -132,7 +132,7 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
 def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
-    """Where each layer is. Those that predict further tokens are numbered behind the others."""
+    """The spot of each layer. Layers that predict further tokens are numbered behind the others."""
     # The last stage has the head, and the first the embedding: those before the last take more.
     counts = divide_layers(config.layers, pp, spared=1) if stages is None else stages
     layers = place_layers(counts, layers=config.layers, pp=pp)
@@ -143,23 +143,23 @@ def _place_layers(
 def _list_expert_numbers(
     config: Config, parts: int, redundant: int, backend: str
 ) -> dict[str, int]:
-    """What the words of experts' rows stand for, where each expert is cut into so many parts."""
+    """The values of the numbers in experts' rows, for experts cut into this number of parts."""
     return {
         "slots": config.experts + redundant,
         "tile": TILES.get(backend, 1),
-        # So wide that all of a bias is the first part, and the other parts are padding.
+        # So wide that the first part has all of a bias, and the other parts are padding.
         "wide": config.hidden * parts,
         "own_ffn": config.ffn // parts,
     }
 
 
 def _list_numbers(config: Config, tp: int) -> dict[str, int]:
-    """What the words of other rows stand for."""
+    """The values of the numbers in other rows."""
     vocab = int(config.get("vocab_size", 0))
     return {
         "vocab": -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hd": config.head_dim,
-        # Where a kind does not repeat heads, a tp above their number divides nothing, and is refused.
+        # Without repeated heads, a tp above their number does not divide them, which is an error in binding.
         "rep": 1 if config.kind in UNREPEATED else max(1, tp // config.kv_heads),
         "own": max(1, config.heads // tp),
         "own_keys": max(1, config.kv_heads // tp),

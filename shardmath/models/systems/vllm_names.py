@@ -1,6 +1,6 @@
-"""vLLM's names: what a kind of model calls its modules, and which of them every pipeline stage has.
+"""vLLM's names: a kind of model's names for its modules, and the modules on every pipeline stage.
 
-A renamed part of a name stands between dots, so that `.mlp.` is not found in `.shared_mlp.`.
+Renamed parts of names include their dots, so that `.mlp.` does not match `.shared_mlp.`.
 
 >>> rename("mixtral", "model.layers.{l}.mlp.gate.*")
 'model.layers.{l}.block_sparse_moe.gate.*'
@@ -18,10 +18,10 @@ WHOLE_STAGES = """
 bloom cohere cohere2 falcon falcon_mamba gemma gemma2 gemma3 gpt2 gpt_oss gptj granitemoe granitemoeshared
 granitemoehybrid jamba mamba mamba2 mixtral nemotron_h olmoe opt phimoe qwen2_moe qwen3_moe stablelm
 """
-"""Kinds of which each pipeline stage has the first and the last modules, though it does not need them."""
+"""Kinds of model with the first and the last modules on every pipeline stage, needed or not."""
 
 FIRST_EVERYWHERE = "lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_next"
-"""Kinds of which each stage has the embedding."""
+"""Kinds of model with the embedding on every stage."""
 
 LAST_EVERYWHERE = "qwen3_next"
 """Kinds of which each stage has the head."""
@@ -136,7 +136,7 @@ RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
         (".mlp.down_proj.", ".fc2."),
     ),
 }
-"""What stands in vLLM's names for what, of a kind of model, in this order."""
+"""(old, new) parts of names by kind of model, replaced in this order."""
 
 BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 EVERYWHERE: dict[str, set[str]] = {
@@ -145,16 +145,16 @@ EVERYWHERE: dict[str, set[str]] = {
     "norm": {plain(kind) for kind in WHOLE_STAGES.split()},
     "lm_head": {plain(kind) for kind in f"{WHOLE_STAGES} {LAST_EVERYWHERE}".split()},
 }
-"""Kinds of which each stage has a module, by its name."""
+"""The kinds of model with a module on every stage, by the module's name."""
 
 
 def rename(kind: str, name: str) -> str:
-    """The name of a kind's module in vLLM."""
+    """The name of a module in vLLM for a kind of model."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name
 
 
 def everywhere(kind: str) -> list[str]:
-    """The first and last modules that every stage of a kind of model has."""
+    """The first and last modules that are on every stage of a kind of model."""
     return sorted(name for name, kinds in EVERYWHERE.items() if plain(kind) in kinds)

@@ -1,12 +1,11 @@
-"""vLLM's rows: what each module stores, by the names of its own parameters.
+"""vLLM's rows: the stored tensors of each module, by the names of its parameters.
 
-1. `ENDS` are the first and last modules, `ATTENTION`, `MIXERS` and `MLP` those of every layer, under each name that
-   models give them, `EXPERTS` the stacks of routed experts.
-2. Fused rows are cut part by part: `(tp (gate + up))` is `[gate_r; up_r]`. A key head that is on several ranks is
-   `tp/rep`; whole heads are `hd` positions.
-3. Expert parallelism has axes of its own over the ranks of a stage: `ep` deals experts, `etp` cuts them. One of them
-   has size 1.
-4. Logical names are those of `megatron_rows`; `vllm_names` says what a kind of model calls them in vLLM.
+1. `ENDS` are the rows of the first and last modules, `ATTENTION`, `MIXERS` and `MLP` of the modules of every layer,
+   under each name that models give them, `EXPERTS` of the stacks of routed experts.
+2. Fused rows are cut part by part: `(tp (gate + up))` is `[gate_r; up_r]`. A key head on several ranks is `tp/rep`;
+   whole heads are `hd` positions.
+3. Experts have separate axes over the ranks of a stage: `ep` deals experts, `etp` cuts them. One of the two has size 1.
+4. Logical names are as in `megatron_rows`; `vllm_names` has their names in vLLM by kind of model.
 
 Source: vLLM 0.33.0, `model_executor/layers` and `model_executor/models`.
 
@@ -78,8 +77,8 @@ sinks              = sinks             : (tp n)
 attn.k_scale       = k_scale
 attn.v_scale       = v_scale
 """
-"""Self-attention, latent attention too. Llama 4 stores the even rows of a head before its odd ones. The scales are
-those of keys and values in an FP8 cache."""
+"""Rows of self-attention and latent attention. Llama 4 stores the even rows of a head before its odd ones. The scales
+are for keys and values in an FP8 cache."""
 
 MIXERS = """
 mixer.in_proj.*       = mixer.[z x B C dt].*  : (tp z + tp x + tp/shared B group + tp/shared C group + tp dt) h
@@ -107,8 +106,8 @@ linear_attn.dt_bias   = linear_attn.dt_bias   : (tp n)
 linear_attn.norm.*    = linear_attn.norm.*
 linear_attn.out_proj.* = linear_attn.out_proj.* : h (tp n)
 """
-"""State-space layers of the first and second kind, short convolutions, gated delta nets. QKVZ and BA stand for how a
-delta net's projections are fused: part by part, or by key heads as in its checkpoint."""
+"""Rows of Mamba 1 and 2, short convolutions and gated delta nets. QKVZ and BA stand for the structure of a delta net's
+fused projections (`FUSINGS`): part by part, or by key heads as in its checkpoint."""
 
 FUSINGS = {
     "parts": ("(tp (q + k + v + z))", "(tp (b + a))"),
@@ -149,8 +148,8 @@ experts.routed_experts.w2_bias    = experts.{e}.down_proj.bias        : (DEAL) (
 experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) (etp (w1^tile + w3^tile)) h
 experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h (etp n^tile)
 """
-"""DEAL stands for which experts a rank has, GATED for how gate and up lie in one. Of biases of the output one rank has
-all, the others zeros: `wide` is so many times the output that the first part is all of it."""
+"""DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert. One rank has
+the output bias, the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
 
 DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
 GATED = {
@@ -158,7 +157,7 @@ GATED = {
     "swapped": "(etp (up^tile + gate^tile))",
     "interleaved": "(etp own_ffn (gate + up))",
 }
-"""Part by part, the same the other way round, or row by row in turn."""
+"""The order of gate and up: one after the other, in reverse, or row by row alternating."""
 
 NORMS = """
 input_layernorm.*             = input_layernorm.*
@@ -188,13 +187,13 @@ eh_proj.*                     = eh_proj.*
 shared_head.norm.*            = norm.*
 shared_head.head.*            = shared_head.head.* : (tp n=vocab) h
 """
-"""What a layer that predicts a further token has beside the modules of every layer."""
+"""Rows of a layer that predicts a further token, in addition to the modules of every layer."""
 
 MODULES = {
     "attention": ("self_attn", "attn", "attention"),
     "mlp": ("mlp", "block_sparse_moe", "feed_forward", "moe"),
 }
-"""What models call their attention and their MLP."""
+"""The names that models give their attention and their MLP."""
 
 OWN = {
     "minimax_m2": """
@@ -209,7 +208,7 @@ k_norm.*                      = k_norm.* : (tp/rep n) h
 """,
 }
 OWN["cohere2"] = OWN["cohere"]
-"""Rows of a kind of model before those of all kinds: norms of all heads, cut as heads are."""
+"""Rows of a kind of model that precede the rows of all kinds: norms over all heads, cut like heads."""
 
 INTERLEAVES = ("gptoss",)
 BY_HEADS = ("qwen3next",)
@@ -220,8 +219,8 @@ GRAIN = re.compile(r" hd\b|\^tile\b")
 
 
 class VLLMForm(NamedTuple):
-    """How a model is stored beside what its kind says: how experts are dealt, how gate and up lie in each, whether
-    linear layers have a scale for each block, and whether unknown tensors are whole on each rank, or refused.
+    """The options of a model's storage: how experts are dealt, the order of gate and up in each, whether linear layers
+    have a scale per block, and whether unknown tensors are whole on each rank or an error.
     """
 
     deal: str = "linear"
@@ -266,23 +265,23 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
     experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
-    own = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
-    return own + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
+    text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
     """These rows under each name that models give their modules."""
     text = ""
-    for modules, own in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
+    for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
-        # A row may go over several lines here, of which a table has one each.
-        joined = own.replace(":\n    (", ": (")
+        # Join rows that are written over several lines above: a table has one line per row.
+        joined = module_rows.replace(":\n    (", ": (")
         text += "\n".join(heads) + joined + _write_scales(joined) * scales
     return text
 
 
 def _write_scales(text: str) -> str:
-    """The same rows for a scale of each block of a weight: cut alike, but for grains, which count elements."""
+    """The rows of a weight's block scales: cut like the weight, without grains and tiles, which count elements."""
     scaled = []
     for line in text.splitlines():
         if WEIGHT.search(line):
@@ -291,15 +290,15 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Rows of all else in a layer, module by module, so that a kind's names for modules are put in."""
+    """Rows of all other tensors in a layer, module by module, so that modules can be renamed."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 
 
 def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
-    """The rows with a kind's names for what ranks store."""
+    """The rows with their native names renamed."""
     renamed = []
-    # Once heads and rows are one name, so that mlp.gate can be told from other gates.
+    # Renamed after heads and rows are joined, so that mlp.gate differs from other gates.
     for row in rows.parse(text):
         name = rename(str(row.native))
         renamed.append(dataclasses.replace(row, native=names.parse(name)))

@@ -187,11 +187,11 @@ Q = {"q": ((4, 6), "int64")}
 @pytest.mark.parametrize(
     ("cells", "what"),
     [
-        (np.array([[0, 1], [6, 8]]), "its cells are no product of positions of each dimension"),
-        (np.array([0, 7]), "no product"),
+        (np.array([[0, 1], [6, 8]]), "its cells are not a product of positions of each dimension"),
+        (np.array([0, 7]), "not a product"),
         (np.arange(24), "lie along a stored one"),
         (np.arange(24).reshape(2, 2, 6), "its dimension 0 lies along several stored ones"),
-        (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "no product"),
+        (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "not a product"),
     ],
 )
 def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
@@ -228,7 +228,7 @@ OUTSIDE = {
     "reaches from -1 to 2 in 'w'": Piece("q", 2, 0, ((4, -1, 1),)),
     "reaches from 2 to 5 in 'q' of 4": Piece("q", 0, 2, ((4, 1, 1),)),
     "reaches from -1 to -1 in 'q' of 4": Piece("q", 0, -1, ()),
-    "of no logical tensor": Piece("k", 0, 0, ()),
+    "of an unknown tensor": Piece("k", 0, 0, ()),
 }
 
 
@@ -260,7 +260,9 @@ def test_very_many_cells() -> None:
     many = (("q", (3 * n,), "int8"),)
     native = Native("w", (2 * n,), "int8", (Piece("q", 0, 0, ((n, 2, 3),)),), "views", "")
     side = sm.storage.RecordedSide({0: sm.storage.Recorded(many, (native,))})
-    with pytest.raises(sm.StoreError, match="'q' is not a view of 'w': a dimension of it is in"):
+    with pytest.raises(
+        sm.StoreError, match="'q' is not a view of 'w': one of its dimensions is in"
+    ):
         side.bind({"q": ((3 * n,), "int8")})
     twice = native._replace(pieces=(Piece("q", 0, 0, ((n, 0, 3),)),), shape=(2,))
     with pytest.raises(sm.StoreError, match="1000000000000 cells of 'w' are written, which has 2"):

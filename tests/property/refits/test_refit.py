@@ -164,9 +164,7 @@ def test_a_trainer_that_stores_functions_of_tensors() -> None:
     whole = Stored(parse("q.{l} = q.{l}\nk = k"), (sm.Mesh(),))
     spots = {"l": (Spot({}, 0, 0), Spot({}, 1, 0))}
     made = Stored(parse("A.{l} = neg_exp(q.{l}) : (tp n)\nk = k"), (sm.Mesh(tp=2),), indices=spots)
-    what = (
-        "trainer: 'A.0' stores neg_exp(...), from which q.0 cannot be had; give the trainer a row"
-    )
+    what = "trainer: 'A.0' stores neg_exp(...), from which q.0 cannot be computed; give the trainer a row"
     with pytest.raises(sm.StoreError, match=re.escape(what)):
         sm.refit(made, whole, shapes)
     part = {"k": sm.Layout((4,), sm.Mesh(), "n", dtype="float32")}

@@ -340,7 +340,7 @@ COPIED: Shapes = {"e": ((2, 4), "float32"), "f": ((2, 4), "float32")}
         ),
         (
             "e @pp=0 = e\nf @pp=1 = f\nalso c @pp=1 = [e f] : (e + f) h",
-            "have 'f' by a row before, and not 'e'; store the two by rows of their own",
+            "have 'f' by a row before, and not 'e'; store the two by separate rows",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_structures_that_no_ranks_store(text: str, what: str) -> None:
 
 def test_dots_stand_once_in_a_structure() -> None:
     """A second `...` took the place of no dimension, and ended in a KeyError."""
-    with pytest.raises(NotationError, match=r"'...' twice(.|\n)*for all dimensions that are left"):
+    with pytest.raises(NotationError, match=r"'...' twice(.|\n)*for all remaining dimensions"):
         rows.parse("w = a : ... n ...")
 
 

@@ -57,7 +57,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("a.w = b.w : (| n)", 13, "nothing to lay out"),
         ("a.* = b.w", 0, "a star in one name only"),
         ("[a b].w = c.w", 0, "a choice in the name that ranks store"),
-        ("a.w = b.w : " + "(" * 3000 + "n", 78, "more than 64 groups in each other"),
+        ("a.w = b.w : " + "(" * 3000 + "n", 78, "more than 64 nested groups"),
         ("a.0.w = b.0.w", 10, "number 0 in the logical name b.0.w"),
         ("a.... = b.0....", 10, "number 0 in the logical name b.0...."),
         ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),
@@ -77,7 +77,7 @@ def test_carets(text: str, position: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a.{l} = q.{l} ? /x.{m}", "x.{m} has an index of its own"),
+        ("a.{l} = q.{l} ? /x.{m}", "x.{m} has an index that the row lacks"),
         ("a.* = q.* ? b.*", "b.* asks for a star"),
     ],
 )
@@ -89,5 +89,7 @@ def test_a_condition_is_one_tensor(text: str, said: str) -> None:
 
 def test_an_index_stands_once_in_a_logical_name() -> None:
     """Its last number would win: `y.0.1` be stored as `x.1`."""
-    with pytest.raises(NotationError, match=r"an index twice in the logical name y\.\{l\}\.\{l\}"):
+    with pytest.raises(
+        NotationError, match=r"an index is twice in the logical name y\.\{l\}\.\{l\}"
+    ):
         rows.parse("x.{l} = y.{l}.{l}")

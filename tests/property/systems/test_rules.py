@@ -188,7 +188,7 @@ def attempt(text: str) -> tuple[Side | None, NotationError | None]:
         ("tp=2 ranks=0:2 ranks=2:4: * ...", "ranks=2", "'ranks' appears twice"),
         ("tp=4 ranks=0:3: * ...", "ranks", "3 ranks for a mesh tp=4"),
         ("tp=2 ranks=1,1: * ...", "ranks", "rank 1 appears twice"),
-        ("tp=2 ranks=0,5:3: * ...", "5:3", "ranks 5:3 are none"),
+        ("tp=2 ranks=0,5:3: * ...", "5:3", "ranks 5:3 is an empty range"),
         ("tp=2:", "", "empty rule"),
         ("tp=2: * ...;", "", "empty rule"),
         ("tp=2: ; * ...", "; *", "empty rule"),

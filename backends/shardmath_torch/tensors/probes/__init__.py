@@ -1,7 +1,7 @@
-"""Probes: tensors by which functions are told from copies.
+"""Probes: tensors whose values distinguish copies from computations.
 
 In reading order:
 
 - `patterns`: values of each element type, by their bits;
-- `drawing`: the value of each element in each run of a loader.
+- `drawing`: the values of elements in each run of a loader.
 """

@@ -1,10 +1,10 @@
-"""Drawing: the value of each element of one type in each run of a loader.
+"""Drawing: the values of a type's elements in each run of a loader.
 
-1. In the first runs it is a digit of the element's number: one of the type's numbers, in an order that differs by run.
-   They remain distinct in the types of targets, as far as these have them.
-2. In further runs it is drawn by the number from all numbers of the type; negated, or else mirrored; large where it was
-   small; one of four, zeros among them; of those that fit targets; and at last NaN, and infinite.
-3. Types of few values have more runs.
+1. In the first runs an element's value is a digit of its number: one of the type's values, in an order that differs by
+   run. Digits remain distinct in the types of targets that can hold them.
+2. In further runs values are drawn, by the element's number, from all finite values of the type; then mirrored; large
+   instead of small; from four values with zeros; from values that fit targets; and at last NaN, and infinite.
+3. Types with few values have more runs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
 
 TABLE = 1 << 16
-"""Values from which elements are drawn in a run."""
+"""The number of drawn values in a run, of which each element has one."""
 BITS = 24
-"""How much further runs say of each element at least."""
+"""The least information about each element in further runs, in bits."""
 FURTHER = 4, 8
-"""Further runs at least: of many elements, and of few, among which more functions are the identity by chance."""
+"""The least number of further runs for many elements, and for few, where chance hides more functions."""
 FEW = 1 << 20
+"""The most elements that are few."""
 SPECIAL = {"nan": list_nan, "infinite": list_infinite}
-"""The runs in which no element is finite, if its type has others."""
+"""The runs in which no element is finite, if its type has such values."""
 IMAGINARY = 1 << 20
 """Added to the seed of a run, for the second part of complex numbers."""
 
 
 class Run(NamedTuple):
-    """A way to choose values, which of its kind it is, and the byte that targets are filled with before."""
+    """One run of a loader: the way of choosing values, its seed, and the byte that fills targets before."""
 
     way: str
     seed: int
@@ -58,7 +59,7 @@ class Run(NamedTuple):
 
 
 class TypedElements:
-    """The elements of all logical tensors of one type, by number; `wanted` are the types of targets."""
+    """The elements of all logical tensors of one type, numbered across them; `wanted` are the types of targets."""
 
     def __init__(
         self,
@@ -81,39 +82,40 @@ class TypedElements:
             self.digits += 1
 
     def name(self, number: int) -> str:
-        """The element, for people."""
+        """The element with this number, for messages."""
         tensor = int(np.searchsorted(self.starts, number, side="right")) - 1
         return f"element {number - self.starts[tensor]} of {self.names[tensor]!r}"
 
     def make(self, name: str, run: Run) -> Tensor:
-        """The logical tensor of a run."""
-        place = self.names.index(name)
-        numbers = np.arange(self.starts[place], self.starts[place + 1])
+        """The values of a logical tensor in a run."""
+        tensor = self.names.index(name)
+        numbers = np.arange(self.starts[tensor], self.starts[tensor + 1])
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
 
     def draw(self, numbers: _Flat, run: Run) -> Words:
-        """The values of these elements, as a row of words."""
-        first = self._draw_part(numbers, run)
+        """The values of these elements in a run, as a row of words."""
+        real_part = self._draw_part(numbers, run)
         if not self.dtype.is_complex:
-            return first
-        again = "drawn" if run.way == "digit" else run.way
-        other = Run(again, run.seed + IMAGINARY, run.byte)
-        return np.stack([first, self._draw_part(numbers, other)], axis=1).reshape(-1)
+            return real_part
+        way = "drawn" if run.way == "digit" else run.way
+        imaginary_part = self._draw_part(numbers, Run(way, run.seed + IMAGINARY, run.byte))
+        return np.stack([real_part, imaginary_part], axis=1).reshape(-1)
 
     def _draw_part(self, numbers: _Flat, run: Run) -> Words:
+        """The values of these elements, of real numbers or of one part of complex ones."""
         if run.way == "digit" and run.seed < self.digits:
             table = _permute(*self._digits, (run.seed, self.place))
             digit: Words = table[numbers // self.base**run.seed % self.base]
             return digit
-        # The upper bits of a product with an odd number: neighbors are far apart.
-        # From 1 on, as 0 would be in the same place in every run.
+        # A hash: the upper bits of a product with an odd number, in which neighbors are far apart. Numbers begin
+        # with 1, as 0 would have the same hash in every run.
         factors = numbers.astype(np.uint64) + np.uint64(1)
-        places = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
-        drawn: Words = _tabulate(*self._digits, run.way, (run.seed, self.place))[places]
+        hashes = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
+        drawn: Words = _tabulate(*self._digits, run.way, (run.seed, self.place))[hashes]
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
-        """Whether elements can be in a target of that type."""
+        """Whether a target of the type can hold these elements, their digits remaining distinct."""
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
@@ -124,15 +126,15 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, seen: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """The number whose digits cells of that type have, and in which cells there is such a number."""
+        """(number, whether it exists) of the element with the digits in each cell; `seen` has each run's values."""
         numbers = np.zeros(len(seen[0]), np.int64)
         right = np.ones(len(seen[0]), np.bool_)
         for run in range(self.digits):
-            images, places = _order_images(*self._digits, (run, self.place), real(dtype))
-            at = np.searchsorted(images, seen[run])
-            at = np.minimum(at, self.base - 1)
-            right &= images[at] == seen[run]
-            numbers += places[at] * self.base**run
+            images, digits = _order_images(*self._digits, (run, self.place), real(dtype))
+            positions = np.searchsorted(images, seen[run])
+            positions = np.minimum(positions, self.base - 1)
+            right &= images[positions] == seen[run]
+            numbers += digits[positions] * self.base**run
         right &= numbers < self.size
         return numbers, right
 
@@ -142,7 +144,7 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
     further = _count_further(kinds)
-    # No seed twice, but for one run in three ways.
+    # All seeds differ, except that one run is repeated in three ways.
     ways = [("digit", digit) for digit in range(digits)]
     ways.append(("few", digits))
     ways += [(way, digits + 1) for way in ("drawn", "mirrored", "inverse")]
@@ -150,28 +152,28 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     # Most numbers of a wide type are too large or too small for a target of few bits.
     ways += [("held", digits + 2 + further + i) for i in range(further * is_wide)]
     ways += [(way, 0) for way in _list_special(kinds)]
-    drawn = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
-    # Equal before a run and its mirror image, so that no element has both.
-    drawn[digits + 2] = drawn[digits + 1]
-    return [Run(*way, byte) for way, byte in zip(ways, drawn, strict=True)]
+    fill_bytes = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
+    # The same byte before a run and its mirror image, so that no element has this value in both.
+    fill_bytes[digits + 2] = fill_bytes[digits + 1]
+    return [Run(*way, byte) for way, byte in zip(ways, fill_bytes, strict=True)]
 
 
 def _count_further(kinds: Sequence[TypedElements]) -> int:
-    """How many runs there are in which chance alone must not give a cell an element's value."""
+    """The number of further runs, enough that no cell has an element's values by chance."""
     least = min((kind.base for kind in kinds), default=TABLE)
     few = sum(kind.size for kind in kinds) <= FEW
     return max(FURTHER[few], math.ceil(BITS / math.log2(least)))
 
 
 def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
-    """The runs that some of these types have values for."""
+    """The special runs for which at least one of these types has values."""
     types = {real(kind.dtype) for kind in kinds}
-    return [way for way, list_some in SPECIAL.items() if any(len(list_some(one)) for one in types)]
+    return [way for way, list_all in SPECIAL.items() if any(len(list_all(one)) for one in types)]
 
 
 @memo()
 def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
-    """Numbers that remain distinct in each of the types that can have some of them."""
+    """The finite values of a type that remain distinct in each wanted type that can hold several of them."""
     words = list_finite(dtype)
     for to in wanted:
         try:
@@ -181,7 +183,7 @@ def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
         finite = is_finite(images, to)
         _, first = np.unique(images[finite], return_index=True)
         kept = words[finite][first]
-        # A digit of one number says nothing, and no element is in a target of that type.
+        # With one value left there are no digits, and no element can be in a target of that type.
         if len(kept) > 1:
             words = kept
     return words
@@ -189,7 +191,7 @@ def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
 
 @memo()
 def _permute(dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[int, int]) -> Words:
-    """The numbers for a digit, of elements of the type at a place."""
+    """The values of each digit in a run, in an order that the seed of run and type decides."""
     return np.random.default_rng(seed).permutation(_list_digits(dtype, wanted))
 
 
@@ -197,15 +199,15 @@ def _permute(dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[in
 def _order_images(
     dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[int, int], to: torch.dtype
 ) -> tuple[Words, _Flat]:
-    """What a cast makes of the numbers for a digit, in order, and the digit of each."""
+    """The values of digits after a cast, ascending, and the digit of each."""
     images = cast(_permute(dtype, wanted, seed), dtype, to)
-    places = np.argsort(images, kind="stable")
-    return images[places], places
+    digits = np.argsort(images, kind="stable")
+    return images[digits], digits
 
 
 @memo()
 def _draw_odd(seed: int, place: int) -> np.uint64:
-    """The factor of a run's numbers, of elements of the type at that place."""
+    """The odd factor of the hash in a run, for the type at this place."""
     drawn = np.random.default_rng((seed, place)).integers(1 << 63, dtype=np.uint64)
     return np.uint64(drawn * 2 + 1)
 
@@ -214,13 +216,13 @@ def _draw_odd(seed: int, place: int) -> np.uint64:
 def _tabulate(
     dtype: torch.dtype, wanted: tuple[torch.dtype, ...], way: str, seed: tuple[int, int]
 ) -> Words:
-    """The values from which a run draws, for elements of the type at a place."""
+    """The value of each hash in a run, in an order that the seed of run and type decides."""
     pool = _list_digits(dtype, wanted) if way == "held" else list_finite(dtype)
     if way in SPECIAL:
         special = SPECIAL[way](dtype)
         pool = special if len(special) else pool
     elif way == "few":
-        # Zeros, and two others.
+        # The two zeros, and two other values.
         zeros = order(pool, dtype)[:2]
         pool = pool[[*zeros, len(pool) // 3, len(pool) // 2 + len(pool) // 7]]
     drawn = np.random.default_rng(seed).integers(0, len(pool), TABLE)

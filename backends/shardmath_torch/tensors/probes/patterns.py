@@ -1,9 +1,9 @@
-"""Patterns: values of each element type by their bits, on which no function but a copy is the identity.
+"""Patterns: values of each element type by their bits, so varied that only a copy keeps them all.
 
-1. A type of up to 16 bits has all of its values here, a larger one 65,536: every upper half, with lower bits drawn. Of
-   integers one in 16 is small.
-2. Elements are compared by their words, of complex numbers by those of both parts.
-3. Nothing is drawn from torch's generators, and all lies on the CPU.
+1. A type of up to 16 bits has all of its values, a larger one 65,536: all upper 16 bits, with random lower bits. One in
+   16 integers is small.
+2. Elements are compared by their words, complex numbers by the words of both parts.
+3. torch's random generators are not used, and all tensors are on the CPU.
 
 >>> holds(torch.float32, torch.bfloat16), holds(torch.bfloat16, torch.float32)
 (True, False)
@@ -38,33 +38,33 @@ __all__ = [
 ]
 
 Words: TypeAlias = NDArray[Any]
-"""Elements of a type, as integers of its size."""
+"""Elements of a type, as integers of the same size."""
 
 MOST = 1 << 16
-"""Values of one type."""
+"""The most values of one type."""
 QUIET = {torch.float32: 1 << 22, torch.float64: 1 << 51}
-"""The bit without which a NaN is changed by whatever reads it."""
+"""The bit of a quiet NaN; a NaN without it changes when it is read."""
 
 
 def real(dtype: torch.dtype) -> torch.dtype:
-    """The type of a part of complex numbers; any other type itself."""
+    """The type of a complex type's parts; any other type itself."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The same memory as integers, with one dimension more for complex numbers."""
+    """The tensor's memory as integers; complex numbers have one dimension more."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.view(WORDS[plain.element_size()])
 
 
 def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
-    """A row of words as elements."""
+    """The elements of a row of words."""
     return torch.from_numpy(words).view(dtype)
 
 
 def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
-    """A row of words as those of the same numbers of another type, as torch casts them."""
+    """The words of these elements after torch's cast to another type."""
     if dtype == to:
         return words
     made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
@@ -72,7 +72,7 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
-    """The word of this byte all over; of truths its lowest bit."""
+    """The word that repeats this byte; its lowest bit for bool."""
     if dtype == torch.bool:
         return byte % 2
     size = real(dtype).itemsize
@@ -81,7 +81,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Numbers of a type that is not complex, ascending."""
+    """The finite values of a type that is not complex, ascending."""
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -91,57 +91,57 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Quiet NaN of a type that is not complex."""
+    """The quiet NaN of a type that is not complex."""
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
 
 @memo()
 def list_infinite(dtype: torch.dtype) -> Words:
-    """Infinities of a type that is not complex."""
+    """The infinities of a type that is not complex."""
     words = _list_all(dtype)
-    found: Words = words[np.isinf(_value(words, dtype))]
-    return found
+    infinite: Words = words[np.isinf(_value(words, dtype))]
+    return infinite
 
 
 def is_finite(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Which words of a type that is not complex are numbers."""
+    """Mask of the words that are finite, for a type that is not complex."""
     return np.isfinite(_value(words, dtype))
 
 
 def is_nan(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Which words of a type that is not complex are NaN."""
+    """Mask of the words that are NaN, for a type that is not complex."""
     return np.isnan(_value(words, dtype))
 
 
 def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
-    """The places of numbers, from those next to zero to the largest."""
+    """The indices that sort values by magnitude."""
     sizes = np.abs(_value(words, dtype))
     return np.argsort(sizes, kind="stable")
 
 
 @memo()
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether one type has all numbers of another."""
+    """Whether the wide type represents all values of the narrow one exactly."""
     if wide == narrow:
         return True
     if narrow.is_complex and not wide.is_complex:
         return False
-    kept, part = real(wide), real(narrow)
+    to, part = real(wide), real(narrow)
     words = list_finite(part)
     try:
-        there = cast(words, part, kept)
-        back = cast(there, kept, part)
+        forth = cast(words, part, to)
+        back = cast(forth, to, part)
     except (RuntimeError, TypeError):
         # A type without casts.
         return False
-    # -1 goes to 255 and back.
-    is_equal = np.array_equal(_value(there, kept), _value(words, part))
+    # Bits that return are not enough: -1 becomes 255 as uint8, and -1 again.
+    is_equal = np.array_equal(_value(forth, to), _value(words, part))
     return is_equal and np.array_equal(back, words)
 
 
 def _list_all(dtype: torch.dtype) -> Words:
-    """Words of a type that is not complex."""
+    """The words of a type that is not complex: all, or a selection of MOST."""
     size = dtype.itemsize
     if dtype == torch.bool:
         return np.arange(2, dtype=np.uint8)
@@ -150,17 +150,17 @@ def _list_all(dtype: torch.dtype) -> Words:
         return upper.astype(f"u{size}").view(np.uint8 if size == 1 else np.int16)
     bits = 8 * size - 16
     lower = np.random.default_rng(size).integers(0, 1 << bits, len(upper))
-    # Zeros, powers of two and infinities have none.
+    # Zeros, powers of two and infinities have no lower bits.
     lower[upper % 16 == 0] = 0
     words = (upper.astype(np.uint64) << np.uint64(bits)) | lower.astype(np.uint64)
     if not dtype.is_floating_point:
-        # Large integers alone would all be infinite in types of few bits.
+        # Some small integers: large ones are all infinite in types of few bits.
         words[upper % 16 == 1] = 1 + upper[: len(upper) // 16]
     return words.astype(f"u{size}").view(f"i{size}")
 
 
 def _value(words: Words, dtype: torch.dtype) -> NDArray[np.float64]:
-    """The numbers, at least in their order; the words of types that torch does not cast."""
+    """The words as float64 numbers; for types that torch does not cast, the words themselves."""
     try:
         return as_tensor(words, dtype).to(torch.float64).numpy()
     except (RuntimeError, TypeError):

@@ -2,15 +2,15 @@
 
 In reading order:
 
-- `before`: modules and mappings as they were before a loader ran;
+- `before`: a snapshot of modules and mappings before a loader runs;
 - `targets`: the tensors into which a loader loads;
-- `contents`: what lies in the memory of a tensor without data;
-- `watching`: a loader run without data;
-- `numbering`: a loader run on element numbers;
-- `recording`: what a loader stores where, by either;
-- `divided`: DTensors compared with a plan;
+- `contents`: elements of a logical tensor in the memory of a tensor without data;
+- `watching`: a run of a loader without data;
+- `numbering`: runs of a loader on element numbers;
+- `recording`: a rank's storage, recorded by either;
+- `divided`: comparison of DTensors with a plan;
 - `views`: views of stored tensors, by the local tensors of a plan;
-- `holders`: where tensors were found, and whether they still are there;
-- `gathered`: what FSDP2 has gathered of the parameters into which a refit moves;
-- `refit`: stored tensors bound once, and moved as often as wanted.
+- `holders`: the mappings and modules that hold tensors, checked before each move;
+- `gathered`: FSDP2's gathered copies of the parameters into which a refit moves;
+- `refit`: stored tensors bound once, and moved any number of times.
 """

@@ -1,10 +1,10 @@
-"""Before: modules and mappings as they were before a loader ran, to be put back.
+"""Before: a snapshot of modules and mappings before a loader runs, to restore them afterwards.
 
-1. Names, their order and what is under each: of mappings, of modules and all modules in them, and of dicts, lists and
+1. It has the names, their order and their values: in mappings, in modules and their submodules, and in dicts, lists and
    sets that are attributes of these.
-2. Of each tensor there its memory, shape and strides, its class, gradient and attributes.
-3. Bytes of whole memory, as other tensors may lie in it: of tensors on the CPU from the start, as only that memory is
-   written past torch, and of others once they are written.
+2. For each tensor there it has the memory, shape, strides, class, gradient and attributes.
+3. It has the bytes of whole memory, as other tensors may lie in it: of CPU tensors from the start, since only their
+   memory can be written without torch, and of other tensors before they are written.
 
 >>> held = {"a": torch.zeros(2, 3)}
 >>> before = Before([held])
@@ -32,74 +32,74 @@ _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for all tensors in one memory, while any of them lives."""
+    """A key that is equal for all tensors in one memory, while any of them lives."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)
 
 
 class Before:
-    """These modules and mappings as they are now."""
+    """A snapshot of these modules and mappings."""
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
         self._containers: list[tuple[_Container, Any]] = []
-        self._tensors: list[_Tensor] = []
+        self._tensors: list[_TensorBefore] = []
         known: set[int] = set()
         for container in _list_containers(holders):
             self._containers.append((container, _copy(container)))
             for value in _list_values(container):
                 if isinstance(value, Tensor) and id(value) not in known:
                     known.add(id(value))
-                    self._tensors.append(_Tensor(value))
-                    for own in _list_attributes(value):
-                        self._containers.append((own, _copy(own)))
+                    self._tensors.append(_TensorBefore(value))
+                    for attribute in _list_attributes(value):
+                        self._containers.append((attribute, _copy(attribute)))
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
-        # What the memory had as a loader began, where that is not what is put back.
+        # The bytes of memory when a loader began, if these are not the bytes to restore.
         self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
-        """Copy the memory of all tensors, or of those on one kind of device, unless that was done before."""
-        for one in self._tensors:
-            now = one.memory
-            if now is None or now.is_meta or key_of(now) in self._bytes:
+        """Copy the memory of all tensors, or of those on one type of device, that was not copied before."""
+        for tensor in self._tensors:
+            memory = tensor.memory
+            if memory is None or memory.is_meta or key_of(memory) in self._bytes:
                 continue
-            if not device or now.device.type == device:
-                seen = _see_bytes(now)
-                self._bytes[key_of(now)] = seen, seen.clone()
+            if not device or memory.device.type == device:
+                live = _view_bytes(memory)
+                self._bytes[key_of(memory)] = live, live.clone()
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Change the lowest bit of each byte of memory that was copied before, until all is put back."""
+        """Change the lowest bit of each byte in copied memory of these keys, until `put_back`."""
         for key in keys:
-            seen, kept = self._bytes[key]
-            # Another number in each type, of about the same size: a bool is the other one.
-            self._spoiled[key] = kept ^ 1
-            seen.copy_(self._spoiled[key])
+            live, saved = self._bytes[key]
+            # Every type then has another value of about the same size; bools are inverted.
+            self._spoiled[key] = saved ^ 1
+            live.copy_(self._spoiled[key])
 
     def find_written(self) -> set[int]:
-        """The keys of memory, copied before, that has other bytes now than as the loader began."""
+        """The keys of copied memory whose bytes have changed since the loader began."""
         changed = set()
-        for key, (seen, kept) in self._bytes.items():
-            if not torch.equal(_see_bytes(seen), self._spoiled.get(key, kept)):
+        for key, (live, saved) in self._bytes.items():
+            if not torch.equal(_view_bytes(live), self._spoiled.get(key, saved)):
                 changed.add(key)
         return changed
 
     @property
     def copied(self) -> Set[int]:
-        """The keys of memory that was copied."""
+        """The keys of copied memory."""
         return self._bytes.keys()
 
     def put_back(self) -> None:
-        """Everything as it was."""
+        """Restore everything as it was."""
         self._spoiled.clear()
-        for one in self._tensors:
-            one.put_back()
-        for seen, kept in self._bytes.values():
-            seen.copy_(kept)
+        for tensor in self._tensors:
+            tensor.put_back()
+        for live, saved in self._bytes.values():
+            live.copy_(saved)
         for container, before in self._containers:
             _restore(container, before)
 
 
-class _Tensor:
-    """One tensor as it is now, but for its bytes."""
+class _TensorBefore:
+    """A snapshot of one tensor, without its bytes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -108,12 +108,12 @@ class _Tensor:
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
         is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-        # An alias has a shape of its own, which no loader can reach.
+        # `data` is an alias with a separate shape and strides, which a loader cannot change.
         self.memory = tensor.data if is_plain else None
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0
 
     def put_back(self) -> None:
-        """Class, memory, shape, and gradient."""
+        """Restore class, memory, shape, attributes and gradient."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
@@ -129,52 +129,54 @@ class _Tensor:
             tensor.grad = self.grad
 
     def _take_memory(self, memory: Tensor) -> None:
+        """Give the tensor this memory back, in its size then, with shape and strides."""
         storage = memory.untyped_storage()
         if storage.nbytes() != self.size:
             storage.resize_(self.size)
         if describe(self.tensor) == describe(memory):
             return
         if self.tensor.device != memory.device:
-            # A loader has swapped it for one without data, as torch's own may.
+            # The loader has swapped in a tensor without data, as torch's load_state_dict may.
             torch.utils.swap_tensors(self.tensor, torch.empty_like(memory).as_subclass(self.kind))
         self.tensor.data = memory
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Which cells of which memory, and as what."""
+    """The cells of memory that the tensor views, and their type, as a comparable value."""
     where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
     return *where, tensor.dtype
 
 
-def _see_bytes(tensor: Tensor) -> Tensor:
-    """All memory of a tensor, as bytes."""
-    seen = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+def _view_bytes(tensor: Tensor) -> Tensor:
+    """All memory of a tensor, viewed as bytes."""
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     with torch.no_grad():
-        return seen.set_(tensor.untyped_storage())
+        return view.set_(tensor.untyped_storage())
 
 
 def _list_containers(
     holders: Iterable[nn.Module | MutableMapping[str, Tensor]],
 ) -> Iterator[_Container]:
-    """Each thing that has names or members, once."""
+    """Each mapping, list or set in the holders, once."""
     known: set[int] = set()
     for holder in holders:
-        found: list[_Container] = [holder] if not isinstance(holder, nn.Module) else []
+        containers: list[_Container] = [holder] if not isinstance(holder, nn.Module) else []
         for module in holder.modules() if isinstance(holder, nn.Module) else ():
-            found += _list_attributes(module)
-        for container in found:
+            containers += _list_attributes(module)
+        for container in containers:
             if id(container) not in known:
                 known.add(id(container))
                 yield container
 
 
 def _list_attributes(owner: object) -> list[_Container]:
-    """An object's attributes, and those of them that have members: of a module its registries are among them."""
-    own = vars(owner)
-    return [own, *(one for one in own.values() if isinstance(one, dict | list | set))]
+    """An object's `__dict__`, and the containers in it, such as a module's registries of parameters and buffers."""
+    attributes = vars(owner)
+    return [attributes, *(v for v in attributes.values() if isinstance(v, dict | list | set))]
 
 
 def _list_values(container: _Container) -> Iterator[Any]:
+    """The values of a mapping, or the members of a list or set."""
     if isinstance(container, Mapping):
         # A mapping that is not a dict may have names without values.
         yield from (container[name] for name in list(container))
@@ -183,13 +185,14 @@ def _list_values(container: _Container) -> Iterator[Any]:
 
 
 def _copy(container: _Container) -> Any:
+    """A shallow copy, as a plain dict, list or set."""
     if isinstance(container, Mapping):
         return {name: container[name] for name in list(container)}
     return list(container) if isinstance(container, list) else set(container)
 
 
 def _restore(container: _Container, before: Any) -> None:
-    """The names and members of before, in their order."""
+    """Restore the names and members of `before`, in their order."""
     if _is_same(container, before):
         return
     if isinstance(container, list):
@@ -205,7 +208,7 @@ def _restore(container: _Container, before: Any) -> None:
 
 
 def _is_same(container: _Container, before: Any) -> bool:
-    """Whether the very same objects are there, in the same order."""
+    """Whether the container has the same objects as before, in the same order."""
     if isinstance(container, set):
         return bool(container == before)
     if isinstance(container, list):

@@ -1,10 +1,10 @@
-"""Contents: what lies in the memory of a tensor without data, as elements of a logical tensor.
+"""Contents: the elements of a logical tensor in the memory of a tensor without data.
 
-1. A logical tensor is in its own memory, row by row. A copy of a view of it is in new memory, with the strides that
-   the view had; so is what an operation made of it element by element, which then bears the operation's name.
-2. What is read from there into other memory is strides on both sides: pieces.
-3. A cast that loses numbers is followed, once, as what is stored may be of fewer bits. It computes whatever has another
-   type in the end; one of complex numbers to real ones computes in any case.
+1. A logical tensor is in its own memory, in row-major order. A copy of a view of it is new memory with the view's
+   strides; so is the result of an element-wise operation, which adds the operation's name.
+2. A copy from there into other memory has strides on both sides: pieces.
+3. One cast that loses numbers is followed, since the stored type may have fewer bits. A target of another type is then
+   computed; a cast of complex numbers to real ones is always a computation.
 
 >>> import torch
 >>> logical = Content("q", (2, 4), (4, 1), 0, torch.float32)
@@ -32,15 +32,15 @@ __all__ = ["BLANK", "Content", "is_dense"]
 _Shape: TypeAlias = tuple[int, ...]
 
 ALL = 1 << 62
-"""More cells than any memory has."""
+"""A length beyond that of any memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Memory of this shape, row by row: steps of its dimensions are strides in the logical tensor.
+    """Memory of this shape, in row-major order; a step along a dimension is a stride in the logical tensor.
 
-    It has the numbers of `dtype`: the logical tensor's, or the type that lost some (`lossy`). `made` names the
-    operations that computed it of the logical tensor.
+    Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
+    operations that computed it from the logical tensor.
     """
 
     tensor: str
@@ -52,36 +52,36 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """The pieces that a copy of the view brings into the memory of another of its shape, counted there.
+        """The pieces of a copy of the view into a tensor of its shape, by cells of that tensor's memory.
 
-        Raises StoreError where that takes very many.
+        Raises StoreError if very many pieces are needed.
         """
         if not into.numel():
             return []
         source = view.expand(into.shape)
-        # What is broadcast does not move in its own memory.
-        still: list[Block] = []
+        # Broadcast dimensions have stride 0 in the source.
+        broadcast: list[Block] = []
         moving: list[Block] = []
         for block in zip(into.shape, into.stride(), source.stride(), strict=True):
-            (moving if block[2] else still).append(block)
+            (moving if block[2] else broadcast).append(block)
         start = int(into.storage_offset()), int(source.storage_offset())
         piece = Piece(self.tensor, *start, tuple(moving))
-        # Cells are taken as one dimension, along which any stride is.
+        # Cells count as one unlimited dimension, so that any stride is along it.
         boxes = align(piece, (ALL,), self.shape)
-        return [self._translate(box, still) for box in boxes]
+        return [self._translate(box, broadcast) for box in boxes]
 
-    def _translate(self, box: Box, still: Sequence[Block]) -> Piece:
-        """The box of cells of this memory as elements of the logical tensor."""
+    def _translate(self, box: Box, broadcast: Sequence[Block]) -> Piece:
+        """The piece of a box whose elements are cells of this memory, by elements of the logical tensor."""
         element = self.start
-        for at, stride in zip(box.element, self.strides, strict=True):
-            element += at * stride
-        blocks = list(still)
+        for coordinate, stride in zip(box.element, self.strides, strict=True):
+            element += coordinate * stride
+        blocks = list(broadcast)
         for atom in box.atoms:
             blocks.append((atom.number, atom.step, atom.stride * self.strides[atom.of]))
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """What a copy of the view has in its own memory; None where that is no one set of strides."""
+        """The content of a copy of the view, by the operation `made`; None if no single set of strides describes it."""
         if not is_dense(copy):
             return None
         try:
@@ -95,43 +95,43 @@ class Content:
         strides = tuple(stride for _, _, stride in piece.blocks)
         if made:
             operations = *self._list_made(), made
-            own = replace(self, dtype=copy.dtype, lossy=False, made=operations)
+            content = replace(self, dtype=copy.dtype, lossy=False, made=operations)
         else:
-            # What is seen as bits is copied in the type in which it is seen.
-            own = self if view.dtype == copy.dtype else self._cast(copy.dtype)
-        return replace(own, shape=shape, strides=strides, start=piece.element)
+            # A view of bits as another type is copied without a cast.
+            content = self if view.dtype == copy.dtype else self._cast(copy.dtype)
+        return replace(content, shape=shape, strides=strides, start=piece.element)
 
     def explain(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """The operations that computed what a target of this type has."""
-        own = self._cast(dtype)
-        return own.made if own.dtype == dtype else own._list_made()
+        """The operations by which a target of this type was computed."""
+        content = self._cast(dtype)
+        return content.made if content.dtype == dtype else content._list_made()
 
     def _cast(self, dtype: torch.dtype) -> Content:
-        """The same in another type."""
+        """The content after a cast to another type."""
         if holds(dtype, self.dtype):
             return self
         if self.dtype.is_complex and not dtype.is_complex:
-            # A part of a number is no number rounded, whatever is stored.
+            # The real part of a number is not a rounded number, whatever type is stored.
             return replace(self, dtype=dtype, lossy=False, made=(*self._list_made(), _name(dtype)))
         return replace(self, dtype=dtype, lossy=True, made=self._list_made())
 
     def _list_made(self) -> tuple[str, ...]:
-        """The operations, and the cast that lost numbers."""
+        """The operations, with the cast that lost numbers if there was one."""
         if not self.lossy:
             return self.made
         return *self.made, _name(self.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
-    """A cast to that type, for people."""
+    """A cast to the type, for messages."""
     return f"a cast to {dtype}".replace("torch.", "")
 
 
 BLANK = Content("", (), (), 0, torch.uint8)
-"""Memory that was filled with a constant: nothing of a logical tensor."""
+"""Memory that was filled with a constant, without elements of a logical tensor."""
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor is all of its memory."""
+    """Whether the tensor views all of its memory."""
     cells = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.storage_offset() == 0 and cells == tensor.numel()

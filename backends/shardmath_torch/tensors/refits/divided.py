@@ -1,10 +1,10 @@
-"""Divided: DTensors given as what a rank stores, compared with the plan, of which they may say the contrary.
+"""Divided: comparison of a rank's DTensors with the plan, which their placements may contradict.
 
-1. A DTensor whose ranks hold summands (Partial) is refused.
-2. Where all of the stored tensor is one logical tensor of the DTensor's global shape, both say which elements the rank
-   has, and have to agree. A fused tensor, or one that another program has divided before, is compared by its local
-   shape alone.
-3. Nobody is asked: of two readings of placements, that one is right which agrees.
+1. A DTensor whose ranks hold summands (Partial) is an error.
+2. If the whole stored tensor is one logical tensor of the DTensor's global shape, the plan and the placements must
+   agree on the rank's elements. Only the local shape is compared for a fused tensor, or one that another program has
+   divided before.
+3. Ranks do not communicate: of two readings of placements, the one that agrees with the plan counts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """What is wrong with DTensors among the natives, by what layouts and slots say of local tensors."""
+    """The errors of DTensors among the natives, by the layouts and slots of local tensors."""
     whole = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():
         if native not in stored or not isinstance(tensor, DTensor):
             continue
         placements = tuple(tensor.placements)
-        if any(one.is_partial() for one in placements):
+        if any(placement.is_partial() for placement in placements):
             placed = f"a DTensor of {placements}, of which ranks hold summands"
             faults.append(f"{show_native(native)} is {placed}; redistribute it before")
         elif native in whole:
@@ -51,34 +51,32 @@ def find_contradictions(
 def _find_whole(
     stored: Mapping[Native, tuple[int, ...]], slots: Mapping[str, Slot]
 ) -> dict[Native, str]:
-    """The local tensor that is all of a stored one."""
-    found = {}
+    """The local tensor that fills a whole stored one, by stored tensor."""
+    whole = {}
     for name, slot in slots.items():
         native = slot.chunk, slot.native
-        if _is_all(slot, stored[native]):
-            found[native] = name
-    return found
+        if _is_whole(slot, stored[native]):
+            whole[native] = name
+    return whole
 
 
-def _is_all(slot: Slot, shape: tuple[int, ...]) -> bool:
+def _is_whole(slot: Slot, shape: tuple[int, ...]) -> bool:
     """Whether a slot has every cell of a tensor of this shape."""
     for cut, size in zip(slot.cut, shape, strict=True):
-        if isinstance(cut, int):
-            return False
-        if cut.indices(size) != (0, size, 1):
+        if isinstance(cut, int) or cut.indices(size) != (0, size, 1):
             return False
     return True
 
 
 def _compare(native: Native, tensor: DTensor, layout: Layout, slot: Slot, rank: int) -> list[str]:
-    """What is wrong where the DTensor has other elements on the rank than the layout: nothing, or one fault."""
+    """The error if the DTensor has other elements on the rank than the layout, as a list; [] if it agrees."""
     shape = tuple(layout.shape[i] for i in slot.order)
     if tuple(tensor.shape) != shape:
         return []
     fits = _list_fitting(tensor, rank)
     held = layout.indices(rank)
     wanted = [held[i] for i in slot.order]
-    if not fits or any(_has_same(one, wanted, rank) for one in fits):
+    if not fits or any(_has_elements(reading, wanted, rank) for reading in fits):
         return []
     what = f"{show_native(native)} is a DTensor that lies as {fits[-1]}, and is planned as {layout}"
     return [
@@ -87,17 +85,17 @@ def _compare(native: Native, tensor: DTensor, layout: Layout, slot: Slot, rank: 
 
 
 def _list_fitting(tensor: DTensor, rank: int) -> list[Layout]:
-    """The layouts that the placements may stand for, as far as the rank's local shape says."""
+    """The readings of the placements as layouts that fit the rank's local shape."""
     try:
-        found = list(readings(tensor).values())
-    except ShardError:  # placements that are not known
+        candidates = list(readings(tensor).values())
+    except ShardError:  # unknown placements
         return []
     local = tuple(local_of(tensor).shape)
-    layouts = [one for one in found if isinstance(one, Layout) and rank in one.mesh]
-    return [one for one in layouts if one.local_shape(rank) == local]
+    layouts = [each for each in candidates if isinstance(each, Layout) and rank in each.mesh]
+    return [layout for layout in layouts if layout.local_shape(rank) == local]
 
 
-def _has_same(layout: Layout, wanted: list[NDArray[np.int64]], rank: int) -> bool:
-    """Whether the rank has these elements."""
+def _has_elements(layout: Layout, wanted: list[NDArray[np.int64]], rank: int) -> bool:
+    """Whether the rank has these elements, by dimension, under the layout."""
     held = layout.indices(rank)
     return all(map(np.array_equal, held, wanted))

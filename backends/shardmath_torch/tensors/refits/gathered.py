@@ -1,10 +1,10 @@
-"""Gathered: what FSDP2 has gathered of the parameters into which a refit moves.
+"""Gathered: FSDP2's gathered copies of the parameters into which a refit moves.
 
-1. A move writes shards. FSDP2 goes on with what it gathered of them before: on its root after each forward that no
-   backward follows, on other modules too where it was told so. Hence that is given back, and gathered again.
-2. It is given back once all ranks have agreed on the move, on each rank that was given such parameters, if it has
-   nothing of them: also where the move fails later, all ranks are to gather again, or none.
-3. What was gathered is no destination: when it is given back, what was written there is gone.
+1. A move writes shards, but FSDP2 keeps using copies that it gathered before: on its root after each forward without a
+   backward, and on other modules if they are configured so. These copies are given back, to be gathered again.
+2. They are given back once all ranks have agreed on the move, on each rank that was given such parameters, even if it
+   stores none of them: if the move fails later, either all ranks gather again or none.
+3. A gathered copy cannot be a destination: data written there is lost when the copy is given back.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["check_not_gathered", "find_groups", "give_back"]
 
 
 def find_groups(tensors: Iterable[Tensor]) -> list[object]:
-    """What FSDP2 gathers together and any of the tensors is a shard of, or lies in the memory of one."""
+    """FSDP2's groups of parameters that have one of the tensors as a shard, or in the memory of a shard."""
     memories = {_memory_of(tensor) for tensor in tensors} - {None}
     if not memories:
         return []
-    found = []
+    groups = []
     for group in fsdp.list_fsdp_groups():
         shards = [keeper.sharded_param for keeper in fsdp.list_keepers(group)]
         if any(_memory_of(shard) in memories for shard in shards):
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
 def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
-    """Raise ExchangeError for a tensor that is not a shard, but what FSDP2 has gathered."""
+    """Raise ExchangeError for a tensor that is FSDP2's gathered copy instead of a shard."""
     gathered = {_memory_of(tensor) for tensor in _list_gathered()} - {None}
     for native, tensor in natives.items():
         if _memory_of(tensor) in gathered:
@@ -46,13 +46,14 @@ def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
 
 
 def _list_gathered() -> Iterator[Tensor]:
+    """All copies that FSDP2 has gathered on this rank."""
     for group in fsdp.list_fsdp_groups():
         for keeper in fsdp.list_keepers(group):
             yield from fsdp.list_gathered(keeper)
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    """What tells the memory of a rank's part of the tensor from all other; None where it has none of its own."""
+    """The identity of the memory of a rank's part of the tensor; None if it has no storage."""
     local = compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
     try:
         return compat.identity_of(local.untyped_storage())
@@ -61,6 +62,6 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def give_back(groups: Iterable[object]) -> None:
-    """Let FSDP2 gather anew before it goes on."""
+    """Free the gathered copies of these groups; FSDP2 gathers again before it uses them."""
     for group in groups:
         fsdp.give_shards_back(group)

@@ -1,17 +1,15 @@
-"""Holders: where each tensor was found, so that another one in its place is noticed before a move.
+"""Holders: the mappings and modules that hold each tensor, so that a replaced tensor is noticed before a move.
 
-1. Of a tensor given by name, another one in other memory is noticed under that name in the mapping that was given, and
-   in the place of the very tensor in modules: `dict(model.named_parameters())` stays as it is when
-   `load_state_dict(assign=True)` or `setattr` gives the module another parameter. Modules are found among all that are
-   alive. Another object in the same memory is no other tensor.
-2. A tensor that is in none of its modules any longer is noticed too: a parametrization, as `weight_norm`, has it under
-   another name, and makes what is used of it. Entries may be missing in the mapping that was given, and in some of the
-   modules that had a tensor, as where weights were tied.
-3. Not noticed are other parameters in modules frozen by `gc.freeze()`, in modules of which views were given (slices, a
-   state dict), and in modules that came into the place of others, unless it is said which modules are meant
-   (`find_removed`).
-4. FSDP2 has gathered parameters in the place of its shards during a forward, and on its root also after it. The shards
-   are what is trained, and what is moved into (`gathered`), so these are no others.
+1. A tensor in other memory is noticed under a tensor's name in the given mapping, and in the modules that held the
+   tensor: `dict(model.named_parameters())` does not change when `load_state_dict(assign=True)` or `setattr` gives the
+   module another parameter. All live modules are searched. Another object in the same memory counts as the same tensor.
+2. A tensor that has left all of its modules is noticed too: a parametrization such as `weight_norm` holds it under
+   another name, and computes the weight from it. It may leave the given mapping, and some of its modules, as when tied
+   weights are untied.
+3. Replaced parameters are not noticed in modules frozen by `gc.freeze()`, in modules of which views were given (slices,
+   a state dict), and in modules that replaced others, unless the modules are given (`find_removed`).
+4. FSDP2 puts gathered parameters in place of its shards during a forward, and on its root also after it. The shards are
+   trained and moved into (`gathered`), so gathered parameters do not count as replacements.
 
 >>> import torch
 >>> module = torch.nn.Linear(2, 2)
@@ -42,81 +40,81 @@ from shardmath_torch.tensors.refits.views import Given, Natives, describe, list_
 
 __all__ = ["Watched", "find_fault", "find_owners", "find_removed", "find_replaced", "watch"]
 
-_Lay: TypeAlias = tuple[object, ...]
+_MemoryLayout: TypeAlias = tuple[object, ...]
 
 
-class _Place(NamedTuple):
-    """Where a tensor was found: what gives the one under a key now."""
+class _HeldAt(NamedTuple):
+    """A place that holds a tensor: `look(key)` returns the tensor that is there now."""
 
     look: Callable[[str], object]
     key: str
     holder: dict[str, Tensor] | None = None
-    """The module's own parameters or buffers; None in a mapping that was given."""
+    """The module's dict of parameters or buffers; None for a given mapping."""
     keeper: object = None
-    """What FSDP2 keeps of the tensor; None without."""
+    """FSDP2's object for the parameter; None without FSDP2."""
 
 
 class Watched(NamedTuple):
-    """A tensor as it was given, what it is called, how it lay in memory, and where it was found."""
+    """A given tensor with its name, its layout in memory when given, and the places that hold it."""
 
     name: str
     tensor: Tensor
-    lay: _Lay
-    places: list[_Place]
+    lay: _MemoryLayout
+    places: list[_HeldAt]
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """These tensors of those that were given, to be looked at before every move."""
+    """Watch these tensors among the given ones, for checks before every move."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
     }
     for chunk, named in enumerate(list_chunks(given)):
         for key, tensor in named.items():
-            # A mapping may also make its tensors when it is asked.
+            # A mapping may make a new tensor at each access, which is not watched there.
             if (chunk, key) in watched and named.get(key) is tensor:
-                watched[chunk, key].places.append(_Place(named.get, key))
+                watched[chunk, key].places.append(_HeldAt(named.get, key))
     return list(watched.values())
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add the places of these very tensors in modules: these with all in them, or all that are alive."""
+    """Add the places of the tensors in these modules and their submodules, or in all live modules."""
     by_id: dict[int, list[Watched]] = {}
-    for one in watched:
-        by_id.setdefault(id(one.tensor), []).append(one)
+    for each in watched:
+        by_id.setdefault(id(each.tensor), []).append(each)
     if not by_id:
         return
     keepers = _find_keepers()
-    among = _list_modules() if modules is None else _list_parts(modules)
-    for holder in _list_holders(among):
-        # A list at once: other threads may make modules meanwhile.
+    searched = _list_modules() if modules is None else _list_submodules(modules)
+    for holder in _list_holders(searched):
+        # A copy, since other threads may change modules meanwhile.
         for key, tensor in list(dict.items(holder)):
-            for one in by_id.get(id(tensor), []):
-                one.places.append(_Place(holder.get, key, holder, keepers.get(id(tensor))))
+            for each in by_id.get(id(tensor), []):
+                each.places.append(_HeldAt(holder.get, key, holder, keepers.get(id(tensor))))
 
 
-def _list_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """These and all in them."""
+def _list_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules and all of their submodules."""
     return [part for module in modules for part in module.modules()]
 
 
 def _list_modules() -> list[nn.Module]:
-    """All that are alive."""
-    # By type, of which there are few, and by its id: a metaclass may hash as it likes. Objects are not asked with
-    # isinstance: proxies do anything for their __class__.
+    """All live modules."""
+    # Types are cached, as there are few, by id, since a metaclass may define its own hash. isinstance is avoided: it
+    # reads __class__, for which proxies may run any code.
     kinds: dict[int, bool] = {}
     modules = []
-    for one in gc.get_objects():
-        kind = kinds.get(id(type(one)))
-        if kind is None:
-            kind = kinds[id(type(one))] = issubclass(type(one), nn.Module)
-        if kind:
-            modules.append(one)
+    for each in gc.get_objects():
+        is_module = kinds.get(id(type(each)))
+        if is_module is None:
+            is_module = kinds[id(type(each))] = issubclass(type(each), nn.Module)
+        if is_module:
+            modules.append(each)
     return modules
 
 
 def _find_keepers() -> dict[int, object]:
-    """What FSDP2 keeps of parameters, by the id of each shard."""
+    """FSDP2's objects for parameters, by the id of each shard."""
     keepers = {}
     for group in fsdp.list_fsdp_groups():
         for keeper in fsdp.list_keepers(group):
@@ -125,7 +123,7 @@ def _find_keepers() -> dict[int, object]:
 
 
 def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Their own parameters and buffers. Those of scripted modules are left out, which make tensors when asked."""
+    """The modules' dicts of parameters and buffers, except scripted modules', which make tensors at each access."""
     for module in modules:
         for kind in ("_parameters", "_buffers"):
             holder = vars(module).get(kind)
@@ -134,76 +132,79 @@ def _list_holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 def _find_moved(watched: Iterable[Watched]) -> str | None:
-    """The name of a tensor that lies otherwise in memory; None where all lie as they did."""
-    for one in watched:
+    """The name of a tensor whose layout in memory has changed; None if none has."""
+    for each in watched:
         try:
-            is_there = describe(one.tensor) == one.lay
+            is_same = describe(each.tensor) == each.lay
         except RuntimeError:
-            # What has no storage any longer cannot say where it is.
-            is_there = False
-        if not is_there:
-            return one.name
+            # The tensor has lost its storage.
+            is_same = False
+        if not is_same:
+            return each.name
     return None
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """The name of a tensor in whose place one in other memory is; None without.
+    """The name of a tensor that a tensor in other memory has replaced in a place; None if there is none.
 
-    Raises ExchangeError where a mapping that was given fails to say.
+    Raises ExchangeError if a given mapping raises.
     """
-    for one in watched:
-        if any(_is_replaced(one, place) for place in one.places):
-            return one.name
+    for each in watched:
+        if any(_is_replaced(each, place) for place in each.places):
+            return each.name
     return None
 
 
 def find_removed(
     watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
 ) -> str | None:
-    """The name of a tensor in whose place nothing is in any of the modules that had it; None without.
+    """The name of a tensor that has left all modules that held it; None if there is none.
 
-    A module that had it counts as long as it is one of `modules`, or in one; by default as long as it is alive.
+    A module counts if it is one of `modules` or their submodules; by default, if it is alive.
     """
-    held = None if modules is None else {id(one) for one in _list_holders(_list_parts(modules))}
-    for one in watched:
-        places = [place for place in one.places if place.holder is not None]
-        if places and all(_is_gone(place, held) for place in places):
-            return one.name
+    known = None
+    if modules is not None:
+        known = {id(holder) for holder in _list_holders(_list_submodules(modules))}
+    for each in watched:
+        places = [place for place in each.places if place.holder is not None]
+        if places and all(_is_gone(place, known) for place in places):
+            return each.name
     return None
 
 
-def _is_gone(place: _Place, held: set[int] | None) -> bool:
-    """Whether nothing is there, or the module is none of those whose holders these are, by id."""
-    return place.look(place.key) is None or (held is not None and id(place.holder) not in held)
+def _is_gone(place: _HeldAt, known: set[int] | None) -> bool:
+    """Whether the place is empty, or its dict is not one of the known ones, by id."""
+    return place.look(place.key) is None or (known is not None and id(place.holder) not in known)
 
 
-def _is_replaced(one: Watched, place: _Place) -> bool:
+def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
+    """Whether the place holds a tensor in other memory now. Raises ExchangeError if the mapping raises."""
     try:
         now = place.look(place.key)
-    # Mappings of others raise what they like.
+    # A given mapping may raise anything.
     except Exception as error:
         what = word_error(error)
         raise ExchangeError(
-            f"the mapping that has {one.name} raises {what}; prepare again on all ranks"
+            f"the mapping that has {watched.name} raises {what}; prepare again on all ranks"
         ) from error
-    if now is one.tensor or not isinstance(now, Tensor):
+    if now is watched.tensor or not isinstance(now, Tensor):
         return False
-    if fsdp.has_gathered(place.keeper, one.tensor, now):
+    if fsdp.has_gathered(place.keeper, watched.tensor, now):
         return False
-    return _lay_of(now) != one.lay
+    return _describe_safely(now) != watched.lay
 
 
-def _lay_of(tensor: Tensor) -> _Lay | None:
-    """How a tensor lies; None for one of which nobody knows."""
+def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
+    """The layout of a tensor in memory; None if it cannot be described."""
     try:
         return describe(tensor)
-    # Tensors of others without a storage, not yet made, or of classes that raise what they like.
+    # A tensor without storage, a lazy one, or one of a class that may raise anything.
     except Exception:
         return None
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """What is no longer as it was, in `modules` as `find_removed` has them; "" for nothing."""
+    """The error for the first tensor that has changed, in `modules` as in `find_removed`; "" if there is none."""
     moved = _find_moved(watched)
     if moved is not None:
         return (

@@ -1,11 +1,11 @@
-"""Numbering: a loader run on tensors whose values say which element each is, and what each cell then has.
+"""Numbering: runs of a loader on tensors whose values identify their elements, and the element in each cell.
 
-1. Elements of one type are numbered. The first runs have the digits of each number, as values of the type (`drawing`).
-   They say which element a cell has; in all later runs it has to have that element's value, too.
-2. Targets are filled with other bytes before each run. Cells that have these after every run, or are always zero, were
-   not written.
-3. In the last runs no element is finite. A loader may refuse that, by an error or by leaving a target as it was.
-4. Values are compared by bits. NaN of few bits, and NaN that was cast, may be any NaN: torch's casts make several.
+1. Elements of one type are numbered. In the first runs their values are the digits of their numbers (`drawing`), which
+   identify the element in a cell; in all later runs the cell must have that element's value, too.
+2. Targets are filled with another byte before each run. Cells that have that byte after every run, or are always zero,
+   were not written.
+3. In the last runs no element is finite. A loader may reject these, by an error or by leaving a target as it was.
+4. Values are compared by bits. NaN of few bits, and NaN that was cast, equal any NaN: torch's casts make several.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
 
 FEW_BITS = 2
-"""Bytes of types that pass through others, as bfloat16 through float32 where numpy has to hold it."""
+"""The largest size, in bytes, of types that may be cast on the way, as bfloat16 to float32 for numpy."""
 
 
 class Numbering:
-    """The elements of these logical tensors, for targets of these types."""
+    """The numbered elements of logical tensors, and the runs that identify them in targets of these types."""
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
@@ -52,19 +52,19 @@ class Numbering:
             by_type.setdefault(dtype_of(dtype), {})[name] = tuple(shape)
         wanted = tuple(sorted({real(dtype) for dtype in targets}, key=str))
         self.kinds = []
-        for place, (kind, own) in enumerate(by_type.items()):
-            self.kinds.append(TypedElements(place, kind, own, wanted))
+        for place, (kind, tensors) in enumerate(by_type.items()):
+            self.kinds.append(TypedElements(place, kind, tensors, wanted))
         self.runs = list_runs(self.kinds)
         self.digits = sum(run.way == "digit" for run in self.runs)
 
     def make(self, name: str, run: Run) -> Tensor:
-        """The logical tensor of a run."""
+        """The values of a logical tensor in a run."""
         dtype = dtype_of(self.shapes[name][1])
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Of a target after a run, the first cell that has another element than these pieces say; "" if none has."""
+        """The first cell of a target that, after a run, has another element than in these pieces; "" if none has."""
         seen = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -81,14 +81,14 @@ class Numbering:
         return ""
 
     def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
-        """The cells of a target that have other bytes after a run than before, and those of them that are not zero."""
+        """(cells of a target with other bytes after a run than before, those of them that are not zero)."""
         seen = _flatten(after, after.dtype)
         written: _Truths = (seen != repeat(run.byte, after.dtype)).any(axis=1)
         return written, written & (seen != 0).any(axis=1)
 
 
 class Reading:
-    """What one target of this type is seen to have after each run."""
+    """The values of one target, of this type, after each run, and the elements that they identify."""
 
     def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -102,7 +102,7 @@ class Reading:
         self._first: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
-        """Note what the target has after a run."""
+        """Add the values of the target after a run."""
         seen = _flatten(after, self.dtype)
         is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
@@ -111,7 +111,7 @@ class Reading:
         self.unwritten = self.unwritten & is_left
         self.zero = self.zero & (seen == 0).all(axis=1)
         if len(self._first) < self.digits:
-            # The target has the next run's values in the same memory.
+            # A copy, since the next run writes into the same memory.
             self._first.append((run, seen.copy()))
             if len(self._first) == self.digits:
                 self._guess()
@@ -120,59 +120,63 @@ class Reading:
                 guess.check(run, seen)
 
     def _guess(self) -> None:
-        """Find the element that each cell has by its digits."""
+        """Identify the element in each cell by the digits of its number."""
         digits = [seen[:, 0] for _, seen in self._first]
         for kind in self.kinds:
             guess = _Guess(kind, self.dtype, *kind.find(digits, self.dtype))
             for run, seen in self._first:
                 guess.check(run, seen)
             self.guesses.append(guess)
-        # They may be as large as the target.
+        # The values are no longer needed, and may be as large as the target.
         self._first = [(run, seen[:0]) for run, seen in self._first]
 
     @property
     def is_written(self) -> bool:
-        """Whether any cell was written in any run, if there are cells."""
+        """Whether any cell was written in any run; True for a target without cells."""
         return not self.unwritten.all() or not self.unwritten.size
 
     @property
     def is_written_once(self) -> bool:
-        """Whether the first run wrote cells, and no other did."""
+        """Whether only the first run wrote cells."""
         return not self._left[0] and all(self._left[1:])
 
     def find_fault(self) -> str:
-        """What is wrong with the first cell that has no element, or several; "" if there is none."""
+        """The error for the first cell with no element, or with several; "" if there is none."""
         written = ~(self.unwritten | self.zero)
-        found = np.zeros(written.shape, np.int64)
+        matches = np.zeros(written.shape, np.int64)
         for guess in self.guesses:
-            found = found + guess.right
-        cells = np.flatnonzero(written & (found != 1))
+            matches = matches + guess.right
+        cells = np.flatnonzero(written & (matches != 1))
         if not len(cells):
             return ""
         cell = int(cells[0])
-        if found[cell] > 1:
-            names = [g.kind.name(int(g.numbers[cell])) for g in self.guesses if g.right[cell]]
+        if matches[cell] > 1:
+            names = [
+                guess.kind.name(int(guess.numbers[cell]))
+                for guess in self.guesses
+                if guess.right[cell]
+            ]
             return f"cell {cell} may be {' or '.join(names)}"
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]
         casts = [f"; {other} is not cast to {self.dtype} by numbers" for other in self.others]
-        none = f"cell {cell} has no element of a logical tensor"
-        return "".join([none, *casts]).replace("torch.", "")
+        what = f"cell {cell} has no element of a logical tensor"
+        return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """The pieces of each logical tensor."""
+        """The pieces of all logical tensors in the target."""
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:
             cells = np.flatnonzero(written & guess.right)
             written = written & ~guess.right
-            pieces += _divide(guess.kind, cells, guess.numbers[cells])
+            pieces += _list_pieces(guess.kind, cells, guess.numbers[cells])
         return pieces
 
 
 class _Guess:
-    """An element of one type for each cell, and whether it was right so far; `fault` is where it first was not."""
+    """The supposed element, of one type, in each cell, and whether it is `right` so far; `fault` is the first error."""
 
     def __init__(
         self, kind: TypedElements, dtype: torch.dtype, numbers: _Flat, right: _Truths
@@ -186,47 +190,48 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare the cells with the values of a run."""
+        """Compare the cells with the values of their supposed elements in a run."""
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return
         row = cast(self.kind.draw(self.numbers[cells], run), self.kind.dtype, self.dtype)
         expected = row.reshape(len(cells), -1)
-        found = seen[cells]
-        wrong = np.flatnonzero((expected != found).any(axis=1))
+        actual = seen[cells]
+        wrong = np.flatnonzero((expected != actual).any(axis=1))
         if self._takes_any_nan:
-            wrong = wrong[self._differ(expected[wrong], found[wrong])]
+            wrong = wrong[self._differ(expected[wrong], actual[wrong])]
         if not len(wrong):
             return
         self.right[cells[wrong]] = False
         if self.fault is None:
             cell, first = int(cells[wrong[0]]), wrong[0]
-            values = f"{_show(found[first], self.dtype)} for {_show(expected[first], self.dtype)}"
+            values = f"{_show(actual[first], self.dtype)} for {_show(expected[first], self.dtype)}"
             element = self.kind.name(int(self.numbers[cell]))
             self.fault = cell, f"cell {cell} seems to be {element}, and has {values}"
 
-    def _differ(self, expected: Words, found: Words) -> _Truths:
-        """Which cells have another value, if all NaN are one."""
-        both_nan = _is_nan(expected, self.dtype) & _is_nan(found, self.dtype)
-        differ: _Truths = ((expected != found) & ~both_nan).any(axis=1)
+    def _differ(self, expected: Words, actual: Words) -> _Truths:
+        """Mask of the cells with another value, if all NaN are equal."""
+        both_nan = _is_nan(expected, self.dtype) & _is_nan(actual, self.dtype)
+        differ: _Truths = ((expected != actual) & ~both_nan).any(axis=1)
         return differ
 
 
 def _flatten(after: Tensor, dtype: torch.dtype) -> Words:
-    """The words of each cell, in a row of one or two."""
+    """The words of each cell: a row of one word, or of two for complex numbers."""
     plain = after.detach().to("cpu", dtype)
     words: Words = as_words(plain).reshape(after.numel(), 1 + dtype.is_complex).numpy()
     return words
 
 
 def _is_nan(words: Words, dtype: torch.dtype) -> _Truths:
+    """Mask of the words that are NaN, also for parts of complex numbers."""
     row = np.ascontiguousarray(words).reshape(-1)
-    found: _Truths = is_nan(row, real(dtype))
-    return found.reshape(words.shape)
+    mask: _Truths = is_nan(row, real(dtype))
+    return mask.reshape(words.shape)
 
 
 def _show(words: Words, dtype: torch.dtype) -> str:
-    """One value, for people."""
+    """The value of one cell, for messages."""
     try:
         value: Any = as_tensor(np.ascontiguousarray(words), dtype).item()
     except RuntimeError:
@@ -234,14 +239,14 @@ def _show(words: Words, dtype: torch.dtype) -> str:
     return f"{value:.6g}" if isinstance(value, float | complex) else str(value)
 
 
-def _divide(kind: TypedElements, cells: _Flat, numbers: _Flat) -> list[Piece]:
-    """The pieces of each logical tensor of a type."""
+def _list_pieces(kind: TypedElements, cells: _Flat, numbers: _Flat) -> list[Piece]:
+    """The pieces of all logical tensors of a type, whose elements with these numbers lie in these cells."""
     tensors = np.searchsorted(kind.starts, numbers, side="right") - 1
     order = np.argsort(tensors, kind="stable")
-    found, counts = np.unique(tensors, return_counts=True)
+    distinct, counts = np.unique(tensors, return_counts=True)
     ends = np.cumsum(counts)
     pieces: list[Piece] = []
-    for tensor, own in zip(found.tolist(), np.split(order, ends[:-1]), strict=False):
-        elements = numbers[own] - kind.starts[tensor]
-        pieces += find_pieces(kind.names[tensor], cells[own], elements)
+    for tensor, members in zip(distinct.tolist(), np.split(order, ends[:-1]), strict=False):
+        elements = numbers[members] - kind.starts[tensor]
+        pieces += find_pieces(kind.names[tensor], cells[members], elements)
     return pieces

@@ -1,12 +1,12 @@
-"""Recording: what a loader stores where, read off one run of it, instead of rows that say it.
+"""Recording: the storage of a rank, recorded from runs of its weight loader, as an alternative to rows.
 
 recorded = smt.record(model.load_weights, shapes, model, form="pairs")    # on each rank, without communication
-side = sm.storage.RecordedSide({rank: recorded, ...})                             # in place of rows, for sm.refit
+side = sm.storage.RecordedSide({rank: recorded, ...})                             # instead of rows, for sm.refit
 
-1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this does
-   not explain is read from runs on element numbers (`numbering`), which any movement of elements carries.
-2. Every run writes the same elements into the same cells, or that is an error.
-3. What `into` has is as before afterwards. Cells that nothing wrote are counted in `Recorded.unwritten`.
+1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this run
+   does not explain is read from runs on element numbers (`numbering`), which survive any movement of elements.
+2. Every run must write the same elements into the same cells; anything else is an error.
+3. Afterwards `into` is as before. Cells that nothing wrote are counted in `Recorded.unwritten`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FORMS = "mapping", "pairs"
 WAYS = "views", "numbers"
 WORD = re.compile(r"\w+")
 SHOWN = 8
-"""Targets that an error lists."""
+"""The most targets that an error lists."""
 
 
 def record(
@@ -66,13 +66,13 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Which element of which logical tensor the loader puts into which cell of each target of `into`.
+    """Record the elements of logical tensors that the loader puts into the cells of each target of `into`.
 
     `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
-    and tensor. `into` is the module, or mutable mapping from name to tensor, that it loads into, or a list of them, one
-    per virtual stage. `functions` names the function of a target that is computed: {"A": "neg_exp"}, and of another
-    chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError for what else is computed, and
-    where two tensors are written into one cell, or an element comes twice in one target.
+    and tensor. `into` is the module, or mutable mapping from name to tensor, into which it loads, or a list of these,
+    one per virtual stage. `functions` has the function of each target that is computed: {"A": "neg_exp"}, in another
+    chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError if another target is computed, if two tensors
+    are written into one cell, and if an element lies twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
     _check_words("form", form, FORMS)
@@ -85,7 +85,7 @@ AGAIN = "record a loader that writes the same cells each time that it is called"
 
 
 class _Recording:
-    """One loader, and what is known of each target so far."""
+    """The recording of one loader, with what is known of each target so far."""
 
     def __init__(
         self, load: Load, shapes: Shapes, into: Into, form: Form, functions: dict[str, str]
@@ -98,13 +98,13 @@ class _Recording:
         self.pieces: dict[str, list[Piece]] = {}
         self.made: dict[str, tuple[str, ...]] = {}
         self.ways: dict[str, str] = {}
-        # What the run without data brought into each target, and which targets it filled with constants.
+        # Each target's writes in the run without data, and the targets that it filled with constants.
         self.seen: dict[str, list[Write]] = {}
         self.filled: set[str] = set()
         self._check_functions()
 
     def _check_functions(self) -> None:
-        """Raise StoreError for a function of what is not a target, and for what is not the name of one."""
+        """Raise StoreError for a function of an unknown target, and for a function that is not a name."""
         targets = list(self.kept.targets)
         shown = ", ".join(targets[:SHOWN])
         more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""
@@ -120,15 +120,15 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """By each of the ways, until all targets are explained."""
+        """Record by each of the ways, until all targets are explained."""
         unexplained = set(self.kept.targets)
         failure: Exception | None = None
         if "views" in ways:
             try:
                 unexplained = self._watch()
-            except _Computed:
+            except _Unrecordable:
                 raise
-            # What a loader does with tensors without data is anybody's guess; it is run on real ones then.
+            # A loader may fail in any way on tensors without data; it is then run on real ones.
             except Exception as error:
                 failure = error
                 self.pieces, self.made = {}, {}
@@ -140,52 +140,58 @@ class _Recording:
                     f"the loader failed without data, and then wrote nothing: {why}; {AGAIN}"
                 ) from failure
         elif unexplained:
-            raise StoreError(self._word(min(unexplained), "is not explained by views")) from failure
+            what = self._describe(min(unexplained), "is not explained by views")
+            raise StoreError(what) from failure
         return self._finish()
 
     def _call(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Run the loader on tensors that are made as it asks for them, if it takes pairs."""
+        """Run the loader on these tensors; if it takes pairs, each is made when the loader asks for it."""
         with torch.no_grad():
             if self.form == "pairs":
                 made = self.load((name, make()) for name, make in tensors.items())
             else:
                 made = self.load({name: make() for name, make in tensors.items()})
             if isinstance(made, Awaitable | AsyncIterator):
-                raise _Computed("the loader returns before it has loaded; record one that waits")
-            # One that yields the names that it loads has loaded once all are taken.
+                raise _Unrecordable(
+                    "the loader returns before it has loaded; record one that waits"
+                )
+            # A loader that yields the names that it loads has loaded once all are taken.
             if isinstance(made, Iterator):
                 deque(made, maxlen=0)
 
     # By views
 
     def _watch(self) -> set[str]:
-        """Note what copies took; the targets that this does not explain."""
-        watch, found = self._see(())
-        self._see_again(watch, found)
-        unexplained = {name for name, writes in found.items() if not self._take(name, writes)}
-        # A loader that stores nothing may have seen that there is no data.
-        if not any(found.values()) and not watch.filled:
+        """Record by views; return the targets that these do not explain."""
+        watch, writes = self._run_watched(())
+        self._check_repeated(watch, writes)
+        unexplained = {
+            name for name, own_writes in writes.items() if not self._take(name, own_writes)
+        }
+        # A loader that stores nothing may have noticed that there is no data.
+        if not any(writes.values()) and not watch.filled:
             self.ways.clear()
-            return set(found)
+            return set(writes)
         return unexplained
 
-    def _see_again(self, watch: Watch, found: Mapping[str, list[Write]]) -> None:
-        """Raise StoreError for a loader that reads in a target what it has loaded, and goes by that.
+    def _check_repeated(self, watch: Watch, writes: Mapping[str, list[Write]]) -> None:
+        """Raise StoreError for a loader that depends on the values that it has loaded into a target.
 
-        In a run without data nothing is written into targets: what is read there is what was there before.
+        A run without data writes nothing into targets, so the loader reads what was there before. It is run again with
+        other values there, and has to write the same.
         """
-        written = {key for key, writes in watch.writes.items() if writes}
-        held = (written | watch.filled.keys()) & self.kept.before.copied
-        if not held:
+        written = {key for key, listed in watch.writes.items() if listed}
+        spoiled = (written | watch.filled.keys()) & self.kept.before.copied
+        if not spoiled:
             return
-        again, found_again = self._see(held)
-        # Threads write in any order.
-        same = all(set(found[name]) == set(found_again[name]) for name in found)
-        if not same or again.filled != watch.filled:
+        second_watch, second_writes = self._run_watched(spoiled)
+        # Sets, as threads write in any order.
+        same = all(set(writes[name]) == set(second_writes[name]) for name in writes)
+        if not same or second_watch.filled != watch.filled:
             raise StoreError("the loader goes by what it reads of targets that it has loaded")
 
-    def _see(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
-        """A run without data, and what it brought into each target; memory of these keys is spoiled before."""
+    def _run_watched(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
+        """Run the loader without data; return each target's writes. Memory of these keys is spoiled before."""
         sources = {}
         for name, (shape, dtype) in self.shapes.items():
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
@@ -202,19 +208,19 @@ class _Recording:
             now = kept.find()
             self._check(now)
             changed = kept.before.find_written()
-            found = {}
+            writes = {}
             for name, target in kept.targets.items():
                 is_newer = _version_of(target) > versions[name]
-                found[name] = self._list_writes(watch, name, now)
-                found[name] += self._list_unseen(watch, name, found[name], is_newer, changed)
-            self.seen = found
+                writes[name] = self._list_writes(watch, name, now)
+                writes[name] += self._list_unseen(watch, name, writes[name], is_newer, changed)
+            self.seen = writes
         finally:
             kept.before.put_back()
             self._keep_seen(watch)
-        return watch, found
+        return watch, writes
 
     def _keep_seen(self, watch: Watch) -> None:
-        """What was seen of targets; of a run that failed, what it wrote until then."""
+        """Keep the writes into targets; for a run that failed, those before the failure."""
         for name, memory in self.kept.memory.items():
             key = key_of(memory)
             if name not in self.seen:
@@ -223,13 +229,12 @@ class _Recording:
                 self.filled.add(name)
 
     def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
-        """What was written into a target, or put in its place, where these are now."""
+        """The writes into a target, or the one write that replaced it, if another tensor has its name now."""
         target = self.kept.memory[name]
-        own = now[name]
-        # Other strides of the same memory are another tensor, too: a weight is stored, and then seen transposed.
-        if describe(own) != describe(target):
-            where = torch.empty(target.shape, dtype=target.dtype, device="meta")
-            return [watch.explain(own, where)]
+        # The same memory with other strides is another tensor, too: a weight is stored, and then transposed.
+        if describe(now[name]) != describe(target):
+            into = torch.empty(target.shape, dtype=target.dtype, device="meta")
+            return [watch.explain(now[name], into)]
         return _shift_all(watch.writes[key_of(target)], target)
 
     def _list_unseen(
@@ -240,22 +245,22 @@ class _Recording:
         is_newer: bool,
         changed: Collection[int],
     ) -> list[Write]:
-        """What is known of a target to have been written beside these; `is_newer` is what torch says of it."""
+        """Unknown writes into a target besides these; `is_newer` is whether torch has counted any write."""
         memory = self.kept.memory[name]
         key = key_of(memory)
-        found = []
-        # Modes are of one thread, and versions of all.
+        unseen = []
+        # Modes see one thread, but versions count the writes of all.
         if is_newer and key not in watch.noted:
-            found.append(Write(None, ("another thread",), carries=True))
+            unseen.append(Write(None, ("another thread",), carries=True))
         if key in changed:
-            found.append(Write(None, ("a write past torch",), carries=True))
+            unseen.append(Write(None, ("a write past torch",), carries=True))
         if watch.unread and _count(writes) < memory.numel():
             # Another thread may have copied out of a buffer.
-            found.append(Write(None, ("what filled a buffer",)))
-        return found
+            unseen.append(Write(None, ("what filled a buffer",)))
+        return unseen
 
     def _take(self, name: str, writes: list[Write]) -> bool:
-        """Whether the writes explain the target."""
+        """Take the writes as the pieces of a target; whether they explain it."""
         made: list[str] = []
         last: dict[Piece, bool] = {}
         for write in writes:
@@ -267,82 +272,88 @@ class _Recording:
             return False
         if last:
             self._check_function(name, all(last.values()))
-        # A loader that is called twice, or for an alias too, writes the same again.
+        # A loader that is called twice, or for an alias too, writes the same pieces again: the dict has each once.
         self.pieces[name] = list(last)
         self.ways[name] = "views" if last else ""
         return True
 
     def _check_function(self, name: str, is_made: bool) -> None:
-        """Raise StoreError where a target is computed and not declared so, and the other way round."""
+        """Raise StoreError if a target is computed without a function, or has a function and is not computed."""
         function = self.functions.get(name)
         if self.made[name] and function is None:
-            raise _Computed(self._word(name, "is computed"))
+            raise _Unrecordable(self._describe(name, "is computed"))
         if function is not None and not is_made:
             part = "in part " if self.made[name] else ""
-            raise _Computed(f"{name!r} is {part}stored as it is, and functions= says {function!r}")
+            raise _Unrecordable(
+                f"{name!r} is {part}stored as it is, and functions= says {function!r}"
+            )
 
     # By numbers
 
     def _number(self, names: list[str]) -> bool:
-        """Read these targets from runs on element numbers; whether any is written."""
+        """Record these targets from runs on element numbers; whether any is written."""
         for name in names:
             if name in self.functions:
-                raise StoreError(self._word(name, "is a function of what cannot be followed"))
+                raise StoreError(
+                    self._describe(name, "is a function of values that are not followed")
+                )
         types = {name: self.kept.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
         readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
         for run in numbering.runs:
-            self._run(numbering, run, readings)
+            self._run_numbered(numbering, run, readings)
         for name, reading in readings.items():
-            self._read(name, reading)
+            self._take_reading(name, reading)
         return any(reading.is_written for reading in readings.values())
 
-    def _read(self, name: str, reading: Reading) -> None:
-        """Take the pieces of a target, or raise StoreError."""
+    def _take_reading(self, name: str, reading: Reading) -> None:
+        """Take the pieces of a target. Raises StoreError if it is computed, or differs between runs."""
         fault = reading.find_fault()
         if self._differs(name, reading) or (fault and reading.is_written_once):
             raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
         if fault:
-            raise StoreError(self._word(name, f"is computed: {fault}"))
+            raise StoreError(self._describe(name, f"is computed: {fault}"))
         self.pieces[name] = reading.list_pieces()
         self.ways[name] = "numbers" if self.pieces[name] else ""
 
-    def _run(self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]) -> None:
-        """Note what targets have after a run of the loader."""
+    def _run_numbered(
+        self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]
+    ) -> None:
+        """Run the loader on the values of a run, and add the targets' values to their readings."""
         kept = self.kept
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
-            left = kept.occupy(run.byte, self._list_read())
+            readable = kept.occupy(run.byte, self._list_readable())
             self._call(tensors)
             now = kept.find()
             self._check(now)
             for name, reading in readings.items():
                 reading.add(run, now[name])
             if run == numbering.runs[0]:
-                self._compare(numbering, run, left, now)
-        # A loader may refuse what is not finite.
+                self._check_viewed(numbering, run, readable, now)
+        # A loader may reject values that are not finite.
         except Exception:
             if run.way not in SPECIAL:
                 raise
         finally:
             kept.before.put_back()
 
-    def _list_read(self) -> set[str]:
-        """Targets that the loader may read, as a map of experts: without data it wrote others, and not these."""
+    def _list_readable(self) -> set[str]:
+        """The targets that the loader may read, such as a map of experts: those that it did not write without data."""
         return {name for name, way in self.ways.items() if not way and name not in self.filled}
 
-    def _compare(
+    def _check_viewed(
         self,
         numbering: Numbering,
         run: Run,
-        left: Mapping[str, Tensor],
+        readable: Mapping[str, Tensor],
         now: Mapping[str, Tensor],
     ) -> None:
-        """Raise StoreError where a target explained by views is not, in a run on numbers, what it was seen to be."""
+        """Raise StoreError if a run on numbers contradicts a target recorded by views; `readable` keep their words."""
         for name in self.ways:
-            if name not in left:
+            if name not in readable:
                 fault = self._find_difference(name, numbering, run, now[name])
-            elif torch.equal(as_words(now[name]), left[name]):
+            elif torch.equal(as_words(now[name]), readable[name]):
                 continue
             else:
                 fault = "it is written, too"
@@ -350,7 +361,7 @@ class _Recording:
                 raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
 
     def _find_difference(self, name: str, numbering: Numbering, run: Run, after: Tensor) -> str:
-        """What a run on numbers has written into a target otherwise than was seen; "" if nothing."""
+        """The difference between a run on numbers and the pieces recorded by views; "" if there is none."""
         pieces = self.pieces[name]
         written, changed = numbering.find_written(run, after)
         cells = np.zeros(len(written), np.bool_)
@@ -364,7 +375,7 @@ class _Recording:
         return "nothing is written" if cells.any() and not written[cells].any() else ""
 
     def _differs(self, name: str, reading: Reading) -> bool:
-        """Whether no run on numbers wrote what the run without data did."""
+        """Whether runs on numbers left cells unwritten that the run without data wrote."""
         for write in self.seen.get(name, ()):
             if write.carries and not reading.is_written:
                 return True
@@ -375,40 +386,41 @@ class _Recording:
     # Together
 
     def _check(self, now: Mapping[str, Tensor]) -> None:
-        """Raise StoreError where the loader put something else in the place of a target or of its alias."""
+        """Raise StoreError if the loader removed a target, or replaced it by one of another shape, dtype or memory."""
         for name, target in self.kept.memory.items():
             if name not in now:
-                raise _Computed(
+                raise _Unrecordable(
                     f"{name!r} is gone once it is loaded; record a loader that keeps it"
                 )
-            own = now[name]
-            if own.shape != target.shape:
-                raise _Computed(
-                    f"{name!r} has shape {list(target.shape)}, and {list(own.shape)} once it is "
+            loaded = now[name]
+            if loaded.shape != target.shape:
+                raise _Unrecordable(
+                    f"{name!r} has shape {list(target.shape)}, and {list(loaded.shape)} once it is "
                     f"loaded; record into tensors of the shapes that are stored"
                 )
-            if own.dtype != target.dtype:
-                raise _Computed(
-                    f"{name!r} is {target.dtype}, and {own.dtype} once it is loaded; record into "
-                    f"tensors of the types that are stored"
+            if loaded.dtype != target.dtype:
+                raise _Unrecordable(
+                    f"{name!r} is {target.dtype}, and {loaded.dtype} once it is loaded; record "
+                    f"into tensors of the types that are stored"
                 )
         self._check_aliases(now)
 
     def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
-        """Raise StoreError where the loader parted what is in one memory."""
+        """Raise StoreError if an alias is no longer in the memory of its target."""
         for alias, name in self.kept.aliases.items():
             if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
-                raise _Computed(
+                raise _Unrecordable(
                     f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
                     f"record into tensors that do not share it"
                 )
 
-    def _word(self, name: str, what: str) -> str:
-        """What is wrong with a target, and with which operations it was made."""
+    def _describe(self, name: str, what: str) -> str:
+        """The error for a target, with the operations that computed it."""
         by = f" by {', '.join(self.made[name])}" if self.made.get(name) else ""
         return f"{name!r} {what}{by}; declare it, as functions={{{name!r}: 'neg_exp'}} or by a row"
 
     def _finish(self) -> Recorded:
+        """The recording of all targets."""
         natives = []
         for name, target in self.kept.targets.items():
             shape = tuple(target.shape)
@@ -416,43 +428,44 @@ class _Recording:
             pieces = tuple(self.pieces.get(name, ()))
             way = self.ways.get(name, "")
             function = self.functions.get(name, "")
-            chunk, own = self.kept.natives[name]
-            natives.append(Native(own, shape, dtype, pieces, way, function, chunk))
+            chunk, name_in_chunk = self.kept.natives[name]
+            natives.append(Native(name_in_chunk, shape, dtype, pieces, way, function, chunk))
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
 
 
-def _check_words(what: str, given: object, known: Sequence[str]) -> None:
-    """Raise StoreError for another word than these."""
+def _check_words(argument: str, given: object, known: Sequence[str]) -> None:
+    """Raise StoreError unless an argument has known words."""
     words = list(given) if isinstance(given, list | tuple) else [given]
     if not words or any(word not in known for word in words):
-        raise StoreError(f"{what}={words}; give {' or '.join(map(repr, known))}")
+        raise StoreError(f"{argument}={words}; give {' or '.join(map(repr, known))}")
 
 
 def _version_of(target: Tensor) -> int:
+    """torch's count of writes into the tensor; inference tensors have none."""
     return 0 if target.is_inference() else target._version
 
 
-class _Computed(StoreError):
-    """What no other way would explain either."""
+class _Unrecordable(StoreError):
+    """A fault of the loader or its targets that no other way of recording avoids."""
 
 
 def _count(writes: Sequence[Write]) -> int:
-    """Cells that these pieces fill; more than there are where some are filled again."""
+    """The number of cells that these pieces fill; cells that two pieces fill count twice."""
     pieces = {piece for write in writes for piece in write.pieces or ()}
     return sum(piece.size for piece in pieces)
 
 
 def _shift_all(writes: Sequence[Write], target: Tensor) -> list[Write]:
-    """The writes as the target sees them; cells of one that is not contiguous are read from numbers."""
+    """The writes by the target's own cells; unknown, so that runs on numbers read them, unless it is contiguous."""
     if target.is_contiguous():
         return [_shift(write, target) for write in writes]
     return [write._replace(pieces=None) for write in writes]
 
 
 def _shift(write: Write, target: Tensor) -> Write:
-    """The write as the target sees it, whose memory may be part of a larger one."""
+    """The write by the target's own cells, which may be part of larger memory."""
     if write.pieces is None:
         return write
     inside = []
@@ -464,6 +477,6 @@ def _shift(write: Write, target: Tensor) -> Write:
         if cell >= 0 and last < target.numel():
             inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
         elif last >= 0 and cell < target.numel():
-            # One copy into several targets at once: what of it is whose is read from numbers.
+            # One copy into several targets at once: runs on numbers tell which cells belong to which.
             return write._replace(pieces=None)
     return Write(tuple(inside), write.made, write.carries and bool(inside))

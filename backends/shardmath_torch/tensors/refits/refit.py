@@ -1,4 +1,4 @@
-"""Refit: a trainer's and an engine's stored tensors bound once, and moved as often as wanted.
+"""Refit: a trainer's and an engine's stored tensors bound once, and moved any number of times.
 
 refit = smt.Refit(sm.refit(trainer, engine, shapes))            # collective, once
 refit.prepare(src=dict(model.named_parameters()))               # on a trainer rank; collective
@@ -63,42 +63,42 @@ if TYPE_CHECKING:
 __all__ = ["Refit"]
 
 SHOWN = 24
-"""Hexadecimal digits of a digest that a claim has."""
+"""The number of a digest's hexadecimal digits in a ballot."""
 
 
-class _Ends(Stage):
-    """What a refit does at both ends of a move: it gives its views, and computes what functions store."""
+class _RefitStage(Stage):
+    """The stage of a refit in each move: it binds the refit's views, and computes what functions store."""
 
     def __init__(self, refit: Refit) -> None:
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The views that were bound. Raises ExchangeError where there are none, also if they were released just now."""
+        """The bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
         if self._refit._at is None:
             raise ExchangeError("this rank has not prepared the refit; call prepare() on all ranks")
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
-        """What FSDP2 has gathered of the engines' parameters is old from now on."""
+        """Give back FSDP2's gathered copies of the engines' parameters, which are outdated from now on."""
         give_back(self._refit._groups)
 
     def finish(self, arrived: Tensors) -> Iterator[Pair]:
-        """What functions make of what has arrived, and where that is stored."""
+        """(stored tensor, new value) of each tensor that a function computes from received ones."""
         computed = self._refit._dst.computed
-        mark_written(one.stored for one in computed)
-        for one in computed:
+        mark_written(each.stored for each in computed)
+        for each in computed:
             with torch.inference_mode():
-                made = compute(one, arrived[one.key])
-            yield one.stored, made
+                made = compute(each, arrived[each.key])
+            yield each.stored, made
 
 
 @public
 class Refit(Leaves):
     """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
 
-    `timeout`, `max_inflight_bytes`, `commit` and `agree` are those of `compile`; on what is prepared, ranks vote every
-    time. With `changes=True` a call sends what has changed since the one before, as `compile_changes` has it; `changes`
-    is then what does so, and says what was sent. Raises ExchangeError on every rank where ranks plan differently.
+    `timeout`, `max_inflight_bytes`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`. With
+    `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the mover
+    that does so is `changes`, which reports what it sent. Raises ExchangeError on all ranks if they plan differently.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class Refit(Leaves):
         self._groups: list[object] = []
 
     def _make_mover(self, group: compat.Group | None, settings: Settings, changes: bool) -> Mover:
-        """What moves what is bound. Collective."""
+        """The mover of the bound tensors, with the stages of transforms and changes. Collective."""
         moving = self.planned.plan
-        stages: tuple[Stage, ...] = (_Ends(self),)
+        stages: tuple[Stage, ...] = (_RefitStage(self),)
         transforms = self.planned.transforms
         again: AgreeFirst | None = None
         if transforms is not None:
-            # What few refits need is imported by these: transforms bring all formats along.
+            # Imported on use: few refits have transforms, and these import all formats.
             from shardmath_torch.tensors.transforms.compile import agree_again, make_ends
 
-            found = compat.group_of(group)
+            joined = compat.group_of(group)
             timeout, commit = settings.timeout, settings.commit
-            _, self._made = make_ends(transforms, moving, found, timeout, commit, holds=True)
+            _, self._made = make_ends(transforms, moving, joined, timeout, commit, holds=True)
             stages += (self._made,)
             again = functools.partial(agree_again, transforms)
         if changes:
@@ -158,34 +158,34 @@ class Refit(Leaves):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Goes on with another refit: collective, as `Mover.replan` has it.
+        """Continue with another refit: collective, like `Mover.replan`.
 
-        Where engines have left the same refit (`planned.without`), what was bound stays bound. Otherwise all ranks
-        prepare again, those of a refit to which engines have come back by `prepare()`, which binds what was bound.
+        If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
+        again; if engines have come back, `prepare()` without arguments binds the tensors that were bound.
         """
-        found = self._party.group if group is None else group
-        # What is no refit is objected to in the vote, for which the others wait.
+        joined = self._party.group if group is None else group
+        # A value that is not a refit is rejected in the vote, since the other ranks wait for it.
         plan = planned.plan if isinstance(planned, Planned) else planned
         limit = self._timeout if timeout is None else timeout
 
-        def go_on() -> None:
+        def adopt() -> None:
             self._timeout = limit
-            self._party = self._join(found)
+            self._party = self._join(joined)
             self._kept = self._find_kept(planned)
             only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
             self._at = self._kept if only_left and are_related(self.planned, planned) else None
             self._src = self._bound.keep(planned.moved)
             self.planned = planned
 
-        replan_by(self._mover, plan, found, timeout, go_on)
+        replan_by(self._mover, plan, joined, timeout, adopt)
 
     def _join(self, group: compat.Group | None) -> Party:
-        """This rank in the group, in whose turns its mover is."""
+        """This rank in the group, taking turns with the refit's mover."""
         party = join(compat.group_of(group), self._timeout, Settings(self._timeout).grace)
         return replace(party, key=self.member.key)
 
     def _find_kept(self, planned: Planned) -> list[Watched] | None:
-        """What is bound here that this refit moves, too; None where other tensors are to be bound."""
+        """The bound tensors that this refit moves too; None if tensors must be bound again."""
         rank = self._party.rank
         if rank in planned.plan.left:
             self._bound = self._dst = Views({}, [])
@@ -198,12 +198,12 @@ class Refit(Leaves):
 
     @property
     def version(self) -> int:
-        """How many steps were committed and are in place here, as `Mover.version` counts them."""
+        """The number of committed steps that are in place on this rank, as in `Mover.version`."""
         return self._mover.version
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the others may have one version more, as of `Mover.in_doubt`."""
+        """Whether other ranks may be one version ahead, as in `Mover.in_doubt`."""
         return self._mover.in_doubt
 
     @property
@@ -213,23 +213,23 @@ class Refit(Leaves):
 
     @property
     def last(self) -> Moved | None:
-        """What the latest step did on this rank, as of `Mover.last`."""
+        """The report of the latest step on this rank, as in `Mover.last`."""
         return self._mover.last if self.changes is None else self.changes.moved
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes beside the tensors that this rank takes with commit="all"."""
+        """Bytes that this rank needs, in addition to its tensors, with commit="all"."""
         made = None if self._made is None else self._made.shadows
         return self._mover.shadow_bytes + (0 if made is None else made.nbytes)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that wire buffers take on this rank, of tensors that rules transform, from a move until release()."""
+        """Bytes of wire buffers on this rank, for transformed tensors, from the first move until release()."""
         return 0 if self._made is None else self._made.nbytes
 
     @property
     def member(self) -> Member:
-        """The refit as `commit` sees it."""
+        """The refit as a member of a joint `commit`."""
         return self._mover.member
 
     def prepare(
@@ -243,11 +243,11 @@ class Refit(Leaves):
     ) -> None:
         """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
 
-        `src` is a trainer rank's, `dst` an engine rank's, by engine where these have names; a mapping per chunk where
-        a rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are those that
-        rows name. Another parameter in the place of one is noticed in all modules that are alive, or, in less time, in
-        `modules` and their submodules alone, and then also another submodule in the place of one. With changes the next
-        call moves all. Raises ExchangeError on all ranks, with all that does not fit on one.
+        `src` are a trainer rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk
+        if the rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are the
+        functions that rows name. Replaced parameters are noticed in all live modules or, in less time, only in
+        `modules` and their submodules, where replaced submodules are noticed too. With changes the next call moves all
+        elements. Raises ExchangeError on all ranks, with everything that does not fit on one.
         """
         self._mover.check_open()
 
@@ -266,26 +266,29 @@ class Refit(Leaves):
         )
 
     def release(self) -> None:
-        """Let go of what was bound here, and of wire buffers, as `Mover.let_go` does; prepare() binds again."""
+        """Release the bound tensors and wire buffers, like `Mover.let_go`; prepare() binds again."""
         self._mover.let_go(self._drop)
 
     def _drop(self) -> None:
+        """Forget everything that `prepare` bound."""
         self._at = self._kept = self._modules = None
         self._bound = self._src = self._dst = Views({}, [])
         self._groups = []
-        # Also of a rank that has left the plan, whose mover has no ends.
+        # Here, since the mover of a rank that has left the plan has no stages to do it.
         if self._made is not None:
             self._made.let_go()
 
     @property
     def _name(self) -> str:
+        """The refit as ballots name it."""
         return f"refit {self.planned.plan.digest[:SHOWN]}"
 
     def _part(self, why: str) -> None:
+        """Leave the group, and forget everything that is bound."""
         self._mover._part(why, self._drop)
 
     def _agree(self, bind: Callable[[], None]) -> None:
-        """Bind, and vote. Of what was prepared before, nothing holds any more, however that ends."""
+        """Bind, and vote. Earlier bindings no longer count, even if this fails."""
         objection = self._mover.find_waiting()
         if not objection:
             self._at = None
@@ -294,7 +297,7 @@ class Refit(Leaves):
         try:
             self._party.vote(Ballot(f"prepare {self._name}", objection=objection))
         except BaseException:
-            # Nothing is prepared: that a call finds this is an objection then, also of ranks that agree once.
+            # Nothing is prepared, to which the next call must object: so even ranks that agree once have to vote.
             ask_again(self._mover)
             raise
 
@@ -305,13 +308,13 @@ class Refit(Leaves):
         own: Sequence[str],
         functions: Mapping[str, Function],
     ) -> list[Watched]:
-        """Bind what was given; what is to be looked at before every move."""
-        here = name_natives(src)
-        self._bound = self._src = self._bind_side(here, None, own, functions)
+        """Bind the given tensors; return them to be watched before every move."""
+        sent = name_natives(src)
+        self._bound = self._src = self._bind_side(sent, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
         received: list[Tensor] = []
-        watched = self._watch("source", src, here, self.planned.trainer)
+        watched = self._watch("source", src, sent, self.planned.trainer)
         for engine, given in self._name_engines(dst).items():
             natives = name_natives(given)
             check_not_gathered(self._keep_stored(natives, self.planned.engines[engine]))
@@ -326,27 +329,27 @@ class Refit(Leaves):
         return watched
 
     def _check_computed(self, computed: Sequence[Computed]) -> None:
-        """Raise ExchangeError for functions of what is not there when they are called."""
+        """Raise ExchangeError for functions whose whole input is never there at one time."""
         if computed and self.changes is not None and self.member.is_beside:
             what = f"{computed[0].name} is made by a function of a whole tensor"
             why = "with changes=True and commit='all' parts of it come in place as ranks commit"
-            raise ExchangeError(f"{what}, and {why}; make the Refit without one of both")
+            raise ExchangeError(f"{what}, and {why}; make the Refit without one of the two")
 
     def _watch(
         self, name: str, given: Given | None, natives: Natives, bound: KnownSide
     ) -> list[Watched]:
-        """The tensors that move, to be looked at before every move; those that are a rank's own may be anywhere."""
+        """Watch the tensors that move; a rank's other tensors may be replaced at any time."""
         if self._party.rank not in bound.ranks:
             return []
         return watch(name, given, self._keep_stored(natives, bound))
 
     def _keep_stored(self, natives: Natives, bound: KnownSide) -> Natives:
-        """Those that the side has on this rank."""
+        """The given tensors that the side stores on this rank."""
         stored = bound.natives(self._party.rank)
         return {native: tensor for native, tensor in natives.items() if native in stored}
 
     def _name_engines(self, dst: Given | Mapping[str, Given] | None) -> dict[str, Given | None]:
-        """What was given for every engine that this rank is of."""
+        """The given tensors of every engine that has this rank."""
         engines = self.planned.engines
         rank = self._party.rank
         mine = [name for name, bound in engines.items() if rank in bound.ranks]
@@ -363,7 +366,7 @@ class Refit(Leaves):
         own: Sequence[str],
         functions: Mapping[str, Function],
     ) -> Views:
-        """The views of the trainer's tensors, or of an engine's."""
+        """The views of this rank's tensors for the trainer (None) or an engine."""
         planned = self.planned
         rank = self._party.rank
         bound = planned.trainer if engine is None else planned.engines[engine]
@@ -387,26 +390,25 @@ class Refit(Leaves):
         whole: bool = False,
         progress: Progress | None = None,
     ) -> Handle | None:
-        """Move what was bound, as a mover does, and compute what functions store. Collective.
+        """Move the bound tensors, as a mover does, and compute what functions store. Collective.
 
-        `whole`, with changes: all of it, on all ranks alike, as where an engine's weights were written by others.
-        Raises ExchangeError, on all ranks, where one has not prepared, where its tensors lie otherwise in memory,
-        where another, in other memory, is in the place of one: in the mapping that was given, or in a module that had
-        it; or where no module has it any longer that had it. What FSDP2 has gathered of the engines' parameters it
-        gathers again for its next forward.
+        With changes, `whole` sends all elements; give it on all ranks, as after other programs wrote an engine's
+        weights. Raises ExchangeError on all ranks if one has not prepared, if a tensor has moved in memory, if a tensor
+        in other memory has replaced one in the given mapping or in a module, or if a tensor has left all of its
+        modules. FSDP2 gathers the engines' parameters again for its next forward.
         """
         how = self.changes.ask(whole) if self.changes is not None else None
         call = Call(None, None, timeout, acknowledge, label, check, progress, held=True, how=how)
-        # Looked for by the thread that calls: beside it, modules may have others in their places for a while.
+        # Checked by the calling thread: during an asynchronous move modules may hold other tensors for a while.
         return move_by(self._mover, call._replace(objection=self._object()), async_op)
 
     @property
     def changes(self) -> Changes | None:
-        """What sends changes alone, where it does."""
+        """The mover that sends only changes; None without `changes=True`."""
         return self._changes
 
     def _object(self) -> str:
-        """What speaks against a move: tensors that are no longer where they were; "" for nothing."""
+        """The objection to a move: a tensor that is no longer where it was; "" if there is none."""
         return "".join(filter(None, attempt(self._find_fault)))
 
     def _find_fault(self) -> str:

@@ -1,9 +1,9 @@
-"""Targets: the tensors into which a loader loads, by name, and put back as they were.
+"""Targets: the tensors into which a loader loads, by name, restored after each run.
 
-1. A module's are its parameters and persistent buffers, a mapping's are its values. Names of the same memory are
-   aliases of the first.
-2. Of virtual stages there is one `into` per chunk. A tensor of a chunk behind the first is called "A of chunk 1".
-3. Whatever a loader does to them, or puts in their place, is undone (`before`).
+1. A module's targets are its parameters and persistent buffers, a mapping's are its values. Names of the same memory
+   are aliases of the first name.
+2. With virtual stages there is one `into` per chunk. A tensor in a chunk behind the first is named "A of chunk 1".
+3. Whatever a loader does to targets, or puts in their place, is undone (`before`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """The targets of `into` as they are now. Raises StoreError for what is no plain tensor."""
+    """The targets of `into`, with a snapshot of them. Raises StoreError for one that is not a plain tensor."""
 
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)
@@ -38,7 +38,7 @@ class KeptTargets:
                 self.natives[label(number, name)] = number, name
         self.places = self._find_places()
         self.found = self.find()
-        # Aliases with shapes of their own, which a loader cannot reach.
+        # `data` are aliases with separate shapes and strides, which a loader cannot change.
         self.memory: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
@@ -53,12 +53,12 @@ class KeptTargets:
                 self.aliases[name] = first[where]
 
     def find(self) -> dict[str, Tensor]:
-        """What is under each name now."""
-        now = self._find_places()
-        return {name: holder[key] for name, (holder, key) in now.items()}
+        """The tensor under each name now."""
+        places = self._find_places()
+        return {name: holder[key] for name, (holder, key) in places.items()}
 
     def _find_places(self) -> dict[str, _Place]:
-        """Where each tensor is."""
+        """(mapping, key) of each tensor, by name."""
         places = {}
         for number, chunk in enumerate(self.chunks):
             for name, place in _list_places(chunk):
@@ -66,18 +66,18 @@ class KeptTargets:
         return places
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in the place of a target, and of its aliases."""
+        """Replace a target and its aliases by another tensor."""
         for other, (holder, key) in self.places.items():
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
     def occupy(self, byte: int, read: Collection[str] = ()) -> dict[str, Tensor]:
-        """This byte all over the targets, with memory for those that have none.
+        """Fill the targets with this byte, giving memory to those without data.
 
-        Returns the words of those that are to be `read`, which keep what they have.
+        Targets to be `read` keep their values; returns the words of those that have data.
         """
         self.before.keep_bytes()
-        # What lies in one memory does so here, too.
+        # Targets that share memory share the new memory, too.
         storages: dict[int, torch.UntypedStorage] = {}
         for name, target in self.targets.items():
             if not target.is_meta:
@@ -85,20 +85,20 @@ class KeptTargets:
             key = key_of(target)
             if key not in storages:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
-            self.place(name, _materialise(target, storages[key]))
-        left = [name for name in read if not self.targets[name].is_meta]
+            self.place(name, _materialize(target, storages[key]))
+        kept = [name for name in read if not self.targets[name].is_meta]
         for name, target in self.find().items():
-            if self.aliases.get(name, name) not in left:
+            if self.aliases.get(name, name) not in kept:
                 as_words(target.data).fill_(repeat(byte, target.dtype))
-        # Copied last, as others may lie in the same memory.
-        return {name: as_words(self.targets[name]).clone() for name in left}
+        # Copied last, as filled targets may lie in the same memory.
+        return {name: as_words(self.targets[name]).clone() for name in kept}
 
 
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
 
 
 def _list_chunks(into: Into) -> list[Chunk]:
-    """What is loaded into, by chunk. Raises StoreError for what is neither module nor mapping."""
+    """The modules or mappings of `into`, by chunk. Raises StoreError for anything else."""
     chunks = [into] if isinstance(into, nn.Module | Mapping) else list(into)
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module | Mapping):
@@ -110,7 +110,7 @@ def _list_chunks(into: Into) -> list[Chunk]:
 
 
 def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
-    """(name, mapping and key in which the tensor is)."""
+    """(name, (mapping, key)) of each tensor in a chunk."""
     if not isinstance(into, nn.Module):
         for name in into:
             yield name, (into, name)
@@ -118,21 +118,22 @@ def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
     for prefix, module in into.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
         hidden = module._non_persistent_buffers_set
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
                 if tensor is not None and name not in hidden:
-                    yield start + name, (held, name)
+                    yield start + name, (registry, name)
 
 
 def _check(name: str, tensor: object) -> None:
+    """Raise StoreError unless the target is a plain strided tensor."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise StoreError(f"{name!r} is {type(tensor).__name__}; record into plain tensors")
     if tensor.layout != torch.strided:
         raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")
 
 
-def _materialise(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """A tensor in this memory that a loader takes for the target."""
+def _materialize(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """A tensor in this memory with the class and attributes of the target, so that a loader takes it for that."""
     made = torch.empty(0, dtype=target.dtype, device="cpu")
     made.set_(storage, target.storage_offset(), target.shape, target.stride())
     if isinstance(target, torch.nn.Parameter):

@@ -1,8 +1,9 @@
-"""Views: what a rank stores, seen as the local tensors of a plan.
+"""Views: a rank's stored tensors, viewed as the local tensors of a plan.
 
-1. A module's tensors come by name: a mapping, or one per chunk where a rank has several virtual stages.
-2. All that does not fit is in one message: tensors that are missing, misshapen, of another dtype, or in no row.
-3. What a function makes has no view: the tensor is received beside, and the function writes what is stored.
+1. A module's tensors are given by name: in one mapping, or one per chunk if a rank has several virtual stages.
+2. Everything that does not fit is in one message: tensors that are missing, in no row, or of another shape or dtype.
+3. A tensor stored by a function has no view: it is received in a separate buffer, from which the function computes the
+   stored tensor.
 
 >>> stored = {(0, "qk"): torch.zeros(2, 3)}
 >>> make_view(stored, Slot(0, "qk", (slice(1, 2, 1), slice(0, 3, 1)), (1, 0), "")).shape
@@ -51,15 +52,15 @@ __all__ = [
 
 Natives: TypeAlias = dict[Native, Tensor]
 Given: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
-"""A rank's tensors by their own names, or a mapping per chunk."""
+"""A rank's tensors by their stored names, or a mapping per chunk."""
 Function: TypeAlias = Callable[[Tensor], Tensor]
 
 FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.float())}
-"""Functions that rows of the families name."""
+"""The functions that rows of the built-in systems name."""
 
 
 class Computed(NamedTuple):
-    """What is stored of a tensor that arrives beside it, and the names of both."""
+    """A stored tensor that a function computes from a received one: `key` names the received, `name` the stored."""
 
     key: str
     name: str
@@ -68,22 +69,22 @@ class Computed(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The local tensors of one side, and those of them that a function stores."""
+    """The local tensors of one side, and the stored tensors that functions compute from some of them."""
 
     tensors: dict[str, Tensor]
     computed: list[Computed]
 
     def keep(self, names: Iterable[str]) -> Views:
-        """Those of these names; the same object where these are all."""
-        own = set(names)
-        if own.issuperset(self.tensors):
+        """The views with these names; the same object if that is all of them."""
+        wanted = set(names)
+        if wanted.issuperset(self.tensors):
             return self
-        kept = {name: tensor for name, tensor in self.tensors.items() if name in own}
+        kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         return Views(kept, self.computed)
 
 
 def name_natives(given: Given | None) -> Natives:
-    """The tensors as given, by (chunk, name). Raises ExchangeError for what is not a mapping of tensors."""
+    """The given tensors by (chunk, name). Raises ExchangeError for anything except mappings of tensors."""
     if not isinstance(given, Mapping | Sequence | None):
         raise ExchangeError(
             f"tensors are {type(given).__name__}; pass a mapping from name to tensor, or a list of them"
@@ -108,7 +109,7 @@ def list_chunks(given: Given | None) -> list[Mapping[str, Tensor]]:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What the rank has of the tensor."""
+    """The rank's part of the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -117,11 +118,10 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Where and how the rank's part of the tensor lies: what is the same as long as views of it are of it."""
+    """The memory and layout of the rank's part of the tensor: equal as long as views of the tensor are valid."""
     local = to_local(tensor)
     storage = local.untyped_storage()
-    # Memory that was freed may be given again at the same address; the views keep their own storage alive, and with
-    # it its identity.
+    # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
     where = compat.identity_of(storage), local.data_ptr(), storage.nbytes()
     return (*where, local.shape, local.stride(), local.dtype)
 
@@ -137,9 +137,9 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """A view for every slot; `layouts` are those of each. A side that does not receive sends what it views.
+    """A view for every slot, with these layouts, for a side that `receives` or sends.
 
-    Raises StoreError with all that does not fit.
+    Raises StoreError with everything that does not fit.
     """
     stored = bound.natives(rank)
     locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
@@ -148,7 +148,7 @@ def bind_views(
     faults += find_contradictions(stored, slots, layouts, natives, rank)
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
-    # A view, so that an engine's (C, 1, k) is written where rows speak of (C, k).
+    # An engine's (C, 1, k) is viewed as the (C, k) of rows.
     reshaped = {native: locals_[native].detach().view(shape) for native, shape in stored.items()}
     tensors = {}
     computed = []
@@ -162,7 +162,7 @@ def bind_views(
         if not receives:
             raise StoreError(
                 f"{show_native((slot.chunk, slot.native))} stores {slot.function}(...), from which "
-                f"{name} cannot be had; give the trainer a row that stores it"
+                f"{name} cannot be computed; give the trainer a row that stores it"
             )
         tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         what = show_native((slot.chunk, slot.native))
@@ -171,13 +171,14 @@ def bind_views(
 
 
 def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
-    """The part of a stored tensor that is one logical tensor's, in the logical order of dimensions."""
+    """The view of one logical tensor in a stored one, with its dimensions in logical order."""
     view = stored[slot.chunk, slot.native][slot.cut]
     back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(back)
 
 
 def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
+    """Raise StoreError if the view has another dtype than the plan."""
     found = dtypes.canonical(view.dtype)
     if found != wanted:
         raise StoreError(
@@ -186,28 +187,30 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
         )
 
 
-def compute(one: Computed, received: Tensor) -> Tensor:
-    """What is to be stored of what has arrived. Raises StoreError where the function gives no such tensor."""
-    made: object = one.function(received)
-    wanted = f"{dtypes.canonical(one.stored.dtype)}{list(one.stored.shape)}"
+def compute(target: Computed, received: Tensor) -> Tensor:
+    """The value to store for a received tensor. Raises StoreError if the function returns another shape or kind."""
+    stored = target.stored
+    made: object = target.function(received)
+    wanted = f"{dtypes.canonical(stored.dtype)}{list(stored.shape)}"
     if not isinstance(made, Tensor):
-        found = type(made).__name__
-    elif made.shape == one.stored.shape and _kind_of(made) == _kind_of(one.stored):
-        return made.to(one.stored.dtype)
+        result = type(made).__name__
+    elif made.shape == stored.shape and _kind_of(made) == _kind_of(stored):
+        return made.to(stored.dtype)
     else:
-        found = f"{dtypes.canonical(made.dtype)}{list(made.shape)}"
+        result = f"{dtypes.canonical(made.dtype)}{list(made.shape)}"
     raise StoreError(
-        f"the function of {one.name} gives {found}, and {wanted} is stored; give one that keeps "
+        f"the function of {target.name} gives {result}, and {wanted} is stored; give one that keeps "
         f"the shape, and numbers of that kind"
     )
 
 
 def _kind_of(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """What a cast of the tensor keeps: whether numbers are complex or have fractions, or are truths."""
+    """(is complex, is floating point, is bool): a function may change the dtype only within such a kind."""
     return tensor.is_complex(), tensor.is_floating_point(), tensor.dtype == torch.bool
 
 
 def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
+    """The function that the slot names. Raises StoreError for an unknown one."""
     known = {**FUNCTIONS, **functions}
     if slot.function not in known:
         raise StoreError(
@@ -220,7 +223,7 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
 def check_named(
     rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
 ) -> Mapping[str, Given]:
-    """What was given by engine, for these of the rank. Raises ExchangeError where it is of others, or not by engine."""
+    """The given tensors by engine. Raises ExchangeError unless they are for exactly this rank's engines."""
     given = dst or {}
     named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
     if not isinstance(given, Mapping) or set(named) != set(mine):
@@ -232,24 +235,24 @@ def check_named(
 
 
 def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
-    """Whether the tensors of the only engine are given under its name, as those of several are."""
+    """Whether tensors are given by engine, as for several, even if there is only one engine."""
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """The logical tensor of a local one: a window's has its number behind."""
+    """The logical tensor of a local one, whose name may end in the number of a window."""
     return local if local in bound.layouts else local.rpartition("[")[0]
 
 
 def are_related(one: Planned, other: Planned) -> bool:
-    """Whether they differ in who has left, and in nothing else that is planned."""
+    """Whether two refits plan the same, apart from the ranks that have left."""
     return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """The sides that the rank is of, by engine; None for the trainer."""
+    """The sides that have the rank, by engine; the trainer under None."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

@@ -1,14 +1,14 @@
-"""Watching: a loader run on tensors without data, and what each of its copies takes.
+"""Watching: a run of a loader on tensors without data, which records the elements of each copy.
 
 1. Logical tensors are on the meta device. Nothing is written into targets: copies into their memory are noted, with
    the strides of both sides.
-2. Copies and casts of views are followed, and operations that work element by element are followed under their names.
-   Anything else makes memory of which nothing is known; a target into which it is copied is not explained.
-3. A target that was written as a whole may be read again: some loaders store first, and then a function of it. Its
-   values may not: nothing was written there.
-4. Bits seen as another type are followed as long as they are only copied; a cast of them is a computation.
-5. A mode of torch is of one thread. Logical tensors are of a class that brings it into any thread in which something is
-   done to them, or to what was made of them.
+2. Copies and casts of views are followed; operations that work element by element are followed with their names. The
+   contents of any other result are unknown; a target into which it is copied is not explained.
+3. A target that was written as a whole may be read again: some loaders store first, and then a function of it. Reading
+   its values is an error, since nothing was written there.
+4. Bits viewed as another type are followed as long as they are only copied; a cast of them is a computation.
+5. A torch mode belongs to one thread. Logical tensors have a class that enters the mode in any thread that works on
+   them, or on results made from them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ __all__ = ["Watch", "Write"]
 aten = torch.ops.aten
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
-"""What makes the same elements in new memory."""
+"""Operations that copy elements into new memory."""
 STORES = {aten.copy_.default, aten.fill_.Tensor}
-"""What puts its second argument into its first."""
+"""Operations that write their second argument into their first."""
 ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage}
-"""What tells where a tensor is; without data, all tensors are in one place."""
+"""Functions that return a tensor's address, which all tensors without data share."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""What marks operations that do not only compute with what they read."""
+"""Tags of operations whose result has a type or shape that depends on values."""
 GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-"""What reads memory past all operations, or lets others do that."""
+"""Functions that read memory outside of operations, or let others read it."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
-"""What fills padding before or after the weights are written."""
+"""Operations that fill padding before or after the weights are written."""
 
 
 class Write(NamedTuple):
-    """What was copied into a target: pieces by cells of its memory, and what made them; None if it is not known.
+    """A write into a target: pieces by cells of its memory, None if unknown, and the operations that `made` them.
 
-    `carries` says whether it was something of logical tensors.
+    `carries` says whether the write had elements of logical tensors, known or not.
     """
 
     pieces: tuple[Piece, ...] | None
@@ -58,27 +58,27 @@ class Write(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Notes copies from the memory of `sources` into that of `targets`, by the key of that memory."""
+    """Notes copies from the memory of `sources` into the memory of `targets`, by the key of the target memory."""
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
         self.noted: set[int] = set()
-        # Memory of targets that was filled with constants, and with which.
+        # The constants that filled each memory of targets.
         self.filled: dict[int, set[str]] = {}
-        # Why an operation failed; a loader may have gone on otherwise.
+        # The error of an operation, kept since a loader may catch it and continue.
         self.failure: Exception | None = None
-        # Memory into which something of logical tensors was written, and that was not read since.
+        # Memory into which elements of logical tensors were written, and which was not read since.
         self.unread: set[int] = set()
         self._class = _make_class(self)
-        self._reads = _Reads(self)
+        self._reads = _ReadMode(self)
         self.thread: int | None = None
         self._lock = threading.RLock()
-        # Memory is known by its key as long as it lives, so all that is known is kept alive.
+        # A key identifies memory only while it lives, so all known memory is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
         self._made: dict[int, tuple[str, ...]] = {}
-        # What type the elements have that lie in this memory, however it is seen.
+        # The type of the elements in each memory, as whatever type it is viewed.
         self._dtype: dict[int, torch.dtype] = {}
         self._stored = _find_dtypes(targets)
         for name, tensor in sources.items():
@@ -86,20 +86,20 @@ class Watch(TorchDispatchMode):
             self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
 
     def __enter__(self) -> Watch:
-        """Watch this thread, and what others do to logical tensors."""
+        """Watch this thread, and other threads' operations on logical tensors."""
         self.thread = threading.get_ident()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reads.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Watch nothing more."""
+        """Stop watching."""
         self.thread = None
         self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
-        """The logical tensor for a loader."""
+        """The logical tensor as the loader receives it, in a class that is watched in every thread."""
         given: Tensor = source.as_subclass(self._class)
         return given
 
@@ -110,48 +110,49 @@ class Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note the operation, and carry it out unless it writes into a target."""
+        """Note the operation, and run it unless it writes into a target."""
         try:
             with self._lock:
-                return self._see(func, args, dict(kwargs or {}))
+                return self._run(func, args, dict(kwargs or {}))
         except Exception as error:
             self.failure = error
             raise
 
-    def _see(self, func: Any, args: tuple[Any, ...], own: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation unless it writes into a target; note what its results contain."""
         # Views are in memory that is known already, and a loader makes several for each copy.
         if _makes_views(func):
-            return func(*args, **own)
-        written = _find_written(func, args, own)
+            return func(*args, **kwargs)
+        written = _find_written(func, args, kwargs)
         if written:
-            return self._write(func, written, args, own)
-        given = list(_list_tensors((args, own)))
+            return self._write(func, written, args, kwargs)
+        given = list(_list_tensors((args, kwargs)))
         if self.unread:
             self.unread.difference_update(map(key_of, given))
         known = [tensor for tensor in given if key_of(tensor) in self._contents]
         if not known:
-            return func(*args, **own)
+            return func(*args, **kwargs)
         if not GOES_BY_VALUES.isdisjoint(func.tags):
             self.check_values(known)
-        if "device" in own:
+        if "device" in kwargs:
             # There is no data that could go to another device.
-            own["device"] = known[0].device
-        result = func(*args, **own)
+            kwargs["device"] = known[0].device
+        result = func(*args, **kwargs)
         self._follow(func, known, result)
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
-        """Raise StoreError, which no loader can hide, where memory of which something is known has other values."""
+        """Raise StoreError if values of known memory are read; kept as `failure`, so that no loader can hide it."""
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError("what is loaded is read without data; load it by numbers")
                 raise self.failure
 
     def _write(
-        self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], own: dict[str, Any]
+        self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note what is written into targets, and let other writes happen."""
-        given = list(_list_tensors((args, own)))
+        """Note writes into targets, and run an operation that only writes elsewhere."""
+        given = list(_list_tensors((args, kwargs)))
         if self.unread:
             read = set(map(key_of, given)) - set(map(key_of, written))
             self.unread.difference_update(read)
@@ -166,22 +167,22 @@ class Watch(TorchDispatchMode):
                 self.unread.add(key)
             self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
             self._made[key] = (str(func),)
-        return _return_written(func, written) if is_target else func(*args, **own)
+        return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
-        """What a copy of the tensor brings into another."""
+        """The write that a copy of the tensor into another is."""
         content = self._contents.get(key_of(tensor))
         made = self._made.get(key_of(tensor), ())
         if content is BLANK:
             return Write((), ())
         carries = self._carries([tensor], into)
-        dtype = self._find_dtype(tensor, into)
+        dtype = self._find_copied_dtype(tensor, into)
         if content is None or dtype is None:
             return Write(None, made, carries)
         operations = content.explain(dtype)
         stored = self._stored.get(key_of(into), into.dtype)
         if stored != dtype:
-            # No cast gives these numbers.
+            # The bits of one type are stored as another: no cast gives these values.
             operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
         try:
             return Write(tuple(content.read(tensor, into)), operations, carries)
@@ -189,30 +190,30 @@ class Watch(TorchDispatchMode):
             return Write(None, made, carries)
 
     def _carries(self, given: Iterable[Tensor], into: Tensor) -> bool:
-        """Whether something of logical tensors is in the memory of one of these, which is not that written into."""
-        for one in given:
-            key = key_of(one)
-            is_made = self._contents.get(key, BLANK) is not BLANK
-            if is_made and key != key_of(into) and one.numel():
+        """Whether a given tensor, in other memory than `into`, has elements of logical tensors."""
+        for tensor in given:
+            key = key_of(tensor)
+            has_elements = self._contents.get(key, BLANK) is not BLANK
+            if has_elements and key != key_of(into) and tensor.numel():
                 return True
         return False
 
     def _note(
         self, func: Any, target: Tensor, args: tuple[Any, ...], given: Sequence[Tensor]
     ) -> None:
-        """A write into a target."""
+        """Note a write into a target, and what the target contains then."""
         key = key_of(target)
         self.noted.add(key)
         content = dtype = None
         stored = self._stored[key]
-        # Cells of another size are not those of the target.
+        # A view with elements of another size does not write whole cells.
         is_by_cell = stored is not None and stored.itemsize == target.element_size()
         if is_by_cell and _is_blank(func):
             self.filled.setdefault(key, set()).add(f"{func} {args[1:]}")
             write = Write((), ())
         elif is_by_cell and func in STORES:
             write = self.explain(args[1], target)
-            dtype = self._find_dtype(args[1], target)
+            dtype = self._find_copied_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
         else:
             write = Write(None, (str(func),), self._carries(given, target))
@@ -221,35 +222,34 @@ class Watch(TorchDispatchMode):
                 if key not in self._contents:
                     self._keep(target, BLANK)
                 return
-            # What it held is gone, and what of it is left is read from numbers.
+            # A constant overwrites known cells; which of them are left is read from runs on numbers.
             write = Write(None, (str(func),))
         self.writes[key].append(write)
         self._keep(target, content, dtype)
         self._made[key] = write.made
 
     def _content_of_copy(self, source: Tensor, target: Tensor) -> Content | None:
-        """What a target has once the source was copied into it, if it is all of its memory."""
+        """The content of a target after a copy of the source; None if unknown, or if other cells share its memory."""
         content = self._contents.get(key_of(source))
-        if content is None or content is BLANK or self._find_dtype(source, target) is None:
+        if content is None or content is BLANK or self._find_copied_dtype(source, target) is None:
             return None
         return content.copied(source, target)
 
-    def _find_dtype(self, source: Tensor, into: Tensor) -> torch.dtype | None:
-        """The type of what a copy of known memory brings into another; None where bits are cast."""
-        key = key_of(into)
-        own = self._stored.get(key, into.dtype)
-        kept = self._dtype.get(key_of(source))
-        if own is None or kept is None or _is_changed(source) or _is_changed(into):
+    def _find_copied_dtype(self, source: Tensor, into: Tensor) -> torch.dtype | None:
+        """The type of the elements that a copy of known memory brings; None if bits are cast as numbers."""
+        stored = self._stored.get(key_of(into), into.dtype)
+        known = self._dtype.get(key_of(source))
+        if stored is None or known is None or _is_changed(source) or _is_changed(into):
             return None
-        as_seen = source.dtype, into.dtype
-        if as_seen == (kept, own):
-            return own
-        sizes = kept.itemsize, own.itemsize
+        if (source.dtype, into.dtype) == (known, stored):
+            return stored
+        # Both are viewed as the same other type: their bits are copied.
+        sizes = known.itemsize, stored.itemsize
         are_bits = source.dtype == into.dtype and sizes == (source.itemsize, into.itemsize)
-        return kept if are_bits else None
+        return known if are_bits else None
 
     def _is_written(self, target: Tensor) -> bool:
-        """Whether one of these cells, or of cells of which it is not known, was written before."""
+        """Whether one of the target's cells was, or may have been, written before."""
         blocks = [(n, stride, 0) for n, stride in zip(target.shape, target.stride(), strict=True)]
         cells = Piece("", int(target.storage_offset()), 0, tuple(blocks))
         for write in self.writes[key_of(target)] if target.numel() else ():
@@ -260,16 +260,17 @@ class Watch(TorchDispatchMode):
         return False
 
     def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
-        """What is known of the results of an operation on what is known."""
+        """Note the contents of the results of an operation on known memory."""
         for made in _list_tensors(result):
             # Some operations return what they were given.
             if key_of(made) not in self._contents:
-                self._keep(made, self._copy(func, known, made), self._find_dtype(known[0], made))
+                content = self._content_of_result(func, known, made)
+                self._keep(made, content, self._find_copied_dtype(known[0], made))
                 before = self._made.get(key_of(known[0]), ())
                 self._made[key_of(made)] = before if func in COPIES else (*before, str(func))
 
-    def _copy(self, func: Any, known: list[Tensor], made: Tensor) -> Content | None:
-        """What is in the memory of a result."""
+    def _content_of_result(self, func: Any, known: list[Tensor], made: Tensor) -> Content | None:
+        """The content of a result's memory; None if unknown."""
         source = known[0]
         before = self._contents[key_of(source)]
         if before is None or len(known) > 1 or not _is_by_element(func, source, made):
@@ -277,40 +278,41 @@ class Watch(TorchDispatchMode):
         if before is BLANK:
             return BLANK if func in COPIES else None
         is_bits = source.dtype != self._dtype[key_of(source)]
-        if self._find_dtype(source, made) is None or (is_bits and func not in COPIES):
+        if self._find_copied_dtype(source, made) is None or (is_bits and func not in COPIES):
             return None
         return before.copied(source, made, "" if func in COPIES else str(func))
 
     def _keep(
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
     ) -> None:
+        """Note the content of a tensor's memory, and the type of its elements."""
         self._alive.append(tensor)
         self._contents[key_of(tensor)] = content
         self._dtype[key_of(tensor)] = dtype or tensor.dtype
 
 
-def _see(name: str) -> property:
-    """An attribute of tensors that is not one."""
-    find = getattr(torch._C.TensorBase, name).__get__
+def _make_property(name: str) -> property:
+    """A tensor's attribute as a property that does not call `__torch_function__`."""
+    get = getattr(torch._C.TensorBase, name).__get__
 
-    def see(tensor: Tensor) -> Any:
+    def get_quietly(tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunction():
-            return find(tensor)
+            return get(tensor)
 
-    return property(see)
+    return property(get_quietly)
 
 
 def _make_class(watch: Watch) -> type[Tensor]:
-    """The class of logical tensors."""
+    """The class of logical tensors, which brings the watch into every thread."""
 
     class Logical(Tensor):
-        """A tensor that is watched in every thread, and so is what operations make of it."""
+        """A tensor that is watched in every thread, as are the results of operations on it."""
 
-        # What loaders do otherwise with tensors without data is not what they do with weights.
+        # Loaders are to take it for a weight, and not to treat it as a tensor without data.
         is_meta = False
-        # A loader asks for these ten times per copy, and torch would ask the function below each time.
-        shape = _see("shape")
-        ndim = _see("ndim")
+        # A loader reads these ten times per copy, and torch would call the function below each time.
+        shape = _make_property("shape")
+        ndim = _make_property("ndim")
 
         def __deepcopy__(self, memo: object) -> Tensor:
             return self.clone()
@@ -321,11 +323,11 @@ def _make_class(watch: Watch) -> type[Tensor]:
         ) -> Any:
             try:
                 if func in ADDRESSES and watch.thread is not None:
-                    raise StoreError("a tensor without data is nowhere; load it by numbers")
+                    raise StoreError("a tensor without data has no address; load it by numbers")
                 if watch.thread in (None, threading.get_ident()):
-                    return _carry_out(cls, func, args, kwargs)
-                with _Elsewhere(watch):
-                    return _carry_out(cls, func, args, kwargs)
+                    return _call_as(cls, func, args, kwargs)
+                with _OtherThread(watch):
+                    return _call_as(cls, func, args, kwargs)
             except Exception as error:
                 watch.failure = error
                 raise
@@ -333,21 +335,21 @@ def _make_class(watch: Watch) -> type[Tensor]:
     return Logical
 
 
-def _carry_out(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """What a function makes of tensors, as tensors of this class."""
+def _call_as(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Call a function of tensors; its results are tensors of this class."""
     with torch._C.DisableTorchFunctionSubclass():
         made = func(*args, **kwargs) if kwargs else func(*args)
-    found = type(made)
-    if found is Tensor:
-        # What is changed in place stays what it was.
+    result_type = type(made)
+    if result_type is Tensor:
+        # A tensor that is changed in place keeps its class.
         return made if any(made is given for given in args) else made.as_subclass(kind)
-    if found is torch.Size or not isinstance(made, tuple | list):
+    if result_type is torch.Size or not isinstance(made, tuple | list):
         return made
-    return found(one.as_subclass(kind) if type(one) is Tensor else one for one in made)
+    return result_type(one.as_subclass(kind) if type(one) is Tensor else one for one in made)
 
 
-class _Elsewhere(TorchDispatchMode):
-    """The watch, in another thread."""
+class _OtherThread(TorchDispatchMode):
+    """The mode that passes another thread's operations to the watch."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -360,12 +362,12 @@ class _Elsewhere(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """As in the thread that is watched."""
+        """Note the operation, as in the watched thread."""
         return self._watch.__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Reads(TorchFunctionMode):
-    """Sees what reads memory past the watch."""
+class _ReadMode(TorchFunctionMode):
+    """The mode that checks functions that read memory outside of operations."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -374,34 +376,34 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As it is, unless what it reads was not written there."""
+        """Call the function. Raises StoreError if it reads memory into which nothing was really written."""
         if func in GIVES_MEMORY:
             self._watch.check_values(args[:1])
         return func(*args, **(kwargs or {}))
 
 
 def _is_changed(view: Tensor) -> bool:
-    """Whether the view stands for other numbers than its memory has."""
+    """Whether the view negates or conjugates the numbers of its memory."""
     return view.is_neg() or view.is_conj()
 
 
 def _find_dtypes(targets: Iterable[Tensor]) -> dict[int, torch.dtype | None]:
-    """The type of the targets in each memory; None where they have several."""
-    found: dict[int, torch.dtype | None] = {}
+    """The type of the targets in each memory; None if they have several."""
+    dtypes: dict[int, torch.dtype | None] = {}
     for target in targets:
         key = key_of(target)
-        first = found.setdefault(key, target.dtype)
-        if first != target.dtype:
-            found[key] = None
-    return found
+        if dtypes.setdefault(key, target.dtype) != target.dtype:
+            dtypes[key] = None
+    return dtypes
 
 
 def _is_blank(func: Any) -> bool:
+    """Whether the operation fills its first argument with a constant or noise."""
     return func not in STORES and func.overloadpacket.__name__ in BLANKS
 
 
 def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that the operation writes into, alone or in lists."""
+    """The tensors into which the operation writes, plain ones and those in lists."""
     written: list[Tensor] = []
     for i, name in _list_written(func):
         value = args[i] if i < len(args) else kwargs.get(name)
@@ -410,7 +412,7 @@ def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
-    """What the operation returns, if that is only what it writes into. Raises StoreError where it is more."""
+    """The results of an operation that returns only the tensors it writes. Raises StoreError if it returns more."""
     returned = [result.alias_info for result in func._schema.returns]
     fresh = [alias for alias in returned if alias is None or not alias.is_write]
     if fresh or len(returned) > len(written):
@@ -422,14 +424,14 @@ def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
 
 @functools.cache
 def _makes_views(func: Any) -> bool:
-    """Whether all results are views of what the operation is given."""
+    """Whether all results are views of arguments."""
     results = [result.alias_info for result in func._schema.returns]
     return bool(results) and all(alias and not alias.is_write for alias in results)
 
 
 @functools.cache
 def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The place and the name of each argument that the operation writes into."""
+    """(position, name) of each argument into which the operation writes."""
     written = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -438,7 +440,7 @@ def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _list_tensors(values: object) -> Iterator[Tensor]:
-    """The tensors in arguments or results: plain ones, and lists of them."""
+    """The tensors in arguments or results, plain ones and those in collections."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, Mapping):
@@ -449,6 +451,6 @@ def _list_tensors(values: object) -> Iterator[Tensor]:
 
 
 def _is_by_element(func: Any, source: Tensor, made: Tensor) -> bool:
-    """Whether each element of the result is made of the one in its place."""
+    """Whether each element of the result is computed from the element at the same position."""
     by_element = func in COPIES or torch.Tag.pointwise in func.tags
     return by_element and source.shape == made.shape
