@@ -1,6 +1,7 @@
 """Transports: the package that carries a group's bytes, by the group's backend.
 
-They stand above this package, and each is there only where it is used: hence imported by name, when a group is joined.
+Transports import this package, and need not be installed if they are not used. So they are imported by name, when a
+group is joined.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def package_of(group: compat.Group) -> ModuleType:
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """This rank in the group, its times in seconds as `Party` has them. Talks to nobody."""
+    """Make this rank's `Party` in the group, of these times in seconds. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
