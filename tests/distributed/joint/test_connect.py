@@ -489,5 +489,5 @@ def test_a_rank_that_left_is_told_from_one_that_failed(failed: list[int], what: 
     for rank in failed:
         add_line(store, "failed", str(rank))
     with mock.patch.object(connecting, "make_channel", side_effect=RuntimeError("closed")):
-        said = ends(lambda: connecting._make(store, Seat(0, 2, "gloo", "a"), 5.0, ""))
+        said = ends(lambda: connecting._connect(store, Seat(0, 2, "gloo", "a"), 5.0, ""))
     assert said.startswith(f"ranks met, and {what}: closed; see that they run")
