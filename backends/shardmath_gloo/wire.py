@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,18 +80,8 @@ class _Pending(NamedTuple):
 
 def _wait_in_thread(pending: _Pending) -> None:
     """Wait in another thread, so that Ctrl-C works during the wait: gloo's own wait ignores it."""
-    failed: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            pending.wait()
-        except BaseException as error:
-            # Raised below, in the caller's thread.
-            failed.append(error)
-
-    threads.start(wait).join()
-    if failed:
-        raise failed[0]
+    # The wait has its own limit.
+    threads.within(threading.TIMEOUT_MAX, pending.wait)
 
 
 class _Long(NamedTuple):

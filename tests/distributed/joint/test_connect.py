@@ -208,7 +208,7 @@ def test_a_forked_child_is_refused() -> None:
         # "Ranks met, and rank 0 could not be reached; see that they have a network interface in common".
         pytest.param(
             {"backend": "nccl"},
-            "backend='nccl', and torch was built without NCCL, or finds no GPU in this process",
+            "backend='nccl', but torch was built without NCCL, or finds no GPU in this process",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it connects there"),
         ),
         ({"timeout": 0}, "timeout=0 is not a time to wait"),

@@ -25,15 +25,12 @@ from shardmath.base.text import message_of, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.party import Describe, Party
-from shardmath_torch.groups.agreement.transport import TRANSPORTS, join
+from shardmath_torch.groups.agreement.transport import TRANSPORTS, join_within
 from shardmath_torch.groups.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.groups.compat import Group
 
 __all__ = ["TOLD", "gather", "in_step", "mark_told", "party_of", "shared", "word_lost"]
-
-GRACE_S = 5.0
-"""Most time for finding out who failed; never more than a fifth of the group's time limit."""
 
 LENGTH = struct.Struct("<Q")
 """The pickled object's length, which precedes it: a ballot may have no room for all of it."""
@@ -64,9 +61,7 @@ def party_of(group: Group) -> Party | None:
     """This rank in the group; None if none of our transports serves the group."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
-    limit = compat.time_limit_of(group)
-    grace = min(GRACE_S, limit / 5)
-    return join(group, limit - 1.2 * grace, grace)
+    return join_within(group, compat.time_limit_of(group))
 
 
 def _make_describe(what: str) -> Describe:

@@ -116,7 +116,7 @@ class Party:
         if unasked is None:
             self.wire.begin(number)
             return
-        # Promises are compared, so promises of different calls need no mark to be told apart.
+        # No mark on promises: those of different calls have to reach each other, to be compared.
         mark = 0 if event is Event.PROMISE else unasked.mark
         self.wire.begin(number + mark, unasked.patience)
 
@@ -231,7 +231,7 @@ class Party:
             if isinstance(error, Exception) and not compat.is_there(self.group):
                 gone = compat.word_gone(self.group)
                 what = f"the process group was {gone} while a call on it was under way"
-                raise ExchangeError(f"{what}; wait for moves beside before") from error
+                raise ExchangeError(f"{what}; wait for background moves first") from error
             raise
 
     def _look_for_goodbye(self, failure: PeerFailure) -> str:

@@ -14,7 +14,10 @@ from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.groups.agreement.turns import turns_of
 
-__all__ = ["TRANSPORTS", "join", "package_of"]
+__all__ = ["TRANSPORTS", "join", "join_within", "package_of"]
+
+LONGEST_GRACE_S = 5.0
+"""Most time for finding out who failed."""
 
 TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 """The package that serves a backend of torch.distributed."""
@@ -35,3 +38,10 @@ def join(group: compat.Group, patience: float, grace: float) -> Party:
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
     return Party(group, rank, ranks, wire, turns_of(group), patience, grace)
+
+
+def join_within(group: compat.Group, limit: float) -> Party:
+    """Make this rank's `Party`, for calls of `limit` seconds in all, at most a fifth of them to find out who failed."""
+    grace = min(LONGEST_GRACE_S, limit / 5)
+    # An extra fifth of the grace is for reporting the failure.
+    return join(group, limit - 1.2 * grace, grace)

@@ -234,7 +234,7 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """The turn is this thread's, as `alone` has it, for what ranks do together.
+        """Hold the turn for a joint operation, waiting as `alone` does.
 
         Raises ExchangeError, which calls `what` broken, if another thread keeps the turn or the group is broken.
         Calls `let_go` if the turn before was left in the middle and the group was not marked broken then.

@@ -158,7 +158,7 @@ def _check_backend(backend: str) -> None:
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         what = "torch was built without NCCL, or finds no GPU in this process"
         raise ExchangeError(
-            f"backend='nccl', and {what}; pass 'gloo', or connect where it has both"
+            f"backend='nccl', but {what}; pass 'gloo', or use a torch with NCCL, and a GPU"
         )
 
 

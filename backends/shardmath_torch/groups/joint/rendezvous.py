@@ -332,10 +332,7 @@ def _come(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
 
 
 def _attend(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
-    """Add this process to the meeting, and wait for its end. Raises ExchangeError.
-
-    Returns whether the meeting is full with this process, and if not, why.
-    """
+    """Attend the meeting to its end; return whether it is full with this process, and if not, why."""
     log = yield from _add_to_log(lead.meeting, json.dumps(seat))
     gives_up, off = False, ""
     if log.state == OPEN:

@@ -27,7 +27,7 @@ from shardmath.base.text import message_of, plural, shown, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.party import Party, is_time, word_bad_time
-from shardmath_torch.groups.agreement.transport import join
+from shardmath_torch.groups.agreement.transport import join_within
 from shardmath_torch.groups.agreement.turns import Turns, in_thread, turns_of
 from shardmath_torch.moves.commits.entry import Entry, commit_entries, word_end
 from shardmath_torch.moves.observing.laps import COMMITTED
@@ -36,9 +36,6 @@ from shardmath_torch.moves.observing.stopwatch import Ledger
 __all__ = ["CommitBlock", "HasMember", "Member", "block_of", "commit"]
 
 DEFAULT_TIMEOUT_S = 60.0
-
-LONGEST_GRACE_S = 5.0
-"""Most time for finding out who failed, as in `compile`."""
 
 
 class Member(NamedTuple):
@@ -197,16 +194,14 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
 
 def _join(group: compat.Group, block: CommitBlock, timeout: float | None) -> Party:
     """Join the group for the block's end."""
-    limit = block.timeout if timeout is None else timeout
-    grace = min(LONGEST_GRACE_S, limit / 5)
-    return join(group, limit - 1.2 * grace, grace)
+    return join_within(group, block.timeout if timeout is None else timeout)
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:
     """The arguments of `commit` as a group and its named movers by key. Raises ExchangeError."""
     if not what or isinstance(what[0], compat.Group):
         if len(what) > 1:
-            raise ExchangeError("smt.commit takes one group, or movers; give the movers alone")
+            raise ExchangeError("smt.commit takes one group, or movers; give only the movers")
         return compat.group_of(what[0] if what else None), {}  # type: ignore[arg-type]
     named: dict[str, Member] = {}
     groups = set()

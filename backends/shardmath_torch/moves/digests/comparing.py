@@ -51,9 +51,8 @@ def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> 
         compared: list[Portion] = []
         if holder.rank == side.rank:
             key = unlike.patch, holder.window
-            for portion in list_portions(windows, side.rank):
-                if (portion.patch, portion.window) == key:
-                    compared.append(portion)
+            held = list_portions(windows, side.rank)
+            compared = [portion for portion in held if (portion.patch, portion.window) == key]
         weighers.append(_make_weigher(side, name, compared))
     return _bound(party, hull(list_patches(windows)[unlike.patch]), weighers)
 

@@ -51,10 +51,7 @@ MOST_NAMES = 8
 
 
 class Wanted(NamedTuple):
-    """The tensors that a rank stores on one side: local buffer key -> (local shape, layout).
-
-    `single` is whether the caller passes one tensor, not a dict.
-    """
+    """A rank's tensors on one side: local buffer key -> (local shape, layout); if `single`, passed without a dict."""
 
     side: str
     rank: int
@@ -259,8 +256,7 @@ def _check_destinations_apart(want: Wanted, dst: Tensors) -> None:
         parts = _list_own_parts(want, key, dst), _list_own_parts(want, other, dst)
         if any(shares_memory(a, b) for a, b in itertools.product(*parts)):
             what = f"{_label('destination', key)} and {_label('destination', other)} share memory"
-            fix = "one would overwrite the other; pass tensors of their own"
-            raise ExchangeError(f"{what}: {fix}")
+            raise ExchangeError(f"{what}: one would overwrite the other; pass separate tensors")
 
 
 def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:

@@ -80,7 +80,7 @@ class Handle:
             raise ExchangeError("a move waits for itself; wait in the thread that called it")
         if not self._errand.wait(timeout):
             what = f"the move is under way after {shown(timeout)} s"
-            raise ExchangeError(f"{what}; wait again, and leave its tensors alone meanwhile")
+            raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")
         if not self.done():
             raise ExchangeError("this process was forked from the one that moves; wait there")
         self._order.follow()
