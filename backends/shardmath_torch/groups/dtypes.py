@@ -61,10 +61,10 @@ BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: 
 
 def dtype_of(name: str) -> torch.dtype:
     """Torch's type of that canonical name. Raises LayoutError if this torch has none (bcomplex32 before 2.14)."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"torch {torch.__version__} has no type {name}; install a later one")
-    return found
+    return dtype
 
 
 def flat(tensor: Tensor) -> Tensor:

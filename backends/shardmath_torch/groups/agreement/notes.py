@@ -28,8 +28,8 @@ NOWHERE = "\0 nobody writes this"
 def read(store: Store, key: str) -> str | None:
     """The note's text; None if there is no note. Raises RuntimeError if the store is lost."""
     # Another program's value may not be UTF-8.
-    found = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
-    return None if found == NOWHERE else found
+    text = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
+    return None if text == NOWHERE else text
 
 
 def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
@@ -37,9 +37,9 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
 
     Raises RuntimeError if the store is lost.
     """
-    found = store.compare_set(key, old or "", new).decode()
+    text = store.compare_set(key, old or "", new).decode()
     # If there is no note, stores write nothing and answer with `old`.
-    return None if found == old else found
+    return None if text == old else text
 
 
 def add_line(store: Store, key: str, line: str) -> None:
@@ -52,5 +52,5 @@ def add_line(store: Store, key: str, line: str) -> None:
 
 def read_lines(store: Store, key: str) -> list[str]:
     """The note's lines, by `add_line`. Raises RuntimeError if the store is lost."""
-    found = read(store, key)
-    return found.split("\n")[1:] if found else []
+    text = read(store, key)
+    return text.split("\n")[1:] if text else []
