@@ -1,4 +1,4 @@
-"""Moving over gloo, between processes on CPUs: the exchange, and broadcasts as its reference."""
+"""Gloo: moves between processes on CPUs, by the exchange engine, with broadcasts as its reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["ENGINES", "open_wire"]
 def gloo_exchange(task: Task) -> Exchange:
     """The engine "exchange".
 
-    Copies into staging and out of it take as long as the wire does, so that long pieces go without: each is a message
-    of its own, and one that the wire itself looks after.
+    Copies into and out of staging take as long as the wire does, so each long piece is a separate message, which needs
+    no staging if it is contiguous.
     """
     return Exchange(task, apart=LONG)
 

@@ -1,6 +1,6 @@
-"""The reference: all of every source tensor is broadcast, and each rank slices out what the plan gives it.
+"""Broadcast: the reference engine, which broadcasts every source tensor whole; each rank slices out its pieces.
 
-Slow, with all the memory it takes, and so plain that it is right at sight. Tests compare the
+It is slow and takes much memory, but is so plain that it is obviously right. Tests compare the
 exchange with it.
 """
 
@@ -25,8 +25,8 @@ from shardmath_torch.moves.observing.stopwatch import Stopwatch
 __all__ = ["Broadcast"]
 
 
-class _Turn(NamedTuple):
-    """One broadcast: all addends of number 0 go before those of number 1, so folds come in order."""
+class _Source(NamedTuple):
+    """One broadcast tensor. All of addend 0 sort before those of addend 1, so folds happen in order."""
 
     addend: int
     rank: int
@@ -40,77 +40,76 @@ class Broadcast:
         assert isinstance(task.wire, GlooWire), "an engine of gloo's"
         self._wire = task.wire
         self._part = task.part
-        self._mine: dict[_Turn, list[Transfer]] = {}
-        # Those of all ranks, also where this one takes nothing: a broadcast is made by all.
-        turns: set[_Turn] = set()
+        self._received: dict[_Source, list[Transfer]] = {}
+        # Of all ranks, even if this rank takes nothing from a tensor: a broadcast is collective.
+        sources: set[_Source] = set()
         for transfer in self._part.plan.transfers():
             if transfer.nbytes:
-                turn = _Turn(transfer.addend, transfer.src_rank, transfer.src_tensor)
-                turns.add(turn)
+                source = _Source(transfer.addend, transfer.src_rank, transfer.src_tensor)
+                sources.add(source)
                 if transfer.dst_rank == self._part.rank:
-                    self._mine.setdefault(turn, []).append(transfer)
-        self._turns = sorted(turns)
+                    self._received.setdefault(source, []).append(transfer)
+        self._sources = sorted(sources)
         self.begun: int | None = 0
 
     @property
     def staging_bytes(self) -> int:
-        """None is kept."""
+        """Always 0: no staging is kept."""
         return 0
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def let_go(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no tensor is kept."""
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """Those of the part, though all is broadcast: what the plan asks for is what is counted."""
+        """The part's rounds: the plan's bytes are counted, not those broadcast."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
-        """One for the task."""
+        """Make an engine for the task."""
         return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Moves. Raises PeerFailure."""
-        # Tensors come in another order than in rounds.
+        """Move the tensors. Raises PeerFailure."""
+        # Not known: tensors arrive in another order than in the part's steps.
         self.begun = None
-        # In inference mode inference tensors, too, may be written.
+        # Only in inference mode may inference tensors be written.
         with torch.inference_mode():
             for work in self._part.fills:
                 fill(work, dst)
-            for turn in self._turns:
-                source = self._broadcast(turn, src)
-                for transfer in self._mine.get(turn, ()):
+            for source in self._sources:
+                whole = self._broadcast(source, src)
+                for transfer in self._received.get(source, ()):
                     destination = dst[transfer.dst_tensor].detach()
-                    _apply(transfer, source, destination)
+                    _apply(transfer, whole, destination)
             for work in self._part.divisions:
                 divide(work, dst)
         self.begun = self._part.steps + 1
         watch.lap(ARRIVED)
 
-    def _broadcast(self, turn: _Turn, src: Mapping[str, Tensor]) -> Tensor:
-        """All of that rank's source tensor."""
-        if turn.rank == self._part.rank:
-            held = src[turn.key].detach()
-            source = held.clone(memory_format=torch.contiguous_format)
+    def _broadcast(self, source: _Source, src: Mapping[str, Tensor]) -> Tensor:
+        """Broadcast the source tensor from its rank, and return a copy of it."""
+        if source.rank == self._part.rank:
+            local = src[source.key].detach()
+            whole = local.clone(memory_format=torch.contiguous_format)
         else:
-            stored = stored_on(self._part.plan.src, turn.rank)
-            layout = stored[turn.key].layout
-            shape = layout.local_shape(turn.rank)
-            source = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype), device="cpu")
-        words = dtypes.words(source)
-        memory = words.view(-1).view(torch.uint8)
-        self._wire.broadcast(memory, turn.rank)
-        return source
+            stored = stored_on(self._part.plan.src, source.rank)
+            layout = stored[source.key].layout
+            shape = layout.local_shape(source.rank)
+            whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype), device="cpu")
+        memory = dtypes.words(whole).view(-1).view(torch.uint8)
+        self._wire.broadcast(memory, source.rank)
+        return whole
 
 
-def _apply(transfer: Transfer, source: Tensor, destination: Tensor) -> None:
-    """Copy or fold the transfer's piece of the source into its place in the destination."""
-    piece = source[transfer.src_slices]
+def _apply(transfer: Transfer, whole: Tensor, destination: Tensor) -> None:
+    """Copy or fold the transfer's piece of the whole source into its place in the destination."""
+    piece = whole[transfer.src_slices]
     into = destination[transfer.dst_slices]
     if transfer.op == "copy":
         dtypes.words(into).copy_(dtypes.words(piece))

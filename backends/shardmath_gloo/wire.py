@@ -1,15 +1,16 @@
-"""gloo as a wire: messages begin to move when they are posted, and waiting takes a time limit.
+"""Wire: gloo as a wire, whose messages start when they are posted, and whose waits have a time limit.
 
 1. gloo ends all connections of a group when a wait of it times out. `abandon` uses that on purpose:
-   it is the only way to cancel messages that are on their way into memory of the caller.
-2. When a connection breaks, gloo ends every wait on it but that for the message of which part has
-   moved, which goes on until its time is over. So a long message is followed by one byte, and
-   answered by one: receivers wait for the first of these and senders for the other, which a break
-   ends at once.
+   it is the only way to cancel messages in flight into memory of the caller.
+2. When a connection breaks, gloo ends every wait on it, except for a message of which part has
+   moved: that wait lasts until its time limit. So one byte follows a long message, and another
+   answers it. Receivers first wait for the following byte, senders for the answer, and a broken
+   connection ends these waits at once.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,29 +35,29 @@ from shardmath_torch.groups.compat import Group, channel_of, check_there, ranks_
 __all__ = ["LONG", "GlooWire"]
 
 OURS = 1 << 30
-"""In the tag of each of our messages, so that they never meet the caller's own."""
+"""A bit set in the tags of all our messages, so that they never match the caller's own."""
 
 STEPS = 32
-"""Tags per turn: DATA, then one for each step of its vote, which are fewer than 30. Steps are of different lengths, and
-gloo ends the process where a message is longer than the memory that waits for it. The last two are of no step."""
+"""Tags per turn: DATA, one per step of its vote (fewer than 30), and the last two of no step. Each step needs a tag, as
+messages of steps differ in length: gloo ends the process if a message is longer than the memory posted for its tag."""
 
 DATA, ANSWER, NOTHING = 0, STEPS - 2, STEPS - 1
-"""Of what is moved, of the answers to long messages, and of what is never sent."""
+"""Tags of moved bytes, of the answers to long messages, and of a message that is never sent."""
 
 LONG = 1 << 20
-"""Bytes from which on a message is long: shorter ones are seldom caught half moved, and would feel two more."""
+"""Least bytes of a long message: shorter ones are seldom caught half moved, and two more messages would slow them."""
 
 LEAST_S = 0.001
-"""Shortest wait: gloo takes none at all for one without an end."""
+"""Shortest wait: gloo takes zero for no limit."""
 
 TURNS = OURS // STEPS
-"""Turns until tags repeat; what is on its way is of one turn alone."""
+"""Turns until tags repeat; all messages in flight are of one turn."""
 
 
 class _Pending(NamedTuple):
-    """What was posted, to or from `rank` (None: all ranks), and until when to wait for it.
+    """A message posted to or from `rank` (None: all ranks), and until when to wait for it.
 
-    `is_late`: the caller has said that it may take long.
+    `is_late`: the caller expects that the wait may be long.
     """
 
     work: dist.Work
@@ -65,9 +66,9 @@ class _Pending(NamedTuple):
     is_late: bool = False
 
     def wait(self) -> None:
-        """Return once it has come or left. Raises PeerFailure."""
+        """Wait until the message has been received or sent. Raises PeerFailure."""
         if self.is_late:
-            _wait_beside(self._replace(is_late=False))
+            _wait_in_thread(self._replace(is_late=False))
             return
         left = max(LEAST_S, self.until - time.monotonic())
         try:
@@ -77,30 +78,20 @@ class _Pending(NamedTuple):
             raise PeerFailure(self.rank, _explain(error)) from error
 
 
-def _wait_beside(pending: _Pending) -> None:
-    """Wait on a thread of its own, so that Ctrl-C is taken meanwhile: gloo's wait is deaf to it until its end."""
-    failed: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            pending.wait()
-        except BaseException as error:
-            # Raised below, where somebody can take it.
-            failed.append(error)
-
-    threads.start(wait).join()
-    if failed:
-        raise failed[0]
+def _wait_in_thread(pending: _Pending) -> None:
+    """Wait in another thread, so that Ctrl-C works during the wait: gloo's own wait ignores it."""
+    # The wait has its own limit.
+    threads.within(threading.TIMEOUT_MAX, pending.wait)
 
 
 class _Long(NamedTuple):
-    """A long message: what a break ends comes first. `answer` is posted once all has come."""
+    """A long message in waiting order; `answer` is posted once all parts have been received."""
 
     parts: tuple[_Pending, ...]
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Return once all of it has come or left. Raises PeerFailure."""
+        """Wait until the whole message has been received or sent. Raises PeerFailure."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -108,7 +99,7 @@ class _Long(NamedTuple):
 
 
 def _explain(error: RuntimeError) -> str:
-    """What gloo's error means, as far as its text says it."""
+    """The cause that gloo's error means, or its text if that is not known."""
     text = str(error)
     if "imed out" in text:
         return LATE
@@ -116,7 +107,7 @@ def _explain(error: RuntimeError) -> str:
 
 
 def _make_byte() -> Tensor:
-    """Memory for what follows or answers a long message; its value means nothing."""
+    """Memory for the byte that follows or answers a long message; its value means nothing."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -135,27 +126,27 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """What is posted from now on is of this turn, and waits `patience` seconds instead of the wire's own."""
+        """Mark the following messages with this turn; they wait `patience` seconds, None for the wire's default."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._own_patience if patience is None else patience
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
-        """Bytes from `rank` into `memory`. Raises PeerFailure."""
+        """Post a receive of bytes from `rank` into `memory`. Raises PeerFailure."""
         data = self._receive(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
-        # Of one tag with the data, hence after it: messages of a tag come in order.
+        # By the data's tag, hence after the data: messages of one tag arrive in order.
         tail = self._receive(_make_byte(), rank, self._patience, DATA)
 
         def answer() -> _Pending:
             return self._send(_make_byte(), rank, self._patience, ANSWER)
 
-        # The tail first: a wait for data of which some have come is deaf to a broken connection.
+        # The tail first: a broken connection does not end a wait for data of which part has arrived.
         return _Long((tail, data), answer)
 
     def send(self, memory: Tensor, rank: int) -> Pending:
-        """The bytes of `memory` to `rank`. Raises PeerFailure."""
+        """Post a send of the bytes of `memory` to `rank`. Raises PeerFailure."""
         data = self._send(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
@@ -181,46 +172,47 @@ class GlooWire:
         return self._post(rank, patience, post)
 
     def start(self) -> None:
-        """Nothing: what is posted moves."""
+        """Do nothing: messages start when they are posted."""
 
     def finish(self) -> None:
-        """Nothing: what was waited for is there."""
+        """Do nothing: a message that was waited for has arrived."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Every rank's record, all of one size, in the group's order. Raises PeerFailure.
+        """Gather every rank's record, all of one size, in the group's order. Raises PeerFailure.
 
-        Waits `patience` seconds instead of the turn's own.
+        Waits `patience` seconds; None for the turn's.
 
-        Bruck's algorithm: each step doubles what a rank has, log2(size) steps in all. gloo's own
-        all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell who
-        failed.
+        Bruck's algorithm: each step doubles the records that a rank has, log2(size) steps in all.
+        gloo's own all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not
+        tell which rank failed.
         """
-        # Ctrl-C has to end a wait that the caller has made long; a thread for each would slow other votes.
-        wait_for = _Pending.wait if patience is None else _wait_beside
+        # Ctrl-C must end a wait that the caller has made long; a thread per wait would slow other votes.
+        wait_for = _Pending.wait if patience is None else _wait_in_thread
         if patience is None:
             patience = self._patience
         size = len(self._ranks)
         # Row k is the record of the k-th rank after this one.
-        got = torch.zeros(size, len(record), dtype=torch.uint8, device="cpu")
-        got[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        have = 1
+        records = torch.zeros(size, len(record), dtype=torch.uint8, device="cpu")
+        records[0] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        count = 1
         step = 0
-        while have < size:
+        while count < size:
             step += 1
-            more = min(have, size - have)
-            ahead = self._ranks[(self._place + have) % size]
-            behind = self._ranks[(self._place - have) % size]
-            arriving = self._receive(got[have : have + more], ahead, patience, step)
-            leaving = self._send(got[:more], behind, patience, step)
+            # The rank `count` places ahead has the records that follow this rank's; the last step needs fewer.
+            more = min(count, size - count)
+            ahead = self._ranks[(self._place + count) % size]
+            behind = self._ranks[(self._place - count) % size]
+            arriving = self._receive(records[count : count + more], ahead, patience, step)
+            leaving = self._send(records[:more], behind, patience, step)
             wait_for(arriving)
             leaving.wait()
-            have += more
-        # In the group's order: row k becomes that of its k-th rank.
-        rows = got.roll(self._place, 0)
+            count += more
+        # In the group's order: row k becomes the record of the group's k-th rank.
+        rows = records.roll(self._place, 0)
         return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
-        """The bytes of `memory` on `rank` into that of all others. Raises PeerFailure."""
+        """Broadcast the bytes of `memory` on `rank` into all other ranks' `memory`. Raises PeerFailure."""
         options = dist.BroadcastOptions()
         options.rootRank = self._places[rank]
         options.asyncOp = True
@@ -231,13 +223,13 @@ class GlooWire:
         self._post(None, self._patience, post).wait()
 
     def abandon(self) -> None:
-        """Ends all connections of the group. Never raises."""
+        """End all connections of the group. Never raises."""
         nothing = _make_byte()
-        # A wait that times out ends all connections. One rank after the other: a wait on a connection that is
-        # closed already does not time out, and ends no other.
+        # A wait that times out ends all connections. Every rank is tried, since a wait on a closed connection
+        # fails before it times out, and ends no other.
         for place in range(len(self._ranks)):
             if place != self._place:
-                # Also of a group that was destroyed meanwhile; one that was disconnected has none.
+                # Errors mean that the group was destroyed or disconnected in the meantime.
                 with suppress(RuntimeError, ExchangeError):
                     work = channel_of(self._group).recv([nothing], place, OURS + NOTHING)
                     work.wait(timedelta(milliseconds=1))
@@ -245,9 +237,9 @@ class GlooWire:
     def _post(
         self, rank: int | None, patience: float, post: Callable[[Group], dist.Work]
     ) -> _Pending:
-        """What was posted, to be waited for until the patience is over. Raises PeerFailure.
+        """Post a message, to be waited for at most `patience` seconds. Raises PeerFailure.
 
-        Not by torch's own functions, which know registered groups alone, and ask more than this.
+        Not by torch's own functions, which take registered groups only, and do further checks.
         """
         check_there(self._group)
         try:

@@ -1,4 +1,4 @@
-"""Moving over NCCL, between CUDA devices: the exchange, on the caller's current stream."""
+"""NCCL: moves between CUDA devices, by the exchange engine, on the caller's current stream."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Batches: messages that go as one group of NCCL's, and votes, over any process group.
+"""Batches: messages posted as one NCCL group, and gathers, over any process group.
 
-As torch's own `batch_isend_irecv` and `all_gather` have them (torch 2.13), which know registered groups alone.
+They do what torch's own `batch_isend_irecv` and `all_gather` do (torch 2.13), which take registered groups only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardmath_torch.groups import compat
 __all__ = ["WireMessage", "start_batch", "start_gather"]
 
 NO_TAG = 0
-"""NCCL has none."""
+"""The tag to pass: NCCL has no tags."""
 
 
 class WireMessage(NamedTuple):
-    """Bytes that are sent or received; `place` is the other rank's in the group."""
+    """Bytes to send or receive; `place` is the other rank's place in the group."""
 
     sends: bool
     memory: Tensor
@@ -32,7 +32,7 @@ class WireMessage(NamedTuple):
 def start_batch(
     group: compat.Group, device: torch.device, messages: Sequence[WireMessage]
 ) -> list[dist.Work]:
-    """What to wait for. All messages are one group; of a backend without groups, each is by itself."""
+    """Start all messages as one group, or one by one if the backend has no groups; return the works to wait for."""
     channel = compat.channel_of(group)
     if not channel._get_backend(device).supports_coalescing:
         return [_post(channel, message) for message in messages]
@@ -49,7 +49,7 @@ def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
 
 
 def start_gather(group: compat.Group, rows: Sequence[Tensor], mine: Tensor) -> dist.Work | None:
-    """Each rank's `mine` into the row of its place; None where there is nothing to do."""
+    """Gather each rank's `mine` into the row of its place; None if there is nothing to wait for."""
     options = AllgatherOptions()
     options.asyncOp = True
     return compat.channel_of(group).allgather([list(rows)], [mine], options)

@@ -1,12 +1,12 @@
-"""NCCL as a wire: what is posted between two starts is one group of sends and receives.
+"""Wire: NCCL as a wire, on which the messages posted between two starts are one NCCL group.
 
-1. A group runs on torch's own stream for the process group: after what the current stream was told
-   before `start`, and before what it is told after `wait`. The host goes on meanwhile.
+1. A group runs on torch's own stream for the process group: after the current stream's work before
+   `start`, and before its work after `wait`. The host continues in the meantime.
 2. All ranks start groups in one order of steps, and a message is in groups of one step at both ends:
-   so no group waits for a later one. NCCL pairs messages by their order alone, without tags.
-3. The host waits in `finish` and for votes. NCCL does not say when a peer is gone: so it looks again
-   and again whether a group is done, and gives up where none has ended for the patience.
-4. Which rank kept a group waiting is not to be seen: failures name none.
+   so no group waits for a later one. NCCL pairs messages by their order only, without tags.
+3. The host waits in `finish` and for votes. NCCL does not report a lost peer: so the host polls
+   whether a group is done, and gives up if none has ended within the patience.
+4. NCCL does not tell which rank kept a group waiting: failures name none.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, check_is_to
 __all__ = ["NcclWire"]
 
 LOOK_AGAIN_S = 0.0002
-"""Seconds between two looks at whether a group is done."""
+"""Time between two checks whether a group is done."""
 
 HERE = "shardmath/here"
-"""In the group's store: the ranks that have come, one per line."""
+"""Key in the group's store: the ranks that have come, one per line."""
 
 MEET_AGAIN_S = 0.01
-"""Seconds between two looks at whether all ranks are there, which ask the store."""
+"""Time between two checks whether all ranks have come, which read the store."""
 
 ANSWER_S = 1.0
-"""For the store to answer after the patience is over: one whose server has stopped never does."""
+"""Time for the store to answer after the patience is over: it never does if its server has stopped."""
 
 MOST_AHEAD = 8
-"""Groups that may be on their way before the host waits for the first of them: torch's watchdog counts the time of each
-from its start."""
+"""Most groups in flight before the host waits for the first: torch's watchdog measures each from its start."""
 
 _met: WeakSet[compat.Group] = WeakSet()
-"""Groups whose ranks have all been there."""
+"""Groups whose ranks have all come."""
 
 
 class _Batch:
-    """Messages of one group of NCCL's, which are done together."""
+    """Messages of one NCCL group, which are done together."""
 
     def __init__(self) -> None:
         self.ops: list[WireMessage] = []
@@ -62,22 +61,22 @@ class _Batch:
         self._is_ordered = False
 
     def wait(self) -> None:
-        """What the current stream is told from now on comes after all of them. Raises PeerFailure."""
+        """Order the current stream's further work after all messages. Raises PeerFailure."""
         if not self._is_ordered:
             _order(self.works)
             self._is_ordered = True
 
 
 def _order(works: Sequence[dist.Work]) -> None:
-    """Order the current stream after them; raises what they failed by, as far as is known by now."""
-    with _blame():
+    """Order the current stream after the works. Raises PeerFailure if one is known to have failed."""
+    with _converting_errors():
         for work in works:
             work.wait()
 
 
 @contextmanager
-def _blame() -> Iterator[None]:
-    """What torch raises inside is a failure of some rank."""
+def _converting_errors() -> Iterator[None]:
+    """Turn torch's errors into PeerFailures of an unknown rank."""
     try:
         yield
     except RuntimeError as error:
@@ -86,9 +85,9 @@ def _blame() -> Iterator[None]:
 
 
 def _settle(works: Sequence[dist.Work], patience: float) -> None:
-    """Return when all are done, for the host too. Raises PeerFailure."""
+    """Wait on the host until all works are done. Raises PeerFailure."""
     until = time.monotonic() + patience
-    with _blame():
+    with _converting_errors():
         while not all(work.is_completed() for work in works):
             if time.monotonic() > until:
                 raise PeerFailure(None, LATE)
@@ -98,19 +97,16 @@ def _settle(works: Sequence[dist.Work], patience: float) -> None:
 
 
 def _check_handling() -> None:
-    """Raise ExchangeError where torch's watchdog would cancel what is on its way, and let it look as if it had come."""
+    """Raise ExchangeError if torch's watchdog would cancel messages in flight, and report them as received."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         if os.environ.get(name) == "2":
-            what = (
-                f"under {name}=2 torch lets messages that it has cancelled look as if they had come"
-            )
-            raise ExchangeError(
-                f"{what}; leave it out, or set it to 0, so that errors come from here"
-            )
+            what = f"under {name}=2 torch reports cancelled messages as received"
+            fix = "leave it out, or set it to 0, so that errors are raised here"
+            raise ExchangeError(f"{what}; {fix}")
 
 
 def _check_offered(group: compat.Group) -> None:
-    """Raise ExchangeError for an NCCL group of torch's without what this wire relies on."""
+    """Raise ExchangeError for an NCCL group that lacks APIs on which this wire relies."""
     if compat.backend_of(group) != "nccl":
         return
     kind, missing = compat.find_missing(group)
@@ -120,7 +116,7 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """An NCCL process group; waiting ends where nothing has come for `patience` seconds."""
+    """An NCCL process group; a wait ends if no group of messages is done within `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
@@ -138,46 +134,46 @@ class NcclWire:
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Of the turn, how long it waits: NCCL pairs messages by their order alone, and votes keep that order."""
+        """Set the turn's patience. The number has no use: NCCL pairs messages by order, which votes keep equal."""
         self._patience = self._own_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
-        """Bytes from `rank` into `memory`, from the next start on."""
+        """Add a receive of bytes from `rank` into `memory` to the next group."""
         self._batch.ops.append(WireMessage(False, memory, self._places[rank]))
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
-        """The bytes of `memory` to `rank`, from the next start on."""
+        """Add a send of the bytes of `memory` to `rank` to the next group."""
         self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
         return self._batch
 
     def start(self) -> None:
-        """All that was posted goes as one group. Raises PeerFailure."""
-        # What is posted from now on is of the next, also where this one fails.
+        """Start all posted messages as one group. Raises PeerFailure."""
+        # Messages posted later are of the next group, even if this one fails.
         batch, self._batch = self._batch, _Batch()
         if not batch.ops:
             return
-        assert len(batch.ops) <= MOST_OPS, "rounds are cut where both ends of each message know it"
+        assert len(batch.ops) <= MOST_OPS, "rounds are cut to this size, equally at both ends"
         if len(self._started) == MOST_AHEAD:
             self._finish_first()
         compat.check_there(self._group)
         compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
-        with _blame(), compat.closing_group(self._group, self.device):
+        with _converting_errors(), compat.closing_group(self._group, self.device):
             batch.works = start_batch(self._group, self.device, batch.ops)
         self._started.append(batch)
 
     def finish(self) -> None:
-        """Return once all that was started has come and left. Raises PeerFailure."""
+        """Wait until all started messages have been sent and received. Raises PeerFailure."""
         while self._started:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        # The one before is done by now, so that the patience is for this one alone.
+        # The group before is done by now, so the patience is for this group only.
         _settle(self._started[0].works, self._patience)
         self._started.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+        """Gather every rank's record, all of one size, in the group's order. Raises PeerFailure."""
         if patience is None:
             patience = self._patience
         self._meet(patience)
@@ -185,17 +181,16 @@ class NcclWire:
         compat.allow_seconds(self._group, patience)
         on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         mine = on_host.to(self.device)
-        got = mine.new_empty(len(self._ranks), len(record))
-        with _blame():
-            work = start_gather(self._group, list(got), mine)
-        # Torch gives none where there is nothing to do.
+        records = mine.new_empty(len(self._ranks), len(record))
+        with _converting_errors():
+            work = start_gather(self._group, list(records), mine)
         _settle([] if work is None else [work], patience)
-        return [row.numpy().tobytes() for row in got.cpu()]
+        return [row.numpy().tobytes() for row in records.cpu()]
 
     def _meet(self, patience: float) -> None:
-        """Wait until all ranks are there: in making its communicator NCCL would wait for them for ever, deaf to Ctrl-C.
+        """Wait until all ranks have come: making its communicator, NCCL would wait for ever, and ignore Ctrl-C.
 
-        A store that an earlier group of the same name has used may say so of ranks that are not.
+        If an earlier group of the same name used the store, its ranks may be taken for this group's.
         """
         store = compat.store_of(self._group)
         if store is None or self._group in _met:
@@ -210,11 +205,11 @@ class NcclWire:
                     raise PeerFailure(min(absent), LATE)
                 time.sleep(MEET_AGAIN_S)
 
-        with _blame():
+        with _converting_errors():
             threads.within(patience + ANSWER_S, wait)
         _met.add(self._group)
 
     def abandon(self) -> None:
-        """Aborts the group's communicators. Never raises."""
+        """Abort the group's communicators. Never raises."""
         with suppress(Exception):
             compat.channel_of(self._group).abort()

@@ -1,4 +1,4 @@
-"""The one place for what torch keeps to itself or changes between versions (2.12 and later)."""
+"""Compat: the one place for torch's private APIs, and for APIs that change between versions (2.12 and later)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ __all__ = [
 Group: TypeAlias = dist.ProcessGroup
 
 _forked: WeakSet[Group] = WeakSet()
-"""Groups of the process that this one was forked from: their connections are that one's."""
+"""Groups of the process that this one was forked from, which owns their connections."""
 
 
 def _note_fork() -> None:
@@ -74,14 +74,14 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def check_not_forked(group: Group) -> None:
-    """Raises ExchangeError for a group that this process has from the one that it was forked from."""
+    """Raises ExchangeError for a group of the process that this one was forked from."""
     if group in _forked:
         what = "this process was forked from the one whose process group this is"
-        raise ExchangeError(f"{what}; start ranks as processes of their own")
+        raise ExchangeError(f"{what}; start each rank as its own process")
 
 
 def group_of(group: Group | None) -> Group:
-    """The group, or the default one. Raises ExchangeError where there is none, or this process is not in it."""
+    """The group, or the default one for None. Raises ExchangeError if there is none, or without this process."""
     if isinstance(group, JointGroup):
         check_there(group)
         check_not_forked(group)
@@ -90,13 +90,13 @@ def group_of(group: Group | None) -> Group:
         fix = "call torch.distributed.init_process_group on every rank before, or pass group="
         raise ExchangeError(f"torch.distributed has no process group; {fix}")
     found = dist.group.WORLD if group is None else group
-    # What torch gives to a rank that is not in a group that it has made with others.
+    # `dist.new_group` returns this on ranks that are not in the group.
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if found is None or found is outside:
         raise _make_outside_error()
     if not isinstance(found, Group) or not is_there(found):
-        what = f"group={found!r} is not a process group that is there"
-        fix = "pass what dist.new_group() or smt.connect() returned, and has not been destroyed"
+        what = f"group={found!r} is not a live process group"
+        fix = "pass one that dist.new_group() or smt.connect() returned, and that was not destroyed"
         raise ExchangeError(f"{what}; {fix}")
     check_not_forked(found)
     if dist.get_rank(found) < 0:
@@ -110,13 +110,13 @@ def is_alone() -> bool:
 
 
 def _make_outside_error() -> ExchangeError:
-    """What to raise on a rank that the group does not have."""
+    """The error on a rank that is not in the group."""
     fix = "call compile only on the ranks of the group"
     return ExchangeError(f"rank {dist.get_rank()} is not in the group; {fix}")
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """The ranks that plans name, in the group's order: global ones, and of a joint group its places."""
+    """The ranks that plans name, in the group's order: global ranks, or places in a joint group."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
@@ -128,15 +128,15 @@ def rank_in(group: Group) -> int:
 
 
 def channel_of(group: Group) -> Group:
-    """What has the connections, for one call of it: sends and receives by places.
+    """The group that holds the connections, for one call: it sends and receives by places in the group.
 
-    Raises ExchangeError where a joint group is disconnected.
+    Raises ExchangeError if a joint group is disconnected.
     """
     return group.channel if isinstance(group, JointGroup) else group
 
 
 def is_there(group: Group) -> bool:
-    """Whether it can be used: not after `destroy_process_group`, or `disconnect`."""
+    """Whether the group can be used: not after `destroy_process_group`, or `disconnect`."""
     return group.is_open if isinstance(group, JointGroup) else group in c10d._world.pg_map
 
 
@@ -149,28 +149,28 @@ def check_there(group: Group) -> None:
 
 
 def word_gone(group: Group) -> str:
-    """What became of one that is not there."""
+    """The word for a group's end: disconnected or destroyed."""
     return "disconnected" if isinstance(group, JointGroup) else "destroyed"
 
 
 def check_registered(group: Group | None, what: str) -> None:
-    """Raises ExchangeError for a joint group: `what` goes on groups of one job alone."""
+    """Raises ExchangeError for a joint group: the call named `what` works only on groups of one job."""
     if isinstance(group, JointGroup):
         fix = f"{what} on a group of the job's own, as the default one"
         raise ExchangeError(f"{group!r} is of several jobs, which do not {what} together; {fix}")
 
 
 def my_rank() -> int:
-    """This process's global rank. Raises ExchangeError where there is no process group."""
+    """This process's global rank. Raises ExchangeError if there is no process group."""
     group_of(None)
     return dist.get_rank()
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """The group of all ranks of a mesh; None where there is none and none can be made.
+    """The group of all ranks of a mesh; None if there is none and none can be made.
 
-    A mesh of one axis has its own. One that is part of a mesh of all ranks has that of its axes
-    flattened: all ranks make the groups of all such parts together.
+    A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
+    all ranks make the groups of all such parts together.
     """
     if mesh.ndim == 1:
         return groups_of_axes(mesh)[0]
@@ -179,55 +179,54 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     if root is mesh or root.size() != dist.get_world_size() or not mesh.mesh_dim_names:
         return None
     name = "_".join(mesh.mesh_dim_names)
-    with _saying_gone(mesh):
-        found = mesh._flatten(f"shardmath_{name}").get_group()
-    return _check_ranks(found, mesh, mesh.mesh)
+    with _converting_errors(mesh):
+        flattened = mesh._flatten(f"shardmath_{name}").get_group()
+    return _check_ranks(flattened, mesh, mesh.mesh)
 
 
 def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
-    """The group of each of the mesh's axes that this rank is in. Raises ExchangeError where they are gone."""
-    with _saying_gone(mesh):
-        found = mesh.get_all_groups()
-    place = mesh.get_coordinate()
-    if place is None:
-        return found
-    groups = []
-    for axis, group in enumerate(found):
-        along: list[int | slice] = list(place)
+    """This rank's group along each of the mesh's axes. Raises ExchangeError if they are gone."""
+    with _converting_errors(mesh):
+        groups = mesh.get_all_groups()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return groups
+    for axis, group in enumerate(groups):
+        # All ranks that differ from this one along this axis only.
+        along: list[int | slice] = list(coordinate)
         along[axis] = slice(None)
-        groups.append(_check_ranks(group, mesh, mesh.mesh[tuple(along)]))
+        _check_ranks(group, mesh, mesh.mesh[tuple(along)])
     return groups
 
 
 @contextmanager
-def _saying_gone(mesh: DeviceMesh) -> Iterator[None]:
-    """ExchangeErrors in place of torch's for groups that it no longer knows."""
+def _converting_errors(mesh: DeviceMesh) -> Iterator[None]:
+    """Turn torch's errors for groups that no longer exist into ExchangeErrors."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         what = f"the process group of {mesh} is gone ({error})"
-        raise ExchangeError(f"{what}; make the DeviceMesh anew") from error
+        raise ExchangeError(f"{what}; make the DeviceMesh again") from error
 
 
-def _check_ranks(group: Group, mesh: DeviceMesh, ranks_there: Tensor) -> Group:
-    """The group itself. Raises ExchangeError for one that has other ranks than the mesh has there.
+def _check_ranks(group: Group, mesh: DeviceMesh, expected: Tensor) -> Group:
+    """Return the group. Raises ExchangeError if its ranks are not the expected ones of the mesh.
 
-    A mesh finds its groups by name, and after `destroy_process_group` torch gives names out again.
+    A mesh finds its groups by name, and torch reuses names after `destroy_process_group`.
     """
-    ranks = sorted(ranks_there.flatten().tolist())
-    if sorted(ranks_of(group)) != ranks:
+    if sorted(ranks_of(group)) != sorted(expected.flatten().tolist()):
         what = f"the process group of {mesh} was destroyed, and another has its name"
-        raise ExchangeError(f"{what}; make the DeviceMesh anew")
+        raise ExchangeError(f"{what}; make the DeviceMesh again")
     return group
 
 
 def rank_or_0() -> int:
-    """This process's global rank; 0 where there is no process group."""
+    """This process's global rank; 0 without a process group."""
     return 0 if is_alone() else dist.get_rank()
 
 
 def backend_of(group: Group) -> str:
-    """ "nccl" or "gloo", the better of those that the group has; otherwise what torch calls it."""
+    """The group's backend: "nccl" if it has that, else "gloo" if it has that, else torch's name."""
     if isinstance(group, JointGroup):
         return group.backend
     name = str(dist.get_backend(group))
@@ -235,7 +234,7 @@ def backend_of(group: Group) -> str:
 
 
 def time_limit_of(group: Group) -> float:
-    """Seconds that the group's own collectives wait for a rank."""
+    """The time that the group's collectives wait for a rank, in seconds."""
     device = "cuda" if backend_of(group) == "nccl" else "cpu"
     backend = channel_of(group)._get_backend(torch.device(device))
     limit: timedelta = backend.options._timeout
@@ -243,7 +242,7 @@ def time_limit_of(group: Group) -> float:
 
 
 def device_of(group: Group) -> torch.device:
-    """Where the group's tensors are: on the GPU that it is bound to, or else on the current one; or on the CPU."""
+    """The device of the group's tensors: for NCCL the GPU that it is bound to or the current one, else the CPU."""
     if backend_of(group) != "nccl":
         return torch.device("cpu")
     bound: torch.device | None = getattr(channel_of(group), "bound_device_id", None)
@@ -251,9 +250,9 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """What the group's GPUs are told next may take so long, after which torch's watchdog ends the process.
+    """Let the group's next work on GPUs take `seconds` before torch's watchdog ends the process (torch 2.13).
 
-    Torch 2.13. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it is the group's own limit all the same.
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
     missing = seconds - time_limit_of(group)
     extend = getattr(
@@ -264,7 +263,7 @@ def allow_seconds(group: Group, seconds: float) -> None:
 
 
 def find_missing(group: Group) -> tuple[str, list[str]]:
-    """The kind of an NCCL group's backend (torch 2.15: ProcessGroupNCCL2), and what it lacks that moves rely on."""
+    """The class name of an NCCL group's backend (torch 2.15: ProcessGroupNCCL2), and the APIs it lacks for moves."""
     backend = channel_of(group)._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -273,12 +272,12 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
         "options._timeout": isinstance(limit, timedelta),
         "_add_ephemeral_timeout": hasattr(backend, "_add_ephemeral_timeout"),
     }
-    return type(backend).__name__, [name for name, there in offered.items() if not there]
+    return type(backend).__name__, [name for name, is_there in offered.items() if not is_there]
 
 
 @contextmanager
 def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """Closes NCCL's group where a batch is left by an exception: torch leaves it open, for all that the thread does."""
+    """Close NCCL's group if an exception ends a batch: torch leaves it open, and all later calls would join it."""
     try:
         yield
     except BaseException:
@@ -288,7 +287,7 @@ def closing_group(group: Group, device: torch.device) -> Iterator[None]:
 
 
 def store_of(group: Group) -> Store | None:
-    """The group's key-value store; None where torch no longer says."""
+    """The group's key-value store; None if torch no longer knows it."""
     if isinstance(group, JointGroup):
         return group.store
     try:
@@ -298,19 +297,20 @@ def store_of(group: Group) -> Store | None:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether something, as activation checkpointing, packs what autograd saves here (torch 2.13)."""
+    """Whether hooks, as of activation checkpointing, pack the tensors that autograd saves now (torch 2.13)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_own_connections(group: Group) -> bool:
-    """Whether it is not the default group, on which a job's other collectives go."""
+    """Whether the group is not the default one, which carries a job's other collectives."""
     return group is not dist.group.WORLD
 
 
 class Spec(NamedTuple):
-    """What a DTensor says of itself: placements, and what may be meant by them.
+    """A DTensor's placements, and how they may be read.
 
-    `order` are the mesh dimensions that divide, first to last, where that is not left to right; `readings` otherwise.
+    `order` lists the dividing mesh dimensions, first to last, None if they divide left to right; `readings` are the
+    possible meanings of the placements.
     """
 
     placements: tuple[Placement, ...]
@@ -328,10 +328,9 @@ def spec_of(tensor: DTensor) -> Spec:
     order: list[int] = []
     for entry in getattr(spec, "shard_order", None) or ():
         order += entry.mesh_dims
-    # Left to right, each tensor dimension for itself, is what placements say anyway.
-    usual = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
-    unusual = tuple(order) if order != usual else None
-    return Spec(placements, unusual, ("placement", "order"))
+    # Placements already imply left to right, separately for each tensor dimension.
+    implied = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
+    return Spec(placements, tuple(order) if order != implied else None, ("placement", "order"))
 
 
 def in_backward() -> bool:
@@ -340,17 +339,17 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Gives a DTensor of another rank's mesh an empty local tensor of as many dimensions as it has: of none, a zero.
+    """Give a DTensor on a mesh without this rank an empty local tensor of its number of dimensions; a scalar, a zero.
 
-    torch's own has one dimension, and its `to_local` cannot take gradients of that (torch 2.13).
+    Torch makes a local tensor of one dimension, with which `to_local` fails in the backward pass (torch 2.13).
     """
     tensor._local_tensor = tensor._local_tensor.new_zeros((0,) * tensor.ndim)
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """In place of an empty tensor on a rank that is not on a scalar's mesh: one of its shape, as part of the graph.
+    """Replace the empty tensor of a rank that is not on a scalar's mesh by one of shape (), keeping the graph.
 
-    `DTensor.from_local` takes `shape=()` for none given, and that of the local tensor instead (torch 2.13).
+    `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """
     return local.sum() if local.requires_grad else local.new_zeros(())
 
@@ -361,10 +360,10 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that are alive, also from a later one at its address."""
+    """A number that differs from every other live storage's, even if one takes a freed storage's address."""
     return int(storage._cdata)
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """Where in the file that a tensor without data was read from its storage begins."""
+    """The offset of the tensor's storage in the file from which it was read without data."""
     return tensor.untyped_storage()._checkpoint_offset

@@ -1,11 +1,11 @@
-"""torch's element types: names, words on the wire, and which arithmetic they have.
+"""Dtypes: torch's element types, by name, as words on the wire, and with the arithmetic they have.
 
 1. Data moves as **words**, unsigned or signed integers of the element's size: every type moves, bit
-   by bit, also those that have no arithmetic (float8, float4).
-2. Arithmetic is torch's, in the tensor's own type. Whether torch has it is asked of torch, not of a
-   list, because it differs between versions; unsigned integers borrow the signed type of their size
-   for sum and product, which are the same bits.
-3. An element's result does not depend on where it lies in memory.
+   by bit, even types without arithmetic (float8, float4).
+2. Arithmetic is torch's, in the tensor's own type. Support is found by trying, since it differs
+   between versions. Unsigned integers use the signed type of their size for sum and product, which
+   gives the same bits.
+3. An element's result does not depend on its position in memory.
 
 >>> missing("float32", "sum"), missing("float8_e4m3fn", "sum")
 (False, True)
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""The type in which elements of so many bytes are copied (complex128 is copied bit by bit, too)."""
+"""The word type by element size in bytes (complex128 is copied bit by bit, too)."""
 
 NUMPY_WORDS = {1: "|u1", 2: "=i2", 4: "=i4", 8: "=i8", 16: "=c16"}
-"""Numpy's names of these types."""
+"""NumPy's names of the word types."""
 
 COPIED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, *WORDS.values()))
-"""Types that torch copies bit by bit, NaN with its payload. Of bool it makes 0 and 1, and some it does not copy."""
+"""Types that torch copies bit by bit, NaN with its payload. It turns bools into 0 and 1, and cannot copy some types."""
 
 FOLDS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -56,32 +56,32 @@ FOLDS: dict[str, Callable[..., Tensor]] = {
 }
 
 BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Two's complement: sum and product of these have the bits of the signed type's."""
+"""Signed types for unsigned ones: in two's complement, sum and product have the same bits."""
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's type of that canonical name. Raises LayoutError if this torch has none (bcomplex32 before 2.14)."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    """Torch's type of that canonical name. Raises LayoutError if this torch has none (bcomplex32 before 2.14)."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"torch {torch.__version__} has no type {name}; install a later one")
-    return found
+    return dtype
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as one row: the same memory, in steps of one element.
+    """A view of a contiguous tensor as one dimension of stride 1.
 
-    `reshape(-1)` keeps the stride of a dimension of one element, whatever it is, and then bytes cannot be viewed.
+    `reshape(-1)` keeps any stride of a dimension of one element, and then bytes cannot be viewed.
     """
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def words(tensor: Tensor) -> Tensor:
-    """The same memory, detached, as words of the element's size."""
+    """A detached view of the tensor's memory as words of the element's size."""
     return tensor.detach().view(WORDS[tensor.element_size()])
 
 
 class Seen:
-    """Memory of a tensor as numpy is told of it, and the tensor, so that it stays; `kind` is of its elements."""
+    """A NumPy view of a tensor's memory, of elements `kind`; keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor
@@ -96,9 +96,9 @@ class Seen:
 
 
 def see_words(tensor: Tensor) -> NDArray[Any]:
-    """The words of a tensor on the CPU as an array of the same memory, to be read.
+    """The words of a tensor on the CPU as an array on the same memory; do not write to it.
 
-    `Tensor.numpy` would do, but that nobody can resize the tensor's storage ever after, as FSDP does.
+    Not `Tensor.numpy`, after which the tensor's storage can never be resized, as FSDP does.
     """
     kind = NUMPY_WORDS[tensor.element_size()]
     if not tensor.numel():
@@ -107,7 +107,7 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """into = op(into, piece), in their own type; without a temporary but for complex products."""
+    """Set into = op(into, piece), in their own type; only complex products need temporary memory."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         signed = BORROWED[into.dtype]
         into = into.view(signed)
@@ -118,46 +118,49 @@ def fold(op: str, into: Tensor, piece: Tensor) -> None:
         FOLDS[op](into, piece, out=into)
 
 
-def _multiply_by_parts(a: Tensor, b: Tensor) -> None:
-    """Complex a = a b; torch's own kernel rounds otherwise in vectors than at their ends, so that bits would depend on
-    how a tensor is cut (torch 2.13 on AVX: 452 of 1003 products differ)."""
-    x, y = a.unbind(-1)
-    u, v = b.unbind(-1)
-    real = x * u - y * v
-    imaginary = x * v + y * u
-    # Only now: both parts are made of both.
-    x.copy_(real)
-    y.copy_(imaginary)
+def _multiply_by_parts(into: Tensor, factor: Tensor) -> None:
+    """Set into = into * factor, both complex as pairs of reals.
+
+    Torch's kernel rounds differently in vectors and at their ends, so bits would depend on how a tensor is cut (torch
+    2.13 on AVX: 452 of 1003 products differ).
+    """
+    into_real, into_imaginary = into.unbind(-1)
+    real, imaginary = factor.unbind(-1)
+    product_real = into_real * real - into_imaginary * imaginary
+    product_imaginary = into_real * imaginary + into_imaginary * real
+    # Only now: each product needs both old parts.
+    into_real.copy_(product_real)
+    into_imaginary.copy_(product_imaginary)
 
 
 def fill(cells: Tensor, value: complex) -> None:
-    """Every one of the cells becomes `value`."""
+    """Set all cells to `value`."""
     cells.fill_(value)
 
 
 def divide(cells: Tensor, by: int) -> None:
-    """Every one of the cells is divided by `by`, in its own type."""
+    """Divide all cells by `by`, in their own type."""
     torch.div(cells, by, out=cells)
 
 
 @memo()
 def missing(name: str, op: str) -> bool:
-    """Whether torch has no such operation on elements of the named type; `op` is a reduction, "fill" or "divide"."""
-    # Made of bytes, since there are types of which torch makes no zeros.
+    """Whether torch lacks the operation for the named type; `op` is a reduction, "fill" or "divide"."""
+    # Viewed from bytes, since torch cannot make zeros of some types.
     memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8, device="cpu")
-    one = memory.view(dtype_of(name))
+    element = memory.view(dtype_of(name))
     try:
-        _try(op, one)
+        _try(op, element)
     except (RuntimeError, TypeError):
         return True
     return False
 
 
-def _try(op: str, one: Tensor) -> None:
+def _try(op: str, element: Tensor) -> None:
     """Carry the operation out on one element."""
     if op == "fill":
-        fill(one, 1)
+        fill(element, 1)
     elif op == "divide":
-        divide(one, 2)
+        divide(element, 2)
     else:
-        fold(op, one, one.clone())
+        fold(op, element, element.clone())

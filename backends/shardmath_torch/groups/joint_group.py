@@ -1,11 +1,12 @@
 """Joint groups: process groups of several jobs, which torch's registry does not know.
 
 1. Ranks are places in the group, 0 to size - 1, whatever ranks its processes have elsewhere.
-2. What callers and movers hold is a shell around the group that has the connections. gloo gives those back only once
-   nobody holds its group, whatever `abort` and `shutdown` say (torch 2.13): `close` lets go of it, and of the store.
-3. Whoever uses a shell that was closed gets an ExchangeError.
+2. Callers and movers hold a shell around torch's group, which has the connections. gloo closes connections only when
+   nothing refers to its group any more, whatever `abort` and `shutdown` promise (torch 2.13): so `close` drops the
+   shell's references to the group and the store.
+3. Using a closed shell raises ExchangeError.
 
-All that is torch's own about such groups is here; `compat` treats them and registered groups alike.
+All code for such groups that depends on torch's internals is here; `compat` treats them and registered groups alike.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DELEGATED = (
     "scatter",
     "send",
 )
-"""What torch's own collectives call, and callers may."""
+"""Methods that torch's collectives and callers use."""
 
 _alive: WeakSet[JointGroup] = WeakSet()
 
@@ -54,8 +55,9 @@ _alive: WeakSet[JointGroup] = WeakSet()
 class JointGroup(ProcessGroup):
     """A process group of several jobs, in a run that they share.
 
-    `leave` has the store forget this rank; `serves_store`: this process serves the store, None where that is not known;
-    `origin`: what is kept as long as the group, as the store's server may end with it.
+    - `leave`: removes this rank's notes from the store.
+    - `serves_store`: whether this process serves the store; None if not known.
+    - `origin`: an object to keep alive with the group, as the store whose server it may be.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class JointGroup(ProcessGroup):
         serves_store: bool | None = None,
         origin: object = None,
     ) -> None:
-        # Without a store, which this would keep for as long as itself.
+        # Without the store, which torch would keep alive with this object.
         super().__init__(channel.rank(), channel.size())  # type: ignore[call-arg]
         self.backend = backend
         self.label = name
@@ -87,19 +89,19 @@ class JointGroup(ProcessGroup):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has its connections."""
+        """Whether the group has its connections: until `close`."""
         return self._open is not None
 
     @property
     def channel(self) -> ProcessGroup:
-        """The group that has the connections. Raises ExchangeError once it is closed; hold it for one call."""
+        """Torch's group with the connections, to be held for one call. Raises ExchangeError after `close`."""
         if self._open is None:
             what = f"the joint group {self.label!r} was disconnected"
             raise ExchangeError(f"{what}; make another by smt.connect")
         return self._open
 
     def close(self) -> None:
-        """Give connections and store back, on this rank alone. What is on its way is cancelled."""
+        """Release connections and store, on this rank only, and cancel messages in flight."""
         channel, self._open = self._open, None
         leave, self._leave = self._leave, None
         if channel is not None and self.backend == "nccl":
@@ -112,7 +114,7 @@ class JointGroup(ProcessGroup):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """The method of that name, as the group that has the connections does it."""
+    """Make a method that calls the channel's method of that name."""
 
     def call(self: JointGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self.channel, name)(*arguments, **named)
@@ -126,17 +128,14 @@ for _name in DELEGATED:
 
 
 def list_joint() -> list[JointGroup]:
-    """The joint groups of this process that anybody holds."""
+    """The live joint groups of this process."""
     return list(_alive)
 
 
 def make_channel(
     backend: str, store: Store, rank: int, size: int, seconds: float, name: str
 ) -> ProcessGroup:
-    """A group that torch's registry does not know; connecting takes at most so many seconds.
-
-    Raises RuntimeError where ranks cannot be reached.
-    """
+    """Connect a group outside torch's registry, within `seconds`. Raises RuntimeError if ranks cannot be reached."""
     channel = ProcessGroup(store, rank, size)
     BACKENDS[backend](channel, store, timedelta(seconds=seconds))
     channel._set_group_name(GroupName(name))
@@ -155,7 +154,7 @@ def _add_nccl(channel: ProcessGroup, store: Store, limit: timedelta) -> None:
     kind = ProcessGroup.BackendType.NCCL
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = limit
-    # As torch's own groups say it: without, the first one of a process is taken for the default group.
+    # As torch's own groups do: without, torch takes a process's first group for the default one.
     options.global_ranks_in_group = list(range(channel.size()))
     made = c10d.ProcessGroupNCCL(store, channel.rank(), channel.size(), options)
     made._set_sequence_number_for_group()
@@ -167,4 +166,4 @@ BACKENDS: dict[str, Callable[[ProcessGroup, Store, timedelta], None]] = {
     "gloo": _add_gloo,
     "nccl": _add_nccl,
 }
-"""How a group gets its connections, by the name of its backend."""
+"""Functions that connect a group, by the name of its backend."""

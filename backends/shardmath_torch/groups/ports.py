@@ -1,4 +1,4 @@
-"""Ports: on which this process listens, as the system has it."""
+"""Ports: the TCP ports on which this process listens, by the system's list of open files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["find_listened_ports"]
 
 
 def find_listened_ports() -> set[int]:
-    """TCP ports on which this process listens; none where the system has no list of open files."""
+    """TCP ports on which this process listens; an empty set if the system has no list of open files."""
     ports = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -24,13 +24,13 @@ def find_listened_ports() -> set[int]:
 
 
 def _find_listened_port(fd: int) -> int | None:
-    """The TCP port on which the open file listens; None for one that does not."""
+    """The TCP port on which the open file listens; None if it does not listen."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         return None
-    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as found:
-        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        address = found.getsockname()
-    # Those of Unix sockets are texts.
+    with socket.fromfd(fd, socket.AF_INET6, socket.SOCK_STREAM) as opened:
+        listens = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        address = opened.getsockname()
+    # Addresses of Unix sockets are strings.
     if not listens or not isinstance(address, tuple):
         return None
     port: int = address[1]

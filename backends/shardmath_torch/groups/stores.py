@@ -1,7 +1,7 @@
-"""Stores: key-value stores of process groups, which a process serves that may end before the others.
+"""Stores: key-value stores of process groups, whose serving process may end before the others.
 
-Once it has, torch writes a page about it to stderr whenever it asks the store. So a connection that nobody uses is
-looked at before: it ends with that process.
+After that, each of torch's requests to the store writes a page to stderr. So an idle connection of our own is checked
+before a request: it ends with the serving process.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from shardmath_torch.groups.ports import find_listened_ports
 __all__ = ["apart_from", "check_served", "connect_anew", "serves_store"]
 
 CONNECT_S = 1.0
-"""For a connection to a server that is there."""
+"""Time to connect to a running server."""
 
-_apart: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+_clones: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
 """Our own connections to stores, by torch's."""
 
-_unused: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
-"""Connections that end with the stores' servers; None where there is none to be looked at."""
+_idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
+"""Idle connections, which end with the stores' servers; None for a store without another process as its server."""
 
 
 def apart_from(store: Store) -> Store:
-    """The same store by a connection of our own: torch's is locked while one of its calls waits for other ranks.
+    """The same store through our own connection: torch's is locked while one of its calls waits for other ranks.
 
-    Makes it where there is none, which takes as long as the store takes to answer. Raises as `check_served` does.
+    The first call connects, and waits until the store answers. Raises as `check_served` does.
     """
     check_served(store)
-    if store not in _apart:
+    if store not in _clones:
         clone = getattr(store, "clone", None)
-        _apart[store] = store if clone is None else clone()
-    return _apart[store]
+        _clones[store] = store if clone is None else clone()
+    return _clones[store]
 
 
 def connect_anew(store: Store) -> Store:
-    """The same store by a connection that no other call uses, in torch or of ours; itself where it has none.
+    """The same store through a connection that no other call uses; the store itself if it has no server.
 
-    The server ends with the store that was given, and not with this. Raises RuntimeError where it does not answer.
+    A server lives as long as the given store, not as the returned one. Raises RuntimeError if it does not answer.
     """
     if _find_server(store) is None:
         return store
@@ -50,16 +50,16 @@ def connect_anew(store: Store) -> Store:
 
 
 def check_served(store: Store) -> None:
-    """Raises RuntimeError where the process that serves the store has ended."""
-    if store not in _unused:
-        _unused[store] = _connect(store)
-    connection = _unused[store]
+    """Raises RuntimeError if the process that serves the store has ended."""
+    if store not in _idle:
+        _idle[store] = _connect(store)
+    connection = _idle[store]
     if connection is not None and _has_ended(connection):
         raise RuntimeError("the process that serves the store has ended")
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other end has."""
+    """Whether the server closed the connection."""
     try:
         return not connection.recv(1)
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _connect(store: Store) -> socket.socket | None:
-    """A connection to the store's server, if that is another process's."""
+    """Connect to the store's server; None if this process serves it, or it does not answer."""
     server = _find_server(store)
     if server is None or _is_served_here(server):
         return None
@@ -82,7 +82,7 @@ def _connect(store: Store) -> socket.socket | None:
 
 
 def serves_store(group: Group) -> bool:
-    """Whether this process serves the group's store to others: whether it listens on its port."""
+    """Whether this process serves the group's store, that is, listens on its port."""
     if isinstance(group, JointGroup) and group.serves_store is not None:
         return group.serves_store
     store = store_of(group)
@@ -95,8 +95,8 @@ def _is_served_here(server: TCPStore) -> bool:
 
 
 def _find_server(store: Store) -> TCPStore | None:
-    """What knows where the store is served; None of one without a server."""
-    # torch tells only in the store's repr, which looks names up and may take seconds.
+    """The underlying TCPStore, which knows the server's address; None for a store without a server."""
+    # Torch's other source, the store's repr, looks names up and may take seconds.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None

@@ -1,10 +1,10 @@
-"""Moves: tensors go where a plan has them, as often as wanted.
+"""Moves: tensors are moved by a plan, any number of times.
 
 In reading order:
 
-- `observing`: what a move does on this rank, and how long each part of it takes;
-- `digests`: what ranks' tensors hold, compared by numbers;
-- `commits`: what all ranks put in place, or none;
-- `exchange`: tensors moved by a rank's part of a plan;
-- `movers`: a plan made ready once, by which tensors are moved as often as wanted.
+- `observing`: bytes, messages and times of a move on this rank;
+- `digests`: checksums of ranks' tensors, compared;
+- `commits`: changes that all ranks put in place, or none;
+- `exchange`: engines that move tensors by a rank's part of a plan;
+- `movers`: a plan made ready once, for any number of moves.
 """

@@ -365,7 +365,7 @@ def test_a_turn_outlasts_whoever_may_give_it_up() -> None:
         return ""
 
     party.turns.goodbyes = SimpleNamespace(find=find)
-    with party._hearing():
+    with party._watching_goodbyes():
         listener = threading.Thread(target=turning._give_up_if_left, args=(party.turns,))
         listener.start()
         looks.wait(60.0)

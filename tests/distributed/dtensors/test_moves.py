@@ -108,7 +108,7 @@ def test_a_mesh_that_outlives_its_groups() -> None:
         answers = workers.attempt(mesh_of_other_groups, timeout=40.0)
     finally:
         workers.close()
-    assert all("make the DeviceMesh anew" in said for said in answers), answers
+    assert all("make the DeviceMesh again" in said for said in answers), answers
     assert any("was destroyed, and another has its name" in said for said in answers), answers
 
 
@@ -119,4 +119,4 @@ def test_axes_that_outlive_their_groups() -> None:
         answers = workers.attempt(axes_of_other_groups, timeout=20.0)
     finally:
         workers.close()
-    assert all("make the DeviceMesh anew" in str(said) for said in answers), answers
+    assert all("make the DeviceMesh again" in str(said) for said in answers), answers

@@ -208,7 +208,7 @@ def test_a_forked_child_is_refused() -> None:
         # "Ranks met, and rank 0 could not be reached; see that they have a network interface in common".
         pytest.param(
             {"backend": "nccl"},
-            "backend='nccl', and torch was built without NCCL, or finds no GPU in this process",
+            "backend='nccl', but torch was built without NCCL, or finds no GPU in this process",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it connects there"),
         ),
         ({"timeout": 0}, "timeout=0 is not a time to wait"),
@@ -489,5 +489,5 @@ def test_a_rank_that_left_is_told_from_one_that_failed(failed: list[int], what: 
     for rank in failed:
         add_line(store, "failed", str(rank))
     with mock.patch.object(connecting, "make_channel", side_effect=RuntimeError("closed")):
-        said = ends(lambda: connecting._make(store, Seat(0, 2, "gloo", "a"), 5.0, ""))
+        said = ends(lambda: connecting._connect(store, Seat(0, 2, "gloo", "a"), 5.0, ""))
     assert said.startswith(f"ranks met, and {what}: closed; see that they run")

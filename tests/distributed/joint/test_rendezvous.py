@@ -161,7 +161,7 @@ def test_meetings_are_whole(seed: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     """After whichever step it comes: the other rank is there, or not, and the store is empty in the end."""
-    ask = steps._ask
+    ask = steps._execute
     store = dist.HashStore()
     done: list[Step] = []
 
@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing(rank: int, number: int) -> None:
     if rank:
         comers.come(seat(0, "a"), 0.0, 0.5)
         time.sleep(0.1)
-    with mock.patch.object(steps, "_ask", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(steps, "_execute", interrupted), pytest.raises(KeyboardInterrupt):
         carry_out(meet(seat(rank, "b")), store, time.monotonic() + LONG_S)
     comers.wait()
     assert store.num_keys() == 0
@@ -200,7 +200,7 @@ def test_ctrl_c_waits_for_the_step_that_it_interrupts() -> None:
             done.append(key)
 
     with mock.patch.object(threads, "start", begin), pytest.raises(KeyboardInterrupt):
-        steps._ask(Add("key", "line"), Slow(), time.monotonic() + LONG_S)
+        steps._execute(Add("key", "line"), Slow(), time.monotonic() + LONG_S)
     assert done == ["key"]
 
 

@@ -70,7 +70,7 @@ def test_experts_are_placed_elsewhere_between_moves(pool: Pool, programs: bool) 
         ("a time", "rank 5: timeout=-1.0 is not a time to wait"),
         ("a move", "ranks disagree on what to do"),
         ("strangers", "[8] are not in the group"),
-        ("a block", "in smt.commit movers go on as they are"),
+        ("a block", "in smt.commit movers cannot be replanned"),
     ],
 )
 def test_what_is_refused_changes_nothing(pool: Pool, what: str, text: str) -> None:

@@ -1,16 +1,16 @@
-"""Agreement: ranks agree before they act, and find out who failed.
+"""Agreement: ranks vote before they act, and find out which rank failed.
 
 In reading order:
 
-- `wire`: what a transport gives: bytes and votes;
-- `threads`: threads in torch that nobody waits for without an end;
-- `notes`: what processes leave each other in a store, read without waiting;
-- `failure`: who failed first;
-- `goodbyes`: ranks that are done say so;
-- `turns`: what ranks do together, one thing after another;
-- `agree`: every rank says what it is about to do;
+- `wire`: the interface of transports: messages and gathered records;
+- `threads`: background threads, waited for with a time limit;
+- `notes`: short texts in a store, read without waiting;
+- `failure`: which rank failed first;
+- `goodbyes`: notes of ranks that leave;
+- `turns`: joint operations, one after another;
+- `agree`: the vote on every rank's intent;
 - `party`: this rank in a group;
-- `naming`: how plans and errors are called;
+- `naming`: names of plans and errors in votes;
 - `transport`: the package that carries a group's bytes;
-- `gather`: what every rank says, as objects.
+- `gather`: one Python object from every rank.
 """

@@ -1,11 +1,10 @@
-"""Agreement: before anything moves, every rank says what it is about to do, and whether it objects.
+"""Agreement: a vote before anything moves, in which every rank states its intent and its objections.
 
-1. One record of fixed size per rank, all gathered: so it costs the same whatever is wrong, and
-   nobody is left waiting.
-2. A record is a `Ballot`: what I am about to do (which all must say alike), an objection (empty for
-   none), and what ranks tell each other beside that.
-3. Any objection, or two ballots that do not say the same, raise the same ExchangeError (`Refused`)
-   on every rank.
+1. One record of fixed size per rank, all gathered: a vote costs the same if something is wrong, and
+   leaves no rank waiting.
+2. A record is a `Ballot`: the rank's intent, which must be equal on all ranks, an objection ("" for
+   none), and further values that ranks exchange.
+3. Any objection, or two different intents, raise the same ExchangeError (`Refused`) on every rank.
 """
 
 from __future__ import annotations
@@ -22,27 +21,30 @@ from shardmath_torch.groups.agreement.wire import Wire
 __all__ = ["Ballot", "decode", "encode", "vote"]
 
 RECORD = 1024
-"""Bytes per rank; longer texts are cut."""
+"""Bytes per rank; longer texts are truncated."""
 
 HEADER = struct.Struct("<II???HHHH")
-"""Nonce, peers, the three flags, and the bytes of claim, purpose, objection and what is said, which follow."""
+"""Nonce, peers, the three flags, and the lengths in bytes of claim, purpose, objection and `said`, which follow."""
 
 CLAIM, PURPOSE = 300, 200
-"""Bytes of a claim and of a purpose; an objection has the rest of the record."""
+"""Most bytes of a claim and of a purpose; an objection has the rest of the record."""
 
 SHOWN = 8
-"""Objections that a message shows in full."""
+"""Most objections that a message shows."""
 
 
 class Ballot(NamedTuple):
-    """What a rank says: `claim`, `purpose` and `records_gradient` all ranks must say alike.
+    """A rank's vote; `claim`, `purpose` and `records_gradient` must be equal on all ranks.
 
-    `claim` is what it is about to do, `purpose` what for. `records_gradient`: its move is one of a
-    gradient, which autograd records. `objection` is what speaks against it. `peers` is the most
-    ranks that it sends to or receives from, by which the pace is set, and `is_unordered` says that
-    at this pace its addends come out of order. `serves_store`: its process serves the group's
-    store. `nonce` is drawn by chance, below 2^32. `said` is for whoever calls the vote; of that
-    ranks get what the record has room for.
+    - `claim`: the operation that the rank is about to do.
+    - `purpose`: what the operation is for, in the caller's words.
+    - `records_gradient`: autograd records the move, which is a gradient's.
+    - `objection`: why the rank cannot take part; "" if it can.
+    - `peers`: the most ranks that it sends to or receives from, which sets the pace.
+    - `is_unordered`: at this pace its partial values arrive out of order.
+    - `serves_store`: its process serves the group's store.
+    - `nonce`: a random number below 2^32.
+    - `said`: bytes for the vote's caller, truncated to the room that the record has.
     """
 
     claim: str
@@ -57,7 +59,7 @@ class Ballot(NamedTuple):
 
     @property
     def intent(self) -> str:
-        """What all ranks must say alike, in words.
+        """The part that must be equal on all ranks, in words.
 
         >>> Ballot("move 1", "step 3", records_gradient=True).intent
         "move 1, for 'step 3', a gradient to be differentiated"
@@ -68,14 +70,14 @@ class Ballot(NamedTuple):
 
 
 def encode(ballot: Ballot) -> bytes:
-    """The ballot as RECORD bytes.
+    """Write the ballot into RECORD bytes.
 
     >>> ballot = Ballot("move 1", objection="no", peers=7, said=b"xyz")
     >>> decode(encode(ballot)) == ballot
     True
     """
-    claim = _cut(_to_bytes(ballot.claim), CLAIM)
-    purpose = _cut(_to_bytes(ballot.purpose), PURPOSE)
+    claim = _truncate(_to_bytes(ballot.claim), CLAIM)
+    purpose = _truncate(_to_bytes(ballot.purpose), PURPOSE)
     room = RECORD - HEADER.size - len(claim) - len(purpose)
     objection = _to_bytes(ballot.objection)[:room]
     said = ballot.said[: room - len(objection)]
@@ -95,14 +97,14 @@ def encode(ballot: Ballot) -> bytes:
 
 
 def _to_bytes(text: str) -> bytes:
-    """The text in UTF-8; a lone surrogate, which has none, as it is escaped."""
+    """The text in UTF-8; a lone surrogate, which UTF-8 cannot encode, as its escape."""
     return text.encode(errors="backslashreplace")
 
 
-def _cut(text: bytes, most: int) -> bytes:
-    """At most so many bytes of the text.
+def _truncate(text: bytes, most: int) -> bytes:
+    """Truncate the text to `most` bytes.
 
-    One that is too long ends in a checksum of all of it: what differs beyond the cut still differs.
+    A truncated text ends in a checksum of the whole: texts that differ only after the cut stay different.
     """
     if len(text) <= most:
         return text
@@ -111,14 +113,14 @@ def _cut(text: bytes, most: int) -> bytes:
 
 
 def decode(record: bytes) -> Ballot:
-    """The ballot that `encode` was given, its texts cut."""
+    """Read the ballot that `encode` wrote, its texts truncated."""
     fields = HEADER.unpack_from(record)
     nonce, peers, records_gradient, is_unordered, serves_store, *lengths, length_said = fields
     texts = []
     start = HEADER.size
     for length in lengths:
         text = record[start : start + length]
-        # A letter of several bytes may have been cut in the middle.
+        # A character of several bytes may have been cut in the middle.
         texts.append(text.decode(errors="ignore"))
         start += length
     claim, purpose, objection = texts
@@ -131,13 +133,13 @@ def decode(record: bytes) -> Ballot:
 def vote(
     wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None
 ) -> tuple[Ballot, ...]:
-    """Everybody's ballots, in the group's order `ranks`; waits `patience` seconds instead of the wire's own.
+    """Gather all ranks' ballots, in the group's order `ranks`; `patience` in seconds, None for the wire's default.
 
     Raises Refused on every rank if any rank objects or intends something else, PeerFailure if one
     does not vote.
     """
     records = wire.gather(encode(mine), patience)
-    # This rank's own is read back like the others', so that all compare what was cut alike.
+    # This rank's own ballot is decoded too, so that all ranks compare equally truncated texts.
     ballots = tuple([decode(record) for record in records])
     objections: dict[int, str] = {}
     intents: dict[int, str] = {}
@@ -153,31 +155,32 @@ def vote(
 
 
 def _word_objections(objections: Mapping[int, str]) -> str:
-    """One line for each different objection, naming the ranks that have it."""
+    """One line per different objection, with its ranks."""
     by_text = _group_ranks(objections)
     lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in by_text.items()]
-    shown = lines[:SHOWN]
     if len(lines) > SHOWN:
-        shown.append(f"and {len(lines) - SHOWN} more objections")
-    return "\n".join([*shown, "nothing was moved"])
+        lines[SHOWN:] = [f"and {len(lines) - SHOWN} more objections"]
+    return "\n".join([*lines, "nothing was moved"])
 
 
 def _word_disagreement(intents: Mapping[int, str]) -> str:
-    """What ranks intend, one line each, beginning with what most of them do."""
+    """One line per different intent, with its ranks, the most frequent first."""
     by_text = _group_ranks(intents)
     by_number = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
     lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in by_number[:SHOWN]]
     calls = "make the same calls in the same order, with the same plan and settings, on every rank"
     fix = f"nothing was moved; {calls}"
     if any(" in thread " in text for text in by_text):
-        alone = "give each thread a group of its own"
-        alike = "or, where threads belong together, one name on all ranks, as by thread= of compile"
-        fix += f"; {alone}, {alike}"
+        groups = "give each thread its own group"
+        names = (
+            "or give threads that belong together one name on all ranks, as by thread= of compile"
+        )
+        fix += f"; {groups}, {names}"
     return "\n".join(["ranks disagree on what to do", *lines, fix])
 
 
 def _group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks that say each text."""
+    """The ranks of each text, in the order in which texts come first."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)

@@ -1,16 +1,15 @@
-"""Who failed first, when an exchange breaks.
+"""Failure: which rank failed first, when an exchange breaks.
 
-1. A rank that fails writes a report into the process group's key-value store: whom it blames, and
-   for which tensor. Only then does it let go of its own connections, which makes ranks that wait
-   for it fail in turn, at once.
-2. The first to fail is one that others blame and that has itself not reported: a survivor that
-   merely could not go on has said why, and whom it blames instead.
-3. If the store does not answer, a rank has only what it saw itself: a connection that ended, or
-   that nothing came. A rank that had to give up looks no different from one that died. So where a
-   rank served the store, which may have been the first to go or only the last to leave, who failed
-   first is not known.
-4. Asking takes no longer than a grace period, whatever the store does: it happens on a thread that
-   nobody waits for.
+1. A rank that fails writes a report into the process group's key-value store: the rank and the
+   tensor that it blames. Only then does it close its connections, which makes the ranks that wait
+   for it fail at once.
+2. The first to fail is a rank that others blame and that has not reported: a survivor that could
+   not continue has reported the cause, and blames another rank.
+3. If the store does not answer, a rank has only its own observation: a closed connection, or no
+   message in time. A rank that gave up then looks like one that died. So if a rank served the
+   store, which may have failed first or ended last, the first failure is not known.
+4. Reading reports takes at most a grace period, whatever the store does, since a background thread
+   reads.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from shardmath_torch.groups.stores import apart_from
 __all__ = ["UNTOLD", "FailureDetector", "Report", "find_first_failed", "stop_asking"]
 
 UNTOLD = -1
-"""In place of the rank that serves the store, until ranks have told each other."""
+"""Stands for the rank that serves the store, before the first vote."""
 
 LOOK_AGAIN_S = 0.02
-"""While the store lacks a report."""
+"""Time between two reads while the store lacks a report."""
 
 STOP_S = 1.0
-"""For a thread that asks to end: the store may not answer."""
+"""Longest wait for a reporting thread to end: the store may not answer."""
 
 
-class _Asking(NamedTuple):
-    """A thread that asks, the bell that ends it, and how long it is to be waited for before."""
+class _Reporter(NamedTuple):
+    """A thread that writes and reads reports, the bell that ends it, and how long to wait before ringing."""
 
     thread: threading.Thread
     bell: threading.Event
     patience: float
 
 
-_asking: WeakKeyDictionary[Store, list[_Asking]] = WeakKeyDictionary()
-"""Those that may go on, by the group's store."""
+_reporters: WeakKeyDictionary[Store, list[_Reporter]] = WeakKeyDictionary()
+"""Reporters that may still run, by the group's store."""
 
 
 def stop_asking(store: Store) -> None:
-    """Have nothing more written into the store of a group that ends here.
+    """End the reporting threads, so that nothing more is written into the store of a group that ends here.
 
-    Waits for threads that ask, and before for those that others ask, at most a grace period.
+    First gives each its patience, at most a grace period, so that other ranks can read a store that is served here.
     """
-    for one in _asking.pop(store, []):
-        one.thread.join(one.patience)
-        one.bell.set()
-        one.thread.join(STOP_S)
+    for reporter in _reporters.pop(store, []):
+        reporter.thread.join(reporter.patience)
+        reporter.bell.set()
+        reporter.thread.join(STOP_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Whom a rank blames (None: it cannot tell), for which tensor (None: none was on its way), and what it saw.
+    """The rank that a rank blames (None: not known), the tensor in flight (None: no tensor), and the observed cause.
 
-    Of a goodbye, that is what it says: nobody has failed.
+    If `is_goodbye`, no rank has failed, and `cause` is the goodbye's text.
     """
 
     blames: int | None
@@ -78,9 +77,9 @@ class Report:
 
 
 def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) -> int | None:
-    """The rank that failed first, from who blames whom; None where nothing tells.
+    """The rank that failed first, from who blames whom; None if that does not tell.
 
-    `blamed` has every rank that reported; `ranks` are all.
+    `blamed` maps each rank that reported to the rank it blames; `ranks` are all of the group.
 
     >>> find_first_failed({0: 3, 3: 2, 1: 0}, range(4))
     2
@@ -90,7 +89,7 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
     times_blamed = Counter(rank for rank in blamed.values() if rank is not None)
     silent = [rank for rank in ranks if rank not in blamed]
     suspects = [rank for rank in silent if times_blamed[rank]]
-    # Who saw only that something broke may mean anyone who says nothing.
+    # A rank that saw only that something broke may mean any silent rank.
     if not suspects and None in blamed.values():
         suspects = silent
     return min(suspects or times_blamed, key=lambda r: (-times_blamed[r], r), default=None)
@@ -98,10 +97,10 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
 
 @dataclass(slots=True)
 class FailureDetector:
-    """Asks all ranks of a group, through `store` under `key`, what they saw; takes at most `grace` seconds.
+    """Exchanges the reports of a group's ranks, through `store` under `key`, in at most `grace` seconds.
 
-    `host` is the rank whose process serves the store, None where no rank of the group does, or
-    UNTOLD. `answered`: whether the store ever did.
+    `host` is the rank whose process serves the store, None if no rank of the group does, or
+    UNTOLD. `answered` is whether the store ever answered.
     """
 
     store: Store | None
@@ -115,30 +114,31 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, mine: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """The rank that failed first, and the report against it; or None, and the report of a goodbye.
+        """The rank that failed first and the report against it, or None and the report of a goodbye.
 
-        `let_go` is called once this rank has reported.
+        Calls `let_go`, which closes the connections, once this rank has reported.
         """
         deadline = time.monotonic() + self.grace
-        asking = self.report(mine, let_go)
-        asking.join(max(0.0, deadline - time.monotonic()))
+        reporting = self.report(mine, let_go)
+        reporting.join(max(0.0, deadline - time.monotonic()))
         return self._judge(mine)
 
     def report(self, mine: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Report and let go, and wait no longer than that takes. Gives the thread that asks the others."""
+        """Write this rank's report, call `let_go`, and return the thread that goes on to read the others' reports."""
         reported = threading.Event()
-        asking = threads.start(lambda: self._ask(mine, reported))
+        reporting = threads.start(lambda: self._exchange_reports(mine, reported))
         if self.store is not None:
-            # Others read what the host's process serves for as long as it does.
+            # Others can read a store that this process serves only while it runs.
             patience = self.grace if self.host == self.rank else 0.0
-            _asking.setdefault(self.store, []).append(_Asking(asking, self.bell, patience))
-        # Others notice that connections end, and then look for a report: it has to be there first.
+            reporter = _Reporter(reporting, self.bell, patience)
+            _reporters.setdefault(self.store, []).append(reporter)
+        # Others look for a report when a connection ends: it has to be written first.
         reported.wait(self.grace / 4)
         let_go()
-        return asking
+        return reporting
 
     def _judge(self, mine: Report) -> tuple[int | None, Report]:
-        """Who failed first by the reports that have come, and the report that says most of it."""
+        """The rank that failed first by the reports received, and the report that tells most about it."""
         reports = {**self.reports, self.rank: mine}
         for report in reports.values():
             if report.is_goodbye:
@@ -149,39 +149,39 @@ class FailureDetector:
         elif self.host is None or mine.blames == self.rank:
             first = mine.blames
         else:
-            # The host may have been the first to go, or only the last to leave.
+            # The host may have failed first, or only ended last.
             first = None
-        # What a rank says of itself tells most, then what this one saw.
-        confessed = [reports[first]] if first in reports else []
-        for report in (*confessed, mine, *reports.values()):
+        # The failed rank's own report tells most, then this rank's.
+        own = [reports[first]] if first in reports else []
+        for report in (*own, mine, *reports.values()):
             if report.blames == first:
                 return first, report
         return first, mine
 
-    def _ask(self, mine: Report, reported: threading.Event) -> None:
-        """Write this rank's report, and read the others'. Runs on a thread of its own."""
+    def _exchange_reports(self, mine: Report, reported: threading.Event) -> None:
+        """Write this rank's report, and read the others'. Runs in its own thread."""
         try:
             if self.store is not None:
                 store = apart_from(self.store)
-                said = json.dumps([self.rank, asdict(mine)])
-                notes.add_line(store, self._key_of("failed"), said)
+                line = json.dumps([self.rank, asdict(mine)])
+                notes.add_line(store, self._key_of("failed"), line)
                 reported.set()
                 self._collect(store, mine)
                 self._wait_for_readers(store)
         except RuntimeError:
-            # The store's host is gone; `answered` tells whether it ever spoke.
+            # The store's host is gone; `answered` tells whether it ever answered.
             pass
         reported.set()
 
-    def _key_of(self, what: str) -> str:
-        """Where the store has what ranks say, each in a line."""
-        return f"shardmath/{self.key}/{what}"
+    def _key_of(self, topic: str) -> str:
+        """The store's key for a note with one line per rank."""
+        return f"shardmath/{self.key}/{topic}"
 
     def _collect(self, store: Store, mine: Report) -> None:
         """Read reports until all that can be expected are there."""
         start = time.monotonic()
-        # Early on, who has not reported yet may only be slow. But whoever lets go has reported before:
-        # the only other rank, whose connection has ended, is not going to.
+        # Early on, a silent rank may only be slow. But ranks report before they close connections:
+        # if there is only one other rank, and its connection has ended, it is not going to report.
         is_gone = len(self.ranks) == 2 and says_ended(mine.cause)
         settled = start if is_gone else start + self.grace / 4
         until = start + self.grace * 0.8
@@ -193,15 +193,15 @@ class FailureDetector:
             self.bell.wait(LOOK_AGAIN_S)
 
     def _read_reports(self, store: Store) -> None:
-        """Take what the store has by now."""
+        """Take the reports that the store has by now."""
         for line in notes.read_lines(store, self._key_of("failed")):
             rank, report = json.loads(line)
             self.reports.setdefault(rank, Report(**report))
 
     def _has_enough(self) -> bool:
-        """Whether all have reported but those who are blamed, at least one; of two ranks, the other one is.
+        """Whether the reports suffice: a goodbye, or all ranks' reports except those of one or more blamed ranks.
 
-        A goodbye is enough.
+        Of two ranks, the silent one need not be blamed.
         """
         silent = {rank for rank in self.ranks if rank not in self.reports}
         blamed = {report.blames for report in self.reports.values()}
@@ -210,7 +210,7 @@ class FailureDetector:
         return has_goodbye or (bool(silent) and is_clear)
 
     def _wait_for_readers(self, store: Store) -> None:
-        """As the store's host, stay until all who reported have read the others' reports."""
+        """If this rank hosts the store, wait until all ranks that reported have read the others' reports."""
         notes.add_line(store, self._key_of("read"), str(self.rank))
         deadline = time.monotonic() + self.grace / 5
         while self.host == self.rank and time.monotonic() < deadline:

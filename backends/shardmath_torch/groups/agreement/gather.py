@@ -1,13 +1,13 @@
-"""What every rank says, gathered as Python objects, before anything is planned.
+"""Gather: one Python object from every rank, as before a plan is made.
 
-1. A gather is a turn of the group, as a move is: a vote on what ranks are about to do, which carries
-   what is said where that is short; of longer things, pieces follow, each counted as a vote.
-2. So bytes of one gather are never taken for another's, and whoever is interrupted in one breaks the
-   group, of which the others hear at once.
-3. What a rank says names its thread, so that two threads' gathers are never taken for each other's.
-4. `shared` does the same for a call of several steps that is left between two of them. One thread
-   of a rank at a time is in such a call.
-5. A backend without a transport of ours gathers as torch does, without all that.
+1. A gather is a turn of the group, as a move is: a vote whose ballots carry the pickled objects. If
+   an object is longer than a ballot's room, pieces follow, each counted as a vote.
+2. So bytes of one gather are never taken for another's, and an interrupted rank breaks the group,
+   which the others learn at once.
+3. A ballot's claim names the thread, so that gathers of two threads are never mixed.
+4. `shared` extends this to a call of several steps: an interrupt between two steps breaks the group
+   too. One thread of a rank at a time is in such a call.
+5. A backend without one of our transports gathers by torch's own collective, without these rules.
 """
 
 from __future__ import annotations
@@ -25,111 +25,105 @@ from shardmath.base.text import message_of, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.party import Describe, Party
-from shardmath_torch.groups.agreement.transport import TRANSPORTS, join
+from shardmath_torch.groups.agreement.transport import TRANSPORTS, join_within
 from shardmath_torch.groups.agreement.turns import check_thread, in_thread, turns_of
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.groups.compat import Group
 
 __all__ = ["TOLD", "gather", "in_step", "mark_told", "party_of", "shared", "word_lost"]
 
-GRACE_S = 5.0
-"""At most, for finding out who failed: of the group's time limit, a fifth and a little, for telling the caller."""
-
 LENGTH = struct.Struct("<Q")
-"""Before what is said: its length, since a ballot may have no room for all of it."""
+"""The pickled object's length, which precedes it: a ballot may have no room for all of it."""
 
 PIECE = 1 << 18
-"""Bytes that go at once. gloo notices at once that a connection ended, but for a message of which part has moved."""
+"""Bytes per message. gloo notices an ended connection at once, except in a message of which part has moved."""
 
 TOLD = "the other ranks have been told"
-"""A note on an exception that this rank goes on with, and of which all ranks have heard."""
+"""The note on an exception that all ranks know of."""
 
 _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """What the ranks say, in the group's order. Waits as long as the group's own time limit.
+    """Gather each rank's object `mine`, in the group's order, within the group's time limit.
 
-    `what` they are about to do all say alike. Raises ExchangeError where a rank is gone, does not
-    call, or calls for something else.
+    `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
+    not call, or makes another call.
     """
     found = compat.group_of(group)
     party = party_of(found)
     if party is None:
         return _gather_by_torch(mine, found, what)
-    return party.together(lambda: _gather(party, mine, what), _describe(what))
+    return party.together(lambda: _gather(party, mine, what), _make_describe(what))
 
 
 def party_of(group: Group) -> Party | None:
-    """This rank in the group; None where no transport of ours serves it."""
+    """This rank in the group; None if none of our transports serves the group."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
-    limit = compat.time_limit_of(group)
-    grace = min(GRACE_S, limit / 5)
-    return join(group, limit - 1.2 * grace, grace)
+    return join_within(group, compat.time_limit_of(group))
 
 
-def _describe(what: str) -> Describe:
+def _make_describe(what: str) -> Describe:
     return lambda failure, rank: f"ranks were to {what}"
 
 
 def _gather(party: Party, mine: _T, what: str) -> list[_T]:
-    """Vote, and then tell what the ballots have no room for."""
-    said = b""
+    """Vote with the pickled objects, and gather in pieces those that no ballot has room for."""
+    pickled = b""
     objection = ""
-    # What fails here is an objection: the others wait for this rank's vote.
+    # An error here becomes an objection: the others wait for this rank's vote.
     try:
         check_thread(party.turns, None)
-        said = pickle.dumps(mine)
+        pickled = pickle.dumps(mine)
     except ExchangeError as error:
         objection = message_of(error)
     except Exception as error:
-        objection = f"what it says cannot be pickled: {word_error(error)}"
-    told = LENGTH.pack(len(said)) + said
-    # With a time of its own a wait hears Ctrl-C: here a rank may wait for one that is late.
-    ballots = party.vote(
-        Ballot(what + in_thread(None), objection=objection, said=told), party.patience
-    )
+        objection = f"its object cannot be pickled: {word_error(error)}"
+    said = LENGTH.pack(len(pickled)) + pickled
+    mine_ballot = Ballot(what + in_thread(None), objection=objection, said=said)
+    # A wait with an explicit time reacts to Ctrl-C: a rank may wait long for a late one.
+    ballots = party.vote(mine_ballot, party.patience)
     sizes: list[int] = []
-    texts: list[bytes] = []
+    objects: list[bytes] = []
     for ballot in ballots:
         sizes += LENGTH.unpack_from(ballot.said)
-        texts.append(ballot.said[LENGTH.size :])
-    if any(len(text) < size for text, size in zip(texts, sizes, strict=True)):
-        texts = _gather_pieces(party, said, sizes)
-    return [_decode(text) for text in texts]
+        objects.append(ballot.said[LENGTH.size :])
+    if any(len(part) < size for part, size in zip(objects, sizes, strict=True)):
+        objects = _gather_pieces(party, pickled, sizes)
+    return [_unpickle(whole) for whole in objects]
 
 
-def _gather_pieces(party: Party, said: bytes, sizes: list[int]) -> list[bytes]:
-    """All that each rank says, of these sizes."""
+def _gather_pieces(party: Party, pickled: bytes, sizes: list[int]) -> list[bytes]:
+    """Gather each rank's pickled object, whose sizes are known, piece by piece."""
     most = max(sizes)
-    texts = [bytearray() for _ in sizes]
+    objects = [bytearray() for _ in sizes]
     for start in range(0, most, PIECE):
         stop = min(start + PIECE, most)
-        piece = said[start:stop].ljust(stop - start, b"\0")
-        pieces = party.gather(piece)
-        for text, piece in zip(texts, pieces, strict=True):
-            text += piece
-    return [bytes(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+        # Pieces are of one size on all ranks; shorter objects are padded.
+        mine = pickled[start:stop].ljust(stop - start, b"\0")
+        for gathered, piece in zip(objects, party.gather(mine), strict=True):
+            gathered += piece
+    return [bytes(padded[:size]) for padded, size in zip(objects, sizes, strict=True)]
 
 
-def _decode(text: bytes) -> Any:
-    """What a rank said. Raises ExchangeError where this one cannot tell, as with another version of everything."""
+def _unpickle(pickled: bytes) -> Any:
+    """Raises ExchangeError if a rank's object cannot be read here, as with other versions of packages."""
     try:
-        return pickle.loads(text)
+        return pickle.loads(pickled)
     except Exception as error:
-        what = f"what a rank says cannot be read here: {word_error(error)}"
+        what = f"a rank's object cannot be read here: {word_error(error)}"
         raise ExchangeError(f"{what}; run one version of everything") from error
 
 
 def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
-    """What the ranks say. Raises ExchangeError."""
-    said: list[Any] = [mine] * dist.get_world_size(group)
+    """Gather by torch's own collective. Raises ExchangeError."""
+    gathered: list[Any] = [mine] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(said, mine, group=group)
+        dist.all_gather_object(gathered, mine, group=group)
     except Exception as error:
         raise word_lost(error, group, what) from error
-    return said
+    return gathered
 
 
 # Several steps
@@ -137,11 +131,11 @@ def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
 
 @contextmanager
 def shared(group: Group | None) -> Iterator[None]:
-    """A call of several steps, one thread's at a time.
+    """Hold the group for a call of several steps, by one thread at a time.
 
-    Left after the first step by what the others have not heard of, it breaks the group. They have
-    heard of our errors, and of what was marked by `mark_told`. Raises ExchangeError where another thread is
-    in such a call as long as the group's own time limit.
+    An exception after the first step breaks the group, unless all ranks know of it: they know of ShardErrors, and of
+    exceptions marked by `mark_told`. Raises ExchangeError if another thread's call lasts longer than the group's time
+    limit.
     """
     compat.check_registered(group, "save, load or export")
     if compat.is_alone():
@@ -150,27 +144,27 @@ def shared(group: Group | None) -> Iterator[None]:
     found = compat.group_of(group)
     party = party_of(found)
     patience = float("inf") if party is None else party.patience
-    with turns_of(found).call(patience), _leaving(party):
+    with turns_of(found).call(patience), _breaking_on_error(party):
         yield
 
 
 @contextmanager
-def _leaving(party: Party | None) -> Iterator[None]:
-    """Break the group where the call is left by what the others have not heard of."""
-    begun = 0 if party is None else party.turns.votes
+def _breaking_on_error(party: Party | None) -> Iterator[None]:
+    """Break the group if the call raises an exception that the others do not know of."""
+    votes_before = 0 if party is None else party.turns.votes
     try:
         yield
     except ShardError:
         raise
     except BaseException as error:
         is_told = party is not None and party.turns.told is error
-        if party is not None and not is_told and _is_counted_on(party, begun):
+        if party is not None and not is_told and _is_relied_on(party, votes_before):
             party.leave(error)
         raise
 
 
 def mark_told(error: BaseException, group: Group | None) -> None:
-    """All ranks have heard of what this one goes on with, in this call: raised again in another, it is news."""
+    """Mark an exception that all ranks know of. The mark holds for the current call of several steps only."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
     if not compat.is_alone():
@@ -179,7 +173,7 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """What this rank does by itself in a call of several steps. Raises ExchangeError inside of another."""
+    """Mark this rank's local work in a call of several steps. Raises ExchangeError inside of another step."""
     if compat.is_alone():
         yield
         return
@@ -187,15 +181,15 @@ def in_step(group: Group | None) -> Iterator[None]:
         yield
 
 
-def _is_counted_on(party: Party, begun: int) -> bool:
-    """Whether others may wait for this rank, which had voted `begun` times before the call."""
-    return party.turns.votes > begun and not party.turns.broken
+def _is_relied_on(party: Party, votes_before: int) -> bool:
+    """Whether others may wait for this rank, which had `votes_before` votes before the call."""
+    return party.turns.votes > votes_before and not party.turns.broken
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """What to raise where a collective of torch's own broke, and the group with it; asks who failed first."""
+    """Break the group after one of torch's collectives failed, and return the error to raise."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"
         return ExchangeError(f"{lost}; see which ended first, and start the ranks again")
-    return party.break_by(PeerFailure(None, message_of(error)), _describe(what))
+    return party.break_by(PeerFailure(None, message_of(error)), _make_describe(what))

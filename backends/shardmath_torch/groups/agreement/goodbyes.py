@@ -1,13 +1,13 @@
-"""Goodbyes: a rank that is done with a mover, or with the group, says so, and the others need not find out.
+"""Goodbyes: notes by which a rank tells the others that it leaves a mover, or the group.
 
-1. A goodbye is said between turns, when nobody counts on the rank, and has the number of the latest vote: the rank
-   takes part in no later turn of that mover.
-2. It is written into the group's store, where every rank looks for it a few times per second, on a thread that nobody
-   waits for. So ranks have heard it before their next call, even if the process that served the store has ended.
-3. Who hears it in a later turn of the mover waits in vain, and gives up at once. A turn in which the rank took part
-   goes on.
-4. The process that serves the store stays until the others have heard, or have left the group, at most LINGER_S. So
-   long does another wait for a store that does not answer, and once only.
+1. A rank writes a goodbye between turns, when nobody relies on it, with the number of the latest vote: the rank takes
+   part in no later turn of that mover.
+2. A goodbye is a note in the group's store. A background thread of every rank reads the notes a few times per second,
+   so ranks know of it before their next call, even if the process that served the store has ended.
+3. A rank that reads a goodbye in a later turn of the mover gives up at once, since it would wait in vain. A turn in
+   which the leaving rank took part continues.
+4. The process that serves the store waits until the others have read the goodbye, or have left the group, at most
+   LINGER_S. Another process waits as long for a store that does not answer, but only once.
 
 >>> import torch.distributed as dist
 >>> store = dist.HashStore()
@@ -36,20 +36,20 @@ from shardmath_torch.groups.stores import check_served
 __all__ = ["WHOLE_GROUP", "Goodbye", "Goodbyes"]
 
 WHOLE_GROUP = ""
-"""In place of a mover's key: the rank does nothing more in the group."""
+"""Stands for a mover's key if the rank leaves the whole group."""
 
 LOOK_AGAIN_S = 0.2
-"""Between two looks: a goodbye is said once, and a look takes the store a tenth of a millisecond."""
+"""Time between two reads: goodbyes are rare, and a read takes the store a tenth of a millisecond."""
 
 LINGER_S = 1.0
-"""What the process that serves the store gives the others to hear a goodbye, and another gives the store to take it."""
+"""Time for the others to read a goodbye from a store served here, and for another's store to take one."""
 
 SOON_S = 0.01
-"""Between two looks at who has heard."""
+"""Time between two checks of who has read a goodbye."""
 
 
 class Goodbye(NamedTuple):
-    """Which rank left what, after its vote of that number, and why; whether it `lingers` until others have heard."""
+    """Rank `rank` left mover `key` after vote number `after`; it `lingers` until others have read this."""
 
     rank: int
     key: str
@@ -59,15 +59,15 @@ class Goodbye(NamedTuple):
 
 
 class Goodbyes:
-    """Those of the ranks of one group, in its store under `name`, as this rank has heard them.
+    """The goodbyes of one group's ranks, in its store under `name`, as far as this rank has read them.
 
-    Its process `serves` the store, or another does.
+    `serves` is whether this process serves the store.
     """
 
     def __init__(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool = False
     ) -> None:
-        # Held by whoever has the group: a store that is served here has to end with that.
+        # Weak, since a store that is served here has to end with its group.
         self._store = weakref.ref(store)
         self._name = name
         self._rank = rank
@@ -79,7 +79,10 @@ class Goodbyes:
         self._listening: threading.Thread | None = None
 
     def say(self, key: str, after: int, why: str) -> None:
-        """Leave the mover of this key, after the vote of that number. Never raises, and waits for nobody for long."""
+        """Announce that this rank leaves the mover of this key after the vote of that number.
+
+        Never raises, and waits at most LINGER_S for the store, and as long for other ranks if it is served here.
+        """
         mine = Goodbye(self._rank, key, after, why, self._serves)
 
         def write() -> None:
@@ -95,40 +98,40 @@ class Goodbyes:
                 time.sleep(SOON_S)
 
         saying = self._beside(write)
-        # The first wait has shown that the store does not answer: another would take as long, for each mover.
+        # If the first wait has shown that the store does not answer, do not wait again for each mover.
         if not self._is_lost:
             saying.join(LINGER_S * (1 + self._serves))
             self._is_lost = saying.is_alive()
 
     def _has_heard(self, store: Store, number: int, rank: int) -> bool:
-        """Whether the rank has heard that one, or does nothing more in the group."""
-        has_left = any(one[:2] == (rank, WHOLE_GROUP) for one in self._heard.values())
+        """Whether the rank has read goodbye `number`, or has left the group."""
+        has_left = any(goodbye[:2] == (rank, WHOLE_GROUP) for goodbye in self._heard.values())
         return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
-        """Hear what there is to be heard, in at most so many seconds."""
+        """Read new goodbyes, in at most `limit` seconds."""
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Who takes no part in the mover's turn whose latest vote has that number, and why; "" if all may.
+        """Which ranks left before the mover's turn whose latest vote is `number`, and why; "" if none did.
 
-        A `blamed` rank, whose connection ended, takes none either if it has left anything since the vote before.
+        A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
         """
-        left = {}
-        for one in list(self._heard.values()):
-            if one.rank == self._rank:
+        reasons = {}
+        for goodbye in list(self._heard.values()):
+            if goodbye.rank == self._rank:
                 continue
-            is_of_this = one.key in (key, WHOLE_GROUP)
-            is_gone = one.rank == blamed and one.after == number - 1
-            if one.after < number and (is_of_this or is_gone):
-                left[one.rank] = one.why
-        if not left:
+            is_of_mover = goodbye.key in (key, WHOLE_GROUP)
+            is_gone = goodbye.rank == blamed and goodbye.after == number - 1
+            if goodbye.after < number and (is_of_mover or is_gone):
+                reasons[goodbye.rank] = goodbye.why
+        if not reasons:
             return ""
-        first = min(left)
-        return f"{show_ranks(sorted(left))} left: {left[first]}"
+        first = min(reasons)
+        return f"{show_ranks(sorted(reasons))} left: {reasons[first]}"
 
     def listen(self, act: Callable[[], bool]) -> None:
-        """Look, and `act` after each look, on a thread beside, until `act` gives False or this is ended."""
+        """Start a thread that reads goodbyes and calls `act` in turn, until `act` returns False or `end` is called."""
 
         def loop() -> None:
             while act() and not self._is_over.wait(LOOK_AGAIN_S):
@@ -137,23 +140,23 @@ class Goodbyes:
         self._listening = self._beside(loop)
 
     def end(self) -> None:
-        """Hear no more, and write no more into a store that answers: the last to leave removes what is there."""
+        """Stop reading and writing, in a store that answers at once: the last rank to leave removes its notes."""
         self._is_over.set()
         if self._listening is not None and not self._is_lost:
             self._listening.join(LINGER_S)
 
     def _beside(self, act: Callable[[], None]) -> threading.Thread:
-        """Do it on a thread of its own, since a store may take its time."""
+        """Run `act` in a thread, since a store may take long; errors end the thread silently."""
 
         def run() -> None:
-            # Whatever goes wrong, as where the store's host is gone: there is nothing more to be heard.
+            # If the store fails, as when its host is gone, no more goodbyes can come.
             with suppress(Exception):
                 act()
 
         return threads.start(run)
 
     def _open(self) -> Store:
-        """The store, for a moment. Raises RuntimeError where it is gone."""
+        """The store, not to be kept. Raises RuntimeError if it is gone."""
         store = self._store()
         if store is None:
             raise RuntimeError("the group was destroyed")
@@ -161,19 +164,19 @@ class Goodbyes:
         return store
 
     def _read(self, store: Store) -> None:
-        """Hear what was not heard yet."""
+        """Read new goodbyes, and acknowledge those whose writer waits for it."""
         count = self._key("goodbyes")
         if not store.check([count]):
             return
         for number in range(1, int(store.get(count)) + 1):
             key = self._key(f"goodbye/{number}")
-            # Numbered before it is written, and `get` would wait.
+            # A goodbye is numbered before it is written, and `get` would wait for it.
             if number in self._heard or not store.check([key]):
                 continue
-            found = Goodbye(*json.loads(store.get(key)))
-            self._heard[number] = found
-            if found.lingers:
+            goodbye = Goodbye(*json.loads(store.get(key)))
+            self._heard[number] = goodbye
+            if goodbye.lingers:
                 store.set(self._key(f"heard/{number}/{self._rank}"), "")
 
-    def _key(self, what: str) -> str:
-        return f"shardmath/{self._name}/{what}"
+    def _key(self, topic: str) -> str:
+        return f"shardmath/{self._name}/{topic}"

@@ -1,7 +1,7 @@
-"""Naming: how votes and failures speak of plans, and of errors.
+"""Naming: the words of votes and failures for plans and errors.
 
 1. A plan is named by the beginning of its digest, so that ranks with other plans disagree.
-2. A failure is told in the plan's own words: which tensor was to come from whom, or to go to whom.
+2. A failure names a tensor of the plan that the failed rank was to send or receive.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shardmath.plans.programs.program import Program
 __all__ = ["attempt", "describe_crossing", "name_given", "word_objection"]
 
 DIGEST_SHOWN = 24
-"""Hexadecimal digits of a digest that a claim has: 96 bits, by which plans are told apart."""
+"""Hexadecimal digits of a digest in a claim: 96 bits tell plans apart."""
 
 _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """What a rank says of its error to the others: that of ours as it is, another by its kind; never ""."""
-    own = message_of(error) if isinstance(error, ShardError) else ""
-    return own or word_error(error)
+    """The objection that an error makes: a ShardError's message, or another error's kind and message; never ""."""
+    message = message_of(error) if isinstance(error, ShardError) else ""
+    return message or word_error(error)
 
 
 def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """What is made, or why not, to be said in a vote: the others wait for this rank's, whatever went wrong here."""
+    """Return `make`'s result, or None and an objection: the others wait for this rank's vote even if `make` raises."""
     try:
         return make(), ""
     except Exception as error:
@@ -39,7 +39,7 @@ def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def name_given(plan: Plan | Transposed | Program) -> str:
-    """How agreement names a plan or a program."""
+    """The name of a plan or a program in claims."""
     kind = "program" if isinstance(plan, Program) else "plan"
     return f"{kind} {plan.digest[:DIGEST_SHOWN]}"
 
@@ -48,7 +48,7 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """What was on its way from or to that rank; a tensor of the plan that crosses there where none is named."""
+    """Words for the tensor in flight from or to that rank; without a name, for any that the plan moves there."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
@@ -58,18 +58,18 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
     if tensor is None:
         return "no tensor was on its way from or to it"
     name = f"tensor {tensor!r}" if tensor else "the tensor"
-    sends = rank is not None and tensor in _list_crossing(given, rank, "send")
-    return f"{name} was to {'come from' if sends else 'go to'} it"
+    is_sent = rank is not None and tensor in _list_crossing(given, rank, "send")
+    return f"{name} was to {'come from' if is_sent else 'go to'} it"
 
 
 def _list_crossing(plan: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:
-    """The names of what the rank sends to others, or receives from them."""
+    """The names of the tensors that the rank sends to others, or receives from them."""
     if isinstance(plan, Program):
-        for one in plan.for_rank(rank):
-            for message in one.sends if way == "send" else one.receives:
-                yield from (piece.tensor for piece in message.pieces)
+        for program_round in plan.for_rank(rank):
+            messages = program_round.sends if way == "send" else program_round.receives
+            yield from (piece.tensor for message in messages for piece in message.pieces)
         return
-    moved = plan.transfers(src=rank) if way == "send" else plan.transfers(dst=rank)
-    for transfer in moved:
+    transfers = plan.transfers(src=rank) if way == "send" else plan.transfers(dst=rank)
+    for transfer in transfers:
         if transfer.src_rank != transfer.dst_rank:
             yield transfer.tensor

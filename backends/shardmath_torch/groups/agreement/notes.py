@@ -1,8 +1,8 @@
-"""Notes: texts that processes leave each other in a key-value store, read and written without waiting.
+"""Notes: short texts in a key-value store, read and written without waiting.
 
-1. `get` of torch's stores waits for a key that is not there, for as long as the store waits. `read` compares with a
+1. `get` of torch's stores waits for a missing key until the store's timeout. `read` is a compare-and-set against a
    text that nobody writes, which changes nothing and answers at once (HashStore, FileStore, TCPStore; torch 2.12-2.15).
-2. What every rank has to say is a line of one note: reading all of them is one request, however many ranks there are.
+2. Ranks add lines to one note, so that reading all ranks' lines is one request, however many ranks there are.
 
 >>> import torch.distributed as dist
 >>> store = dist.HashStore()
@@ -26,24 +26,24 @@ NOWHERE = "\0 nobody writes this"
 
 
 def read(store: Store, key: str) -> str | None:
-    """What the note says; None if there is none. Raises RuntimeError if the store is lost."""
-    # What somebody else has put there may be no text.
-    found = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
-    return None if found == NOWHERE else found
+    """The note's text; None if there is no note. Raises RuntimeError if the store is lost."""
+    # Another program's value may not be UTF-8.
+    text = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
+    return None if text == NOWHERE else text
 
 
 def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
-    """Write `new` if the note says `old`, or if there is none and `old` is None; gives what it says then.
+    """Write `new` if the note is `old`, None for no note; return the note's text after that.
 
     Raises RuntimeError if the store is lost.
     """
-    found = store.compare_set(key, old or "", new).decode()
-    # Stores answer with what was expected, and write nothing, if there is no note.
-    return None if found == old else found
+    text = store.compare_set(key, old or "", new).decode()
+    # If there is no note, stores write nothing and answer with `old`.
+    return None if text == old else text
 
 
 def add_line(store: Store, key: str, line: str) -> None:
-    """Add a line to the note, which begins with an empty one if there was none.
+    """Add a line to the note; a new note begins with an empty line.
 
     Raises RuntimeError if the store is lost.
     """
@@ -51,6 +51,6 @@ def add_line(store: Store, key: str, line: str) -> None:
 
 
 def read_lines(store: Store, key: str) -> list[str]:
-    """The lines that were added. Raises RuntimeError if the store is lost."""
-    found = read(store, key)
-    return found.split("\n")[1:] if found else []
+    """The note's lines, by `add_line`. Raises RuntimeError if the store is lost."""
+    text = read(store, key)
+    return text.split("\n")[1:] if text else []

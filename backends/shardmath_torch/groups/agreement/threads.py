@@ -1,12 +1,12 @@
-"""Threads beside: calls of torch that this thread does not wait for, or not without an end.
+"""Threads: background threads for calls of torch, waited for with a time limit or not at all.
 
-1. They are daemons, since a call of torch may take its whole time limit and a process that is done
-   should end before.
-2. Python ends daemons on their way back from C++, which ends the process with SIGABRT. So at exit
-   they are told to leave (`make_bell`), and are waited for a little; errands that go on all the same
-   are called off.
-3. An errand is a thread for whose end others wait. A wait that is left by Ctrl-C leaves it as it is:
-   after `Thread.join` CPython 3.11 would take it for ended.
+1. They are daemons: a call of torch may take its whole time limit, and a process that is done should
+   end before.
+2. Python kills daemons on their way back from C++, which ends the process with SIGABRT. So at exit
+   their bells ring (`make_bell`), and they get a short time to end; errands still running then are
+   called off.
+3. An errand is a thread for whose end others wait. A wait that Ctrl-C interrupts does not change the
+   errand: after an interrupted `Thread.join` CPython 3.11 would take the thread for ended.
 
 >>> errand = Errand(lambda: None)
 >>> errand.start()
@@ -27,16 +27,16 @@ from typing import TypeVar
 __all__ = ["Errand", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
-"""What they get at exit, all together: time for a call that a broken connection ends."""
+"""Time for all threads together at exit, enough for a call that a broken connection ends."""
 
 LAST_CALL_SECONDS = 1.0
-"""What errands get after that, once they are called off."""
+"""Further time for errands once they are called off."""
 
 LOOK_AGAIN_S = 1.0
-"""While an errand is under way, whether its thread still is: in a forked process it is not."""
+"""Time between two checks that an errand's thread still runs: in a forked process it does not."""
 
 SETTLE_AGAIN_S = 0.001
-"""While an interrupted call has not ended."""
+"""Time between two checks whether an interrupted call has ended."""
 
 _T = TypeVar("_T")
 
@@ -46,7 +46,7 @@ _bells: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
 def start(act: Callable[[], None]) -> threading.Thread:
-    """A thread that acts; `act` handles its own errors."""
+    """Start a thread that runs `act`, which handles its own errors."""
     thread = threading.Thread(target=act, daemon=True)
     _started.add(thread)
     thread.start()
@@ -54,10 +54,10 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-    """What it gives, made on its own thread: torch, which waits in it for other processes, is deaf to Ctrl-C.
+    """Run `make` in a thread and return its result: torch's waits for other processes ignore Ctrl-C.
 
-    Raises what it raises, and RuntimeError once `limit` seconds are over. Left by Ctrl-C, it first gives the thread
-    `settle` seconds to end.
+    Raises any exception of `make`, and RuntimeError after `limit` seconds. On Ctrl-C, first gives the thread `settle`
+    seconds to end.
     """
     made: list[_T] = []
     failed: list[BaseException] = []
@@ -66,30 +66,30 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
         try:
             made.append(make())
         except BaseException as error:
-            # Raised below, where somebody can take it.
+            # Raised below, in the caller's thread.
             failed.append(error)
 
     try:
-        beside = start(act)
-        beside.join(limit)
+        thread = start(act)
+        thread.join(limit)
     except BaseException:
         until = time.monotonic() + settle
-        # Not joined again: CPython 3.11 would take it for ended.
+        # Not joined again: CPython 3.11 would take the thread for ended.
         while not (made or failed) and time.monotonic() < until:
             time.sleep(SETTLE_AGAIN_S)
         raise
     if failed:
-        # Not kept: the error's frames, which hold what was used, hold this list.
+        # Popped to break a cycle: the error's frames hold this list.
         raise failed.pop()
     if not made:
-        # What does not answer now will not at exit either.
-        _started.discard(beside)
+        # A call that does not answer now will not at exit either.
+        _started.discard(thread)
         raise RuntimeError(f"no answer in {limit:.0f} s")
     return made.pop()
 
 
 def make_bell() -> threading.Event:
-    """What its owner sets to end a thread beside that sleeps; set as the process is about to end, too."""
+    """Make an event that wakes a sleeping background thread to end it; also set when the process exits."""
     bell = threading.Event()
     _bells.add(bell)
     return bell
@@ -100,7 +100,7 @@ def _nothing() -> None:
 
 
 class Errand:
-    """What a thread beside is to do; `act` handles its own errors. `call_off`, from any thread, makes it end early."""
+    """A background thread that others wait for; `act` handles its own errors, and `call_off` makes it end early."""
 
     def __init__(self, act: Callable[[], None], call_off: Callable[[], None] = _nothing) -> None:
         self.is_over = False
@@ -110,36 +110,36 @@ class Errand:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         _started.add(self._thread)
         _errands.add(self)
         self._thread.start()
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is the calling thread that does it."""
+        """Whether the calling thread is the errand's."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         try:
             self._act()
         finally:
-            # What it was done with is let go of.
+            # Release the memory that the calls hold.
             self._act = self._call_off = _nothing
             self.is_over = True
             for bell in list(self._bells):
                 bell.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is over, at the latest after `timeout` seconds.
+        """Wait at most `timeout` seconds for the end, and return whether it has come.
 
-        So it is where its thread is no more, or was never begun.
+        An errand whose thread is gone, or was never started, counts as over.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
-        # A lock for each wait: no exception can leave one held that others need.
+        # A lock per wait: no exception can leave a lock held that others need.
         bell = threading.Lock()
         bell.acquire()
-        # Before looking: whoever ends rings all the bells that are there.
+        # Before the check: the errand's end rings all bells that are listed then.
         self._bells.append(bell)
         while not self.is_over:
             left = min(LOOK_AGAIN_S, until - time.monotonic())
@@ -152,20 +152,20 @@ class Errand:
         return self.is_over
 
     def call_off(self) -> None:
-        """Make it end early."""
+        """Make the errand end early, from any thread."""
         self._call_off()
 
 
 def _wait_for_all() -> None:
-    """At exit: tell the threads to leave, and wait a little."""
+    """At exit, ring all bells, and give the threads a short time to end."""
     for bell in list(_bells):
         bell.set()
     _join_all(LAST_SECONDS)
-    left = [errand for errand in _errands if not errand.is_over]
-    for errand in left:
+    running = [errand for errand in _errands if not errand.is_over]
+    for errand in running:
         with suppress(Exception):
             errand.call_off()
-    if left:
+    if running:
         _join_all(LAST_CALL_SECONDS)
 
 

@@ -1,6 +1,7 @@
 """Transports: the package that carries a group's bytes, by the group's backend.
 
-They stand above this package, and each is there only where it is used: hence imported by name, when a group is joined.
+Transports import this package, and need not be installed if they are not used. So they are imported by name, when a
+group is joined.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.groups.agreement.turns import turns_of
 
-__all__ = ["TRANSPORTS", "join", "package_of"]
+__all__ = ["TRANSPORTS", "join", "join_within", "package_of"]
+
+LONGEST_GRACE_S = 5.0
+"""Most time for finding out who failed."""
 
 TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 """The package that serves a backend of torch.distributed."""
@@ -29,8 +33,15 @@ def package_of(group: compat.Group) -> ModuleType:
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """This rank in the group, its times in seconds as `Party` has them. Talks to nobody."""
+    """Make this rank's `Party` in the group, of these times in seconds. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
     return Party(group, rank, ranks, wire, turns_of(group), patience, grace)
+
+
+def join_within(group: compat.Group, limit: float) -> Party:
+    """Make this rank's `Party`, for calls of `limit` seconds in all, at most a fifth of them to find out who failed."""
+    grace = min(LONGEST_GRACE_S, limit / 5)
+    # An extra fifth of the grace is for reporting the failure.
+    return join(group, limit - 1.2 * grace, grace)

@@ -1,13 +1,14 @@
-"""Turns: what the ranks of one process group do together, one thing after another.
+"""Turns: the joint operations of a process group's ranks, one after another.
 
-1. A turn is a vote and what was agreed on in it. Votes of a group are counted, alike on all its
-   ranks; the count marks every message, so that bytes of one are never taken for another's.
-2. One thread of a rank at a time has the turn, since only order says which calls of two ranks
-   belong together. So it is with calls of several steps (`Turns.call`), some of which are torch's
-   own and have no turn: those of two threads do not come between each other.
-3. A turn ends well, or by a refusal that all ranks know of (`Refused`). Left in any other way, as
-   by Ctrl-C or an exception in a signal handler, it may leave messages on their way: the group is
-   broken from then on, and says so.
+1. A turn is a vote and the work that was agreed on in it. Each rank counts the group's votes, and
+   the counts are equal on all ranks. The count marks every message, so that bytes of one turn are
+   never taken for another's.
+2. One thread of a rank at a time holds the turn, since only their order pairs the calls of two
+   ranks. The same holds for calls of several steps (`Turns.call`), even if some steps are torch's
+   own collectives, which take no turn: steps of two threads never interleave.
+3. A turn ends well, or by a refusal that all ranks know of (`Refused`). If Ctrl-C or an exception
+   in a signal handler ends it, messages may still be in flight: the group is broken from then on,
+   and later calls raise with the cause.
 
 >>> turns = Turns()
 >>> with turns.taken(patience=1.0):
@@ -39,21 +40,21 @@ from shardmath_torch.groups.compat import Group, Store, in_backward
 __all__ = ["Refused", "Turns", "Unasked", "as_main", "check_thread", "in_thread", "turns_of"]
 
 LONGEST = 60
-"""Letters of a thread's name that a claim shows."""
+"""Longest part of a thread's name that a claim shows, in letters."""
 
 LOOK_AGAIN_S = 0.001
-"""While another thread has the turn."""
+"""Time between two tries to take a seat that another thread holds."""
 
 
 class Refused(ExchangeError):
-    """All ranks know that nothing is done; the next turn may begin."""
+    """A refusal known to all ranks: nothing was done, and the next turn may begin."""
 
 
 class Unasked(NamedTuple):
-    """A turn about which ranks have agreed before, so that nobody is asked.
+    """A turn on which ranks agreed earlier, so that no vote is gathered.
 
-    `mark` is of all that they would have said: where ranks do different things, none takes bytes of the other's.
-    `patience` in seconds: to wait for a rank that comes late, where that is given.
+    `mark` is a checksum of the claim they would have voted on: ranks that do different things never take each other's
+    bytes. `patience` is the time to wait for a late rank, in seconds; None for the wire's default.
     """
 
     mark: int
@@ -62,10 +63,9 @@ class Unasked(NamedTuple):
 
 @dataclass(eq=False)
 class _Turn:
-    """What a thread has while the turn is its own.
+    """A thread's claim to a seat, alive exactly as long as the thread's call.
 
-    It lives as long as the call, and no longer: so the turn is free even where a signal handler
-    raised just as it was to be given back.
+    Seats refer to it weakly: a seat is free again even if a signal handler raised just before it was given back.
     """
 
     thread: threading.Thread
@@ -76,69 +76,71 @@ def _nobody() -> None:
 
 
 class _Seat:
-    """What one thread at a time has, and the others wait for, in the order in which they came.
+    """A fair lock that survives exceptions: one thread at a time holds it, others wait in order of arrival.
 
-    `had` says in words what it had.
+    `activity` completes the sentence "thread has ... of this process group".
     """
 
-    def __init__(self, had: str) -> None:
-        self._had = had
+    def __init__(self, activity: str) -> None:
+        self._activity = activity
         self._lock = threading.Lock()
-        self._held: Callable[[], _Turn | None] = _nobody
-        self._came: list[weakref.ref[_Turn]] = []
+        self._holder: Callable[[], _Turn | None] = _nobody
+        self._queue: list[weakref.ref[_Turn]] = []
 
     def is_mine(self) -> bool:
-        """Whether the calling thread has it."""
-        held = self._held()
-        return held is not None and held.thread is threading.current_thread()
+        """Whether the calling thread holds the seat."""
+        holder = self._holder()
+        return holder is not None and holder.thread is threading.current_thread()
 
     def take(self, turn: _Turn, patience: float) -> None:
-        """Wait until it is this one's. Raises ExchangeError where another keeps it."""
+        """Wait until `turn` holds the seat. Raises ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
-        while (holder := self._claim(turn)) is not None:
+        while (blocker := self._claim(turn)) is not None:
             left = until - time.monotonic()
             if left <= 0:
-                held = f"{holder.thread.name} has {self._had} of this process group"
-                fix = "give each thread a group of its own, dist.new_group()"
-                raise ExchangeError(f"{held} for {patience:.1f} s; {fix}")
+                activity = f"{blocker.thread.name} has {self._activity} of this process group"
+                fix = "give each thread its own group, dist.new_group()"
+                raise ExchangeError(f"{activity} for {patience:.1f} s; {fix}")
             # Looking again needs no lock of Event or Condition, which an exception may leave held.
             time.sleep(min(left, LOOK_AGAIN_S))
 
     def _claim(self, turn: _Turn) -> _Turn | None:
-        """Who has it, or waits for it and came before; if nobody does, it is now this one."""
-        # Python runs no signal handler between taking a lock by `with` and its body; it may between
-        # any other two steps, so holding it is one assignment, of what dies with the call.
+        """Seat `turn` and return None, or return the holder or earlier waiter that comes first."""
+        # Python runs no signal handler between taking a lock by `with` and its body. It may between
+        # any other two steps, so seating is one assignment, of a reference that dies with the call.
         with self._lock:
-            earlier = self._find_earlier(turn)
-            first = self._held() or earlier
-            if first is None:
-                self._held = weakref.ref(turn)
-            return first
+            waiter = self._find_earlier(turn)
+            blocker = self._holder() or waiter
+            if blocker is None:
+                self._holder = weakref.ref(turn)
+            return blocker
 
     def _find_earlier(self, turn: _Turn) -> _Turn | None:
-        """Of other threads who came before; None if nobody did.
+        """Queue `turn` if it is new, and return another thread's turn queued before it, or None.
 
-        Otherwise a thread that takes turn after turn would leave none to the others, which look only now and then.
+        Without the queue a thread that takes turn after turn would starve the others, which only poll.
         """
-        came = [one for it in self._came if (one := it()) is not None]
-        if turn not in came:
-            came.append(turn)
-            self._came = list(map(weakref.ref, came))
-        earlier = itertools.takewhile(lambda one: one is not turn, came)
+        queue = [queued for reference in self._queue if (queued := reference()) is not None]
+        if turn not in queue:
+            queue.append(turn)
+            self._queue = list(map(weakref.ref, queue))
+        earlier = itertools.takewhile(lambda queued: queued is not turn, queue)
         # A signal handler does not wait for the call that it interrupts.
-        return next((one for one in earlier if one.thread is not turn.thread), None)
+        return next((queued for queued in earlier if queued.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free it, if this one has it; it waits no more."""
+        """Free the seat if `turn` holds it, and remove `turn` from the queue."""
         with self._lock:
-            if self._held() is turn:
-                self._held = _nobody
-            self._came = [it for it in self._came if it() is not turn]
+            if self._holder() is turn:
+                self._holder = _nobody
+            self._queue = [reference for reference in self._queue if reference() is not turn]
 
 
 class _Heard(threading.local):
-    """What the calling thread has heard: how many of its turns were refused, or not begun since a rank has left; and
-    whether it moves beside another."""
+    """Counters of the calling thread: turns refused, and turns not begun because a rank had left.
+
+    `is_beside` is set in a thread that runs moves in the background of another.
+    """
 
     refusals = 0
     goodbyes = 0
@@ -148,20 +150,16 @@ class _Heard(threading.local):
 class Turns:
     """The turns of one group on this rank.
 
-    `decided` is the number of the latest vote of which the group's store has a record (`commits`).
-
-    `beside` is the latest errand, which moves beside the thread that called, after the ones before it: other calls
-    wait for it. `unasked` is what the turn was agreed on by, where that was before.
-
-    `told` is the exception that this rank goes on with and of which all ranks have heard, in the
-    call of several steps that is under way.
-
-    `broken` says why there are no more, "" while there are. `host` is the rank that serves the
-    group's store, None if it is none of the group, UNTOLD until ranks have voted on it; `nonce` is
-    drawn by the first rank and told in the first vote, so that what an earlier group has left in
-    the store is not taken for this one's. `goodbyes` are heard once this rank listens: in a joint group from its
-    beginning, in another from the first mover on;
-    `give_up` ends the turn that goes on if a rank has left before it; whoever calls it holds `giving_up`.
+    - `decided`: number of the latest vote recorded in the group's store (`commits`).
+    - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.
+    - `unasked`: the earlier agreement that stands for the current turn's vote, if there is one.
+    - `told`: the exception now raised on this rank that all ranks know of, in the current call of several steps.
+    - `broken`: why the group takes no more turns; "" while it does.
+    - `host`: the rank that serves the group's store; None if no rank of the group does, UNTOLD before the first vote.
+    - `nonce`: drawn by the first rank and sent in the first vote: entries that an earlier group left in the store
+      are not taken for this group's.
+    - `goodbyes`: None until this rank listens: in a joint group from its start, otherwise from the first mover on.
+    - `give_up`: ends the current turn if a rank left before it; its caller holds `giving_up`.
     """
 
     def __init__(self) -> None:
@@ -185,43 +183,43 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """The number of the vote, or of the PROMISE, that now begins."""
+        """Count the vote, or the PROMISE, that now begins, and return its number."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes
 
     def agreed(self) -> None:
-        """The vote is over, and nobody objects."""
+        """Note that the vote is over, without an objection."""
         self.protocol.note(Event.AGREE)
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """What the latest vote is known by on all ranks, as no other of any group; and whether ranks were asked."""
+        """The latest vote's identity, unique among groups and equal on all ranks: nonce, number, whether gathered."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
     def under_way(self) -> bool:
-        """Whether others may count on this rank, which has begun to vote (`protocol`)."""
+        """Whether this rank has begun to vote, so that others may rely on it (`protocol`)."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
-        """Raises ExchangeError if two threads that are both alive go by one name."""
-        here = threading.current_thread()
-        self._names = {n: ref for n, ref in self._names.items() if _is_alive(ref())}
-        known = self._names.setdefault(name, weakref.ref(here))()
-        # A thread that lives and has not moved yet counts too: it may have done so first on another rank.
-        namesakes = [one for one in threading.enumerate() if one.name == here.name]
-        has_twin = here.name == name and len(namesakes) > 1
-        if known is not here or has_twin:
+        """Raises ExchangeError if two live threads have this name."""
+        current = threading.current_thread()
+        self._names = {known: ref for known, ref in self._names.items() if _is_alive(ref())}
+        owner = self._names.setdefault(name, weakref.ref(current))()
+        # A live thread that has not moved yet counts too: it may have moved first on another rank.
+        namesakes = [thread for thread in threading.enumerate() if thread.name == current.name]
+        has_twin = current.name == name and len(namesakes) > 1
+        if owner is not current or has_twin:
             what = f"two threads of this rank are called {name!r}, and ranks pair calls by name"
-            raise ExchangeError(f"{what}; name them apart, or give each a group of its own")
+            raise ExchangeError(f"{what}; give them different names, or each its own group")
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """No call on the group goes on in this process meanwhile; ranks are not asked, and it may be broken.
+        """Hold the turn without a vote, even on a broken group: no other call on the group runs in this process.
 
-        Waits for moves beside, and at most `patience` seconds for other threads. Raises ExchangeError inside of a call,
-        and where the turn cannot be had.
+        Waits for background moves, and at most `patience` seconds for other threads. Raises ExchangeError inside of a
+        call, and if another thread keeps the turn.
         """
         turn = _Turn(threading.current_thread())
         self.refuse_nested()
@@ -236,10 +234,10 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """The turn is this thread's, as `alone` has it, for what ranks do together.
+        """Hold the turn for a joint operation, waiting as `alone` does.
 
-        Raises ExchangeError where it cannot be had, or the group is broken, and so is `what` needs
-        it. `let_go` is called if the turn before was left in the middle and nobody could.
+        Raises ExchangeError, which calls `what` broken, if another thread keeps the turn or the group is broken.
+        Calls `let_go` if the turn before was left in the middle and the group was not marked broken then.
         """
         with self.alone(patience):
             self._check_not_broken(what, let_go)
@@ -254,9 +252,9 @@ class Turns:
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
-        """A call of several steps is this thread's, and so are such calls inside of it.
+        """Hold the group for a call of several steps by this thread; such calls may nest.
 
-        Waits for other threads' at most `patience` seconds. Raises ExchangeError where it cannot be had.
+        Raises ExchangeError if another thread's call takes longer than `patience` seconds.
         """
         self._refuse_in_step()
         if self._call.is_mine():
@@ -265,7 +263,7 @@ class Turns:
         turn = _Turn(threading.current_thread())
         try:
             self._call.take(turn, patience)
-            # Not where it could not be had: what has been told is then of another thread's call.
+            # Only now: before, `told` may belong to another thread's call.
             self.told = None
             try:
                 yield
@@ -276,9 +274,9 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What this thread now does by itself, while the other ranks wait to hear how it ends: it takes no turn.
+        """Mark local work of this thread, whose result the other ranks wait for: no turn may be taken in it.
 
-        Raises ExchangeError where it is in one already.
+        Raises ExchangeError inside of another step of this thread.
         """
         self._refuse_in_step()
         turn = _Turn(threading.current_thread())
@@ -290,7 +288,7 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """The last turn, as `alone` has it: there are no more, by this cause, and the others hear of it."""
+        """Hold the last turn, as `alone` does; the group then takes no more, and the others are sent `cause`."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
@@ -301,33 +299,33 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Hear from now on which of the ranks leave; as `Goodbyes` has it. Of a group that listens nothing changes."""
+        """Watch from now on for ranks that leave, with `Goodbyes` of these arguments. Later calls change nothing."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
-        # The thread that listens keeps nothing of the group.
-        known = weakref.ref(self)
-        self.goodbyes.listen(lambda: _give_up_if_left(known()))
+        # The listening thread must not keep the group alive.
+        turns = weakref.ref(self)
+        self.goodbyes.listen(lambda: _give_up_if_left(turns()))
 
     def part(self, key: str, why: str) -> None:
-        """Say goodbye to the mover of this key; of a broken group the others know. Only in a turn, `alone`."""
+        """Say goodbye to the mover of this key, unless the group is broken, which the others know. Call in `alone`."""
         is_broken = self.under_way or self.broken
         if self.goodbyes is not None and not is_broken:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """The latest is this one from now on; gives the one after which it comes."""
+        """Make `errand` the latest background move, and return the previous one, after which it runs."""
         with self._queue:
-            former, self.beside = self.beside, errand
-        return former
+            previous, self.beside = self.beside, errand
+        return previous
 
     def wait_for_beside(self) -> None:
-        """Return once the moves that go on beside are over: order says which calls belong together."""
+        """Wait for the background moves: ranks pair calls by their order."""
         if self.beside is not None and not self.heard.is_beside:
             self.beside.wait()
 
     def refuse_nested(self) -> None:
-        """Raise ExchangeError where the thread has the turn already: it would wait for itself."""
+        """Raise ExchangeError if the calling thread holds the turn already: it would wait for itself."""
         if self._turn.is_mine():
             what = "this thread is in the middle of a move or a compile, and calls another one"
             fix = "call it after the first has ended"
@@ -335,20 +333,20 @@ class Turns:
         self._refuse_in_step()
 
     def _refuse_in_step(self) -> None:
-        """Raise ExchangeError where the other ranks wait to hear how this thread's step ends."""
+        """Raise ExchangeError inside of a step, whose result the other ranks wait for."""
         if self._step.is_mine():
             what = (
                 "this thread is in the middle of a save, load or export, and calls something else"
             )
-            fix = "call it after the first has ended, or on a group of its own"
+            fix = "call it after the first has ended, or on its own group"
             raise ExchangeError(f"{what} of its process group, as a progress callback may; {fix}")
 
     def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
-        """Raise ExchangeError where the group is broken, and `what` with it."""
+        """Raise ExchangeError if the group is broken, and `what` with it."""
         # The call before ended neither well nor by a refusal: it was left.
         if self.under_way:
             self.protocol.note(Event.LEAVE)
-        # Nobody could say why where an exception came on top of another that was being handled.
+        # The cause was lost if an exception came while another was being handled.
         if self.protocol.state is not State.IDLE and not self.broken:
             self.broken = "a move or a compile was left in the middle"
             let_go()
@@ -357,7 +355,7 @@ class Turns:
 
 
 def _give_up_if_left(turns: Turns | None) -> bool:
-    """End the turn that goes on, if a rank has left before it; whether there may be more turns to look after."""
+    """End the current turn if a rank left before it; return whether more turns may come."""
     if turns is None or turns.broken:
         return False
     with turns.giving_up:
@@ -372,30 +370,30 @@ def _is_alive(thread: threading.Thread | None) -> bool:
 
 _turns: weakref.WeakKeyDictionary[Group, Turns] = weakref.WeakKeyDictionary()
 
-_here = threading.local()
-"""Of the calling thread: whether it stands in for the main one."""
+_this_thread = threading.local()
+"""`is_as_main`: whether the calling thread stands in for the main thread."""
 
 
 def turns_of(group: Group) -> Turns:
-    """The turns of the group: the same for all that is made on it in this process."""
+    """The group's turns, one object per group and process."""
     return _turns.setdefault(group, Turns())
 
 
 def in_thread(given: str | None) -> str:
-    """What a claim says of the calling thread, by the name `given` to it or by its own; nothing of the main one."""
-    # Autograd's threads are not Python's, and have no names of their own.
+    """The calling thread's part of a claim, " in thread NAME", with name `given` or its own; "" for the main thread."""
+    # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"
     name = _name_thread() if given is None else given
     if name is not None and len(name) > LONGEST:
-        # Long names that differ beyond what is shown are different names.
+        # Long names that differ only in the omitted part stay different.
         checksum = zlib.crc32(name.encode(errors="backslashreplace"))
         name = f"{name[:LONGEST]}... {checksum:08x}"
     return "" if name is None else f" in thread {name!r}"
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Raises ExchangeError if another thread that is still alive has moved by this thread's name."""
+    """Raises ExchangeError if another live thread has the calling thread's name."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given
@@ -404,27 +402,27 @@ def check_thread(turns: Turns, given: str | None) -> None:
 
 
 def _name_thread() -> str | None:
-    """The calling thread's name; None for the main one, which needs none. Another's may be empty."""
-    here = threading.current_thread()
-    is_main = here is threading.main_thread() or getattr(_here, "is_as_main", False)
-    return None if is_main else here.name
+    """The calling thread's name, which may be empty; None for the main thread, which needs none."""
+    current = threading.current_thread()
+    is_main = current is threading.main_thread() or getattr(_this_thread, "is_as_main", False)
+    return None if is_main else current.name
 
 
 @contextmanager
 def as_main() -> Iterator[None]:
-    """This thread's calls belong to those of other ranks' main threads.
+    """Pair this thread's calls with the calls of other ranks' main threads.
 
-    For ranks of several jobs, which know nothing of each other's threads, on a group that one thread of each uses.
+    For ranks of several jobs, whose threads have unrelated names, on a group that one thread of each rank uses.
     """
-    before = getattr(_here, "is_as_main", False)
-    _here.is_as_main = True
+    before = getattr(_this_thread, "is_as_main", False)
+    _this_thread.is_as_main = True
     try:
         yield
     finally:
-        _here.is_as_main = before
+        _this_thread.is_as_main = before
 
 
 def _is_thread_of_autograd() -> bool:
-    """Whether torch has made the calling thread, for a backward."""
-    here = threading.current_thread()
-    return in_backward() and isinstance(here, threading._DummyThread)
+    """Whether the calling thread is torch's, made for a backward pass."""
+    current = threading.current_thread()
+    return in_backward() and isinstance(current, threading._DummyThread)

@@ -1,9 +1,9 @@
-"""Joint: process groups of several jobs, whose processes know of each other only where they meet.
+"""Joint: process groups of several jobs, whose processes share nothing but a store.
 
 In reading order:
 
-- `steps`: what a process does to notes of a store, carried out by somebody else;
-- `rendezvous`: processes find each other in a store, and forget what it has of them;
-- `meeting`: the store where they do, by an address or as it was given;
-- `connect`: a group of those who have met, and its end.
+- `steps`: operations on a store's notes as values, carried out by a driver;
+- `rendezvous`: the protocol by which processes find each other in a store;
+- `meeting`: the store for that, at an address or given by the caller;
+- `connect`: making and ending the group.
 """

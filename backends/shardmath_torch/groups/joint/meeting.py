@@ -1,6 +1,6 @@
-"""Meeting places: a store at an address, served by rank 0, or one that the caller has.
+"""Meeting: the store for a rendezvous, served by rank 0 at an address, or given by the caller.
 
-Who comes before rank 0 tries again until its time is over, and so does who was there when rank 0's process ended.
+A process that comes before rank 0, or loses rank 0's store, tries again until its time is over.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from shardmath_torch.groups.stores import connect_anew
 __all__ = ["Address", "meet_at", "read_where"]
 
 LOOK_AGAIN_S = 0.02
-"""While nobody serves the store."""
+"""Time between two tries while nobody serves the store."""
 
 LEAST_S = 1.0
-"""For an answer of a store that is there."""
+"""Least time for a running store to answer."""
 
 GRACE_S = 1.0
-"""For torch to say itself that its time is over; it never does if a server that has stopped accepted."""
+"""Time for torch to raise its own timeout; it never does if a stopped server had accepted the connection."""
 
 LAST_PORT = 65535
 
 LONGEST_HOST = 253
-"""Characters of a name that the domain name system has (RFC 1035)."""
+"""Most characters of a domain name (RFC 1035)."""
 
 _T = TypeVar("_T")
 
 
 class Address(NamedTuple):
-    """Where a store is served."""
+    """The host and port of a served store."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ def read_where(where: object) -> Address | Store:
 
 
 def _is_host(text: str) -> bool:
-    """Whether it can be looked up: Python and torch raise errors of several kinds for other texts."""
+    """Whether the text can be looked up: Python and torch raise errors of several kinds for other texts."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -70,15 +70,15 @@ def _is_host(text: str) -> bool:
 
 
 def _is_port(text: str) -> bool:
-    # Python refuses to read numbers of thousands of digits.
+    # The length first: Python refuses to read numbers of thousands of digits.
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(LAST_PORT))
     return is_number and 0 < int(text) <= LAST_PORT
 
 
 def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
-    """What `meet` gives in the store: once more where the store is lost meanwhile, until that time.
+    """Run `meet` in the store, again if a store at an address is lost, until that time; return its result.
 
-    Raises ExchangeError where it cannot be served, or is not there in time; and what `meet` does.
+    Raises ExchangeError if the store cannot be served, or is not there in time, and any exception of `meet`.
     """
     if isinstance(where, Store):
         return _meet_in(where, until, meet)
@@ -95,9 +95,9 @@ def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[
 
 
 def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
-    """What `meet` gives in the caller's store. Other threads may wait in that, which locks its connection.
+    """Run `meet` in the caller's store, over a fresh connection, since a waiting thread locks a connection.
 
-    So do two threads that connect at once: each would wait for the other rank, and hold what the other thread needs.
+    Two threads that connect at once over one would deadlock: each waits for the other rank, and holds the lock.
     """
     left = max(0.0, until - time.monotonic())
     try:
@@ -107,11 +107,11 @@ def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
 
 
 def _open(address: Address, serves: bool, until: float) -> Store:
-    """The store at the address, served by this process or another."""
+    """Open the store at the address, served by this process or another."""
     if serves:
-        _check_known(address, until)
+        _check_host(address, until)
     else:
-        _knock(address, until)
+        _await_server(address, until)
     left = max(LEAST_S, until - time.monotonic())
     make = partial(
         TCPStore,
@@ -121,7 +121,7 @@ def _open(address: Address, serves: bool, until: float) -> Store:
         is_master=serves,
         timeout=timedelta(seconds=left),
         wait_for_workers=False,
-        # Several groups of a process may meet at one address: the last to end it ends the server.
+        # Several groups of a process may use one address: the server ends with the last of them.
         multi_tenant=True,
     )
     try:
@@ -132,8 +132,8 @@ def _open(address: Address, serves: bool, until: float) -> Store:
         raise _make_serving_error(address, error) from error
 
 
-def _check_known(address: Address, until: float) -> None:
-    """Raises ExchangeError for a host of no address: torch would look it up again and again, twice as long as told."""
+def _check_host(address: Address, until: float) -> None:
+    """Raises ExchangeError for an unknown host: torch would look it up again and again, for twice the timeout."""
     left = max(0.0, until - time.monotonic())
     try:
         threads.within(left + GRACE_S, partial(socket.getaddrinfo, *address))
@@ -141,12 +141,12 @@ def _check_known(address: Address, until: float) -> None:
         raise _make_serving_error(address, error) from error
 
 
-def _knock(address: Address, until: float) -> None:
-    """Return once somebody listens there. Torch would wait deaf to Ctrl-C, and write of each attempt."""
+def _await_server(address: Address, until: float) -> None:
+    """Return once a server listens there. Torch would ignore Ctrl-C while waiting, and log each attempt."""
     while True:
         left = until - time.monotonic()
         try:
-            # Beside: it looks the name up without a limit, and then gives each address the whole time.
+            # In a thread: it looks the name up without a limit, and then tries each address for the whole time.
             connect = partial(socket.create_connection, address, max(left, LOOK_AGAIN_S))
             threads.within(max(left, 0.0) + GRACE_S, connect).close()
             return
@@ -158,7 +158,7 @@ def _knock(address: Address, until: float) -> None:
 
 def _make_serving_error(address: Address, error: Exception) -> ExchangeError:
     what = f"rank 0 cannot serve a store at {address}"
-    fix = "give an address of its own with a free port, or a store that is served already"
+    fix = "give an address of rank 0's host with a free port, or a store that is served already"
     return ExchangeError(f"{what}: {_first_line(error)}; {fix}")
 
 
@@ -169,5 +169,5 @@ def _make_lost_error(address: Address, error: Exception) -> ExchangeError:
 
 
 def _first_line(error: Exception) -> str:
-    """Torch's errors may go on with a trace of C++."""
+    """The first line of an error: torch's errors may continue with a C++ trace."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,17 +1,16 @@
 """Rendezvous: processes find each other by notes in a store, each by its rank, and become one group of one run.
 
-1. Rank 0 leads: it opens a meeting under a name that no other has, and announces it, once. Others add themselves to
-   the meeting's log, and look at the announcement until it changes.
-2. What becomes of a meeting is one compare-and-set of its log. Its leader ends it as full if every rank is there, and
-   says with whom; others leave it by a line in the same log, so nobody is counted who has left.
-3. A leader that finds another's announcement cannot know whether that process lives: it ends that meeting, and
-   announces its own. If the other lives, it sees that, and both raise.
-4. A rank that two processes give may have been taken by one that died. So the leader opens another meeting, to which
-   those who live come: if both do, all raise.
-5. A run is named by rank 0, by what it was given or by a text that it draws. A process that was given another run adds
-   itself to nothing.
-6. The leader removes what it has written, but for the log of a full meeting: that goes once all have left the group
-   (`leave`). Whoever adds to a log that was removed sees that it has no beginning, and removes it.
+1. Rank 0 leads: it opens a meeting under a unique name, and announces it once. The others add themselves to the
+   meeting's log, and read the announcement until it changes.
+2. One compare-and-set of its log ends a meeting. If every rank has come, the leader ends it as full, and lists the
+   processes. Others leave a meeting by a line in the same log, so no process is listed that has left.
+3. A leader that finds another's announcement cannot know whether that process is alive: it ends that meeting, and
+   announces its own. If the other process is alive, it sees that, and both raise.
+4. If two processes give one rank, one of them may have died. So the leader opens another meeting, to which the live
+   processes come: if both do, all raise.
+5. Rank 0 names the run, by its argument or at random. A process that was given another run adds itself to no meeting.
+6. The leader removes its notes, except the log of a full meeting, which goes once all ranks have left the group
+   (`leave`). A process that adds to a removed log sees that the log has no first line, and removes it.
 
 >>> import torch.distributed as dist
 >>> from shardmath_torch.groups.joint.steps import carry_out
@@ -44,24 +43,24 @@ from shardmath_torch.groups.joint.steps import (
 __all__ = ["LEFT", "Met", "Seat", "call_off", "leave", "meet"]
 
 LEAD = "lead"
-"""The announcement: the meeting that is open, and its run."""
+"""Key of the announcement: the open meeting, and its run."""
 
 OFF = "called off"
-"""Why nobody is to wait any more."""
+"""Key of the reason why connecting was called off."""
 
 LEFT = "left"
-"""Below a full meeting: the ranks that have left its group."""
+"""Key, below a full meeting, of the ranks that have left its group."""
 
 OPEN, FULL, OVER, WRONG = "open", "full", "over", "wrong"
-"""How a log begins. With whom a meeting is full follows, or why it is over or wrong."""
+"""The first word of a log: the meeting's state. The tokens of a full meeting follow, or why it is over or wrong."""
 
 LEAVES = "-"
 OBJECTS = "!"
-"""How lines of a log begin that are not seats."""
+"""First characters of log lines that are not seats: a process leaves, or another leader objects."""
 
 
 class Seat(NamedTuple):
-    """What a process says of itself; `token` is what no other process says, and `run` "" if it was given none."""
+    """A process's line in a log; `token` is unique to the process, and `run` is "" if it was given none."""
 
     rank: int
     size: int
@@ -70,7 +69,7 @@ class Seat(NamedTuple):
     run: str = ""
 
     def word(self) -> str:
-        """What all ranks have to give alike."""
+        """The arguments that must be equal on all ranks, in words."""
         return f"rank {self.rank} gives size={self.size} and backend={self.backend!r}"
 
 
@@ -82,65 +81,66 @@ class Met(NamedTuple):
 
 
 class _Log(NamedTuple):
-    """A meeting's log: how it begins, what follows that, and its lines."""
+    """A meeting's log: its state, the rest of the first line, and the further lines."""
 
     state: str
-    said: str
+    detail: str
     lines: tuple[str, ...]
 
     def list_seats(self) -> list[Seat]:
-        """The seats of all who came, those who left too."""
+        """The seats of all processes that came, even if they left."""
         return [Seat(*json.loads(line)) for line in self.lines if line.startswith("[")]
 
     def list_gone(self) -> set[str]:
-        """The tokens of those who left."""
+        """The tokens of processes that left."""
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """What another leader has against the meeting; "" for nothing."""
+        """Another leader's objection to the meeting; "" for none."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))
         return ""
 
     def has(self, seat: Seat) -> bool:
-        """Whether the meeting is full, and this process one of it."""
-        return self.state == FULL and seat.token in self.said.split()
+        """Whether the meeting is full, with this process."""
+        return self.state == FULL and seat.token in self.detail.split()
 
 
 def _parse(text: str | None) -> _Log:
-    """The log; its state is "" if there is none, and if it has no beginning, since it was removed."""
+    """Read a log; its state is "" if there is none, or only lines added after it was removed."""
     head, *lines = (text or "").split("\n")
-    state, _, said = head.partition(" ")
-    return _Log(state, said, tuple(lines))
+    state, _, detail = head.partition(" ")
+    return _Log(state, detail, tuple(lines))
 
 
 def meet(seat: Seat) -> Steps[Met]:
-    """Find the other ranks: the full meeting of which this process is one.
+    """Find the other ranks, and return the full meeting with this process.
 
-    Raises ExchangeError: with the ranks that did not come; for two processes of one rank; for ranks that give
-    other sizes, backends or runs; and if the meeting is called off.
+    Raises ExchangeError naming the ranks that did not come, for two processes of one rank, for ranks that give
+    different sizes, backends or runs, and if the meeting is called off.
     """
     return _lead(seat) if seat.rank == 0 else _follow(seat)
 
 
 def call_off(why: str) -> Steps[None]:
-    """Have nobody wait: those who do, or come later, raise ExchangeError with this text."""
-    off = json.dumps(why)
-    there: str | None = None
-    while (found := (yield Swap(OFF, there, off))) != off:
-        there = found
-    # Rank 0's process may end next, and the store with it: the others have looked by then.
+    """Make all processes that wait, or come later, raise ExchangeError with this text."""
+    reason = json.dumps(why)
+    expected: str | None = None
+    # Overwrites any earlier reason, since a swap answers with the note that was there instead.
+    while (present := (yield Swap(OFF, expected, reason))) != reason:
+        expected = present
+    # Rank 0's process may end next, and the store with it: give the others time to read.
     yield Linger()
 
 
 def leave(met: Met, rank: int, size: int) -> Steps[None]:
-    """Leave the group: the last rank removes what the store has of it."""
-    left = f"{met.meeting}/{LEFT}"
-    yield Add(left, str(rank))
-    there = yield Read(left)
-    # None if all had left before this one looked.
-    if len(set((there or "").split())) == size:
+    """Leave the group; the last rank to leave removes its notes."""
+    key = f"{met.meeting}/{LEFT}"
+    yield Add(key, str(rank))
+    left = yield Read(key)
+    # None if all others left, and the notes were removed, before this read.
+    if len(set((left or "").split())) == size:
         yield Purge(met.meeting)
 
 
@@ -163,49 +163,53 @@ def _lead(seat: Seat) -> Steps[Met]:
 
 
 def _undo(own: Met, seat: Seat) -> Steps[None]:
-    """Leave the meeting if it is full; else remove it."""
+    """Leave the group if its meeting is full; else remove the meeting."""
     yield from _remove(own.meeting)
     if _parse((yield Read(own.meeting))).state == FULL:
         yield from leave(own, seat.rank, seat.size)
 
 
 def _announce(own: Met) -> Steps[None]:
-    """Open the meeting, and end the one that was announced before. Raises ExchangeError for a stranger's note."""
+    """Open the meeting, and end the one announced before. Raises ExchangeError for another program's note."""
     text = json.dumps(own)
-    there = yield Read(LEAD)
-    former = _read_lead(there)
+    announced = yield Read(LEAD)
+    previous = _read_lead(announced)
     yield Swap(own.meeting, None, OPEN)
-    while (there := (yield Swap(LEAD, there, text))) != text:
-        former = _read_lead(there)
-    if former is not None:
-        yield from _remove(former.meeting)
+    while (announced := (yield Swap(LEAD, announced, text))) != text:
+        previous = _read_lead(announced)
+    if previous is not None:
+        yield from _remove(previous.meeting)
 
 
 def _read_lead(text: str | None) -> Met | None:
-    """The announcement that the note is; None for none. Raises ExchangeError for a note that another program wrote."""
+    """Parse an announcement; None for no note. Raises ExchangeError for another program's note."""
     if text is None:
         return None
     try:
         meeting, run = json.loads(text)
     except (TypeError, ValueError):
-        raise ExchangeError(_word_strange(LEAD, text)) from None
+        raise ExchangeError(_word_foreign(LEAD, text)) from None
     return Met(str(meeting), str(run))
 
 
 def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
-    """Whether the meeting is full; False if another one has to be opened. Raises ExchangeError."""
-    while text := (yield from _look(own)):
+    """Wait until the meeting is full; return False if another meeting is needed. Raises ExchangeError.
+
+    `doubtful` collects the tokens of processes that share a rank, one of which may be dead.
+    """
+    while text := (yield from _read_open_log(own)):
         log = _parse(text)
-        wrong = log.find_objection() or _find_fault(log, seat, doubtful)
-        if wrong:
-            yield from _give_up(own, WRONG, wrong)
-        there = _list_there(log, seat)
-        twice = _find_twice(there)
-        if twice:
-            doubtful |= twice
+        fault = log.find_objection() or _find_fault(log, seat, doubtful)
+        if fault:
+            yield from _give_up(own, WRONG, fault)
+        present = _list_present(log, seat)
+        rivals = _find_rivals(present)
+        if rivals:
+            doubtful |= rivals
             break
-        if len(there) == seat.size:
-            full = " ".join([FULL, *(one.token for one in sorted(there))])
+        if len(present) == seat.size:
+            full = " ".join([FULL, *(other.token for other in sorted(present))])
+            # A process that left since the log was read has changed it, so that the swap fails.
             if (yield Swap(own.meeting, text, full)) == full:
                 yield from _withdraw(own)
                 return True
@@ -215,39 +219,40 @@ def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
     return False
 
 
-def _look(own: Met) -> Steps[str]:
+def _read_open_log(own: Met) -> Steps[str]:
     """The meeting's log; "" if it is not open any more. Raises ExchangeError for another leader."""
     off = yield Read(OFF)
     if off is not None:
         yield from _give_up(own, WRONG, _read_off(off))
-    there = yield Read(LEAD)
-    other = _read_lead(there)
-    if other not in (None, own):
-        yield from _object(own, other)
+    announced = _read_lead((yield Read(LEAD)))
+    if announced not in (None, own):
+        yield from _object(own, announced)
     text = (yield Read(own.meeting)) or ""
-    return "" if there is None or _parse(text).state != OPEN else text
+    return "" if announced is None or _parse(text).state != OPEN else text
 
 
-def _list_there(log: _Log, seat: Seat) -> list[Seat]:
-    """The seats of all who have come and not left, the leader's too."""
+def _list_present(log: _Log, seat: Seat) -> list[Seat]:
+    """The seats of the leader, and of all processes that came and did not leave."""
     gone = log.list_gone()
-    return [seat, *(one for one in log.list_seats() if one.token not in gone)]
+    return [seat, *(other for other in log.list_seats() if other.token not in gone)]
 
 
 def _find_fault(log: _Log, seat: Seat, doubtful: set[str]) -> str:
-    """Why those who are there can make no group; "" if they can."""
-    known: dict[int, str] = {}
-    for other in _list_there(log, seat):
+    """Why the processes present cannot make a group; "" if they can."""
+    tokens: dict[int, str] = {}
+    for other in _list_present(log, seat):
+        # Size and backend.
         if other[1:3] != seat[1:3]:
             return f"{seat.word()}, and {other.word()}; give the same on all ranks"
-        former = known.setdefault(other.rank, other.token)
-        if former != other.token and {former, other.token} <= doubtful:
+        first = tokens.setdefault(other.rank, other.token)
+        # Both came to a second meeting, so both are alive.
+        if first != other.token and {first, other.token} <= doubtful:
             return _word_twice(other.rank)
     return ""
 
 
-def _find_twice(seats: Iterable[Seat]) -> set[str]:
-    """The tokens of those whose rank another has, too."""
+def _find_rivals(seats: Iterable[Seat]) -> set[str]:
+    """The tokens of processes whose rank another process has, too."""
     by_rank: dict[int, set[str]] = {}
     for seat in seats:
         by_rank.setdefault(seat.rank, set()).add(seat.token)
@@ -255,10 +260,10 @@ def _find_twice(seats: Iterable[Seat]) -> set[str]:
 
 
 def _object(own: Met, other: Met) -> Steps[None]:
-    """Tell the leader that has announced another meeting since, and raise ExchangeError."""
+    """Object to the meeting that another leader has announced since, and raise ExchangeError."""
     runs = "" if own.run == other.run else f", in runs {own.run!r} and {other.run!r}"
     why = f"{_word_twice(0)}{runs}"
-    yield from _say(other.meeting, f"{OBJECTS}{json.dumps(why)}")
+    yield from _add_to_log(other.meeting, f"{OBJECTS}{json.dumps(why)}")
     yield from _give_up(own, WRONG, why)
 
 
@@ -273,13 +278,13 @@ def _give_up(own: Met, state: str, why: str) -> Steps[None]:
 
 def _withdraw(own: Met) -> Steps[None]:
     """Remove the announcement."""
-    # Another one that comes between is lost: its leader sees that, and opens another meeting.
+    # An announcement between the two steps is lost: its leader sees that, and opens another meeting.
     if (yield Read(LEAD)) == json.dumps(own):
         yield Drop(LEAD)
 
 
 def _end(meeting: str, head: str) -> Steps[_Log]:
-    """End the meeting so, unless it was ended before; its log then."""
+    """End the meeting with the first line `head`, unless it has ended, and return its log before that."""
     text = yield Read(meeting)
     while (log := _parse(text)).state == OPEN:
         text = yield Swap(meeting, text, head)
@@ -306,8 +311,8 @@ def _follow(seat: Seat) -> Steps[Met]:
         if seat.run not in ("", lead.run):
             why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"
         elif lead.meeting != ended:
-            found, why = yield from _come(lead, seat)
-            if found:
+            is_full, why = yield from _come(lead, seat)
+            if is_full:
                 return lead
             ended = lead.meeting
             continue
@@ -316,35 +321,35 @@ def _follow(seat: Seat) -> Steps[Met]:
 
 
 def _come(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
-    """As `_sit`; whoever quits leaves the meeting, or the group if it is full."""
+    """Attend the meeting as `_attend` does; on Quit, leave it, or its group if it is full."""
     try:
-        return (yield from _sit(lead, seat))
+        return (yield from _attend(lead, seat))
     except Quit:
-        log = yield from _say(lead.meeting, f"{LEAVES}{seat.token}")
+        log = yield from _add_to_log(lead.meeting, f"{LEAVES}{seat.token}")
         if log.has(seat):
             yield from leave(lead, seat.rank, seat.size)
         raise
 
 
-def _sit(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
-    """Whether the meeting is full, and with this process; if not, what has become of it. Raises ExchangeError."""
-    log = yield from _say(lead.meeting, json.dumps(seat))
-    is_last, off = False, ""
+def _attend(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
+    """Attend the meeting to its end; return whether it is full with this process, and if not, why."""
+    log = yield from _add_to_log(lead.meeting, json.dumps(seat))
+    gives_up, off = False, ""
     if log.state == OPEN:
-        is_last, off = yield from _wait(lead)
+        gives_up, off = yield from _wait(lead)
         log = _parse((yield Read(lead.meeting)))
     if log.state == OPEN:
-        log = yield from _say(lead.meeting, f"{LEAVES}{seat.token}")
+        log = yield from _add_to_log(lead.meeting, f"{LEAVES}{seat.token}")
     if log.has(seat):
         return True, ""
     why = off or _word_end(log, seat)
-    if is_last or log.state == WRONG:
+    if gives_up or log.state == WRONG:
         raise ExchangeError(why or _word_ranks([range(1)], seat.size))
     return False, why
 
 
 def _wait(lead: Met) -> Steps[tuple[bool, str]]:
-    """Wait while the meeting is announced. Whether this process has to give up, and why if it was called off."""
+    """Wait while the meeting is announced; return whether to give up, and why if it was called off."""
     text = json.dumps(lead)
     while True:
         late = yield Pause()
@@ -355,8 +360,8 @@ def _wait(lead: Met) -> Steps[tuple[bool, str]]:
             return False, ""
 
 
-def _say(meeting: str, line: str) -> Steps[_Log]:
-    """Add a line to the log, and read it; one that was removed is removed again."""
+def _add_to_log(meeting: str, line: str) -> Steps[_Log]:
+    """Add a line to the log, and return the log; if it had been removed, remove it again."""
     yield Add(meeting, line)
     log = _parse((yield Read(meeting)))
     if not log.state:
@@ -365,42 +370,42 @@ def _say(meeting: str, line: str) -> Steps[_Log]:
 
 
 def _read_off(text: str) -> str:
-    """Why nobody is to wait, or that another program wrote the note."""
+    """The reason why connecting was called off, or words for another program's note."""
     try:
         return str(json.loads(text))
     except ValueError:
-        return _word_strange(OFF, text)
+        return _word_foreign(OFF, text)
 
 
-# What to say.
+# Errors.
 
 RUN_FIX = "end processes of an earlier run, or give all the same run="
 
 
 def _word_end(log: _Log, seat: Seat) -> str:
-    """Why a meeting came to nothing for this process; "" if that is not known."""
+    """Why a meeting ended without this process; "" if that is not known."""
     if log.state == FULL:
         return f"the others have a group in which another process is rank {seat.rank}"
     if log.state == OPEN:
         return _word_absent(log, seat)
-    return str(json.loads(log.said)) if log.said else ""
+    return str(json.loads(log.detail)) if log.detail else ""
 
 
 def _word_absent(log: _Log, seat: Seat) -> str:
-    # Others may have given up just before this one: they had come.
-    there = {0, *(one.rank for one in log.list_seats())}
-    absent = _find_gaps(there, seat.size)
+    # Processes that left count as present: they may have given up just before this one.
+    present = {0, *(other.rank for other in log.list_seats())}
+    absent = _find_gaps(present, seat.size)
     if not absent and seat.rank:
-        # All have come, and it does not see that.
+        # All have come, but rank 0 has not ended the meeting.
         absent = [range(1)]
     return _word_ranks(absent, seat.size)
 
 
-def _find_gaps(there: Iterable[int], size: int) -> list[range]:
-    """Each span of ranks that are not there. Takes no longer for a larger size."""
+def _find_gaps(present: Iterable[int], size: int) -> list[range]:
+    """The ranges of absent ranks. The time depends on the ranks present, not on the size."""
     gaps = []
     first = 0
-    for rank in [*sorted(there), size]:
+    for rank in [*sorted(present), size]:
         if first < rank:
             gaps.append(range(first, rank))
         first = rank + 1
@@ -415,7 +420,7 @@ def _word_ranks(absent: list[range], size: int) -> str:
     return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
 
 
-def _word_strange(key: str, text: str) -> str:
+def _word_foreign(key: str, text: str) -> str:
     what = f"the store has {shown(text)} under 'shardmath/joint/<name>/{key}'"
     fix = "remove that key, or connect by another name="
     return f"{what}, which smt.connect did not write; {fix}"

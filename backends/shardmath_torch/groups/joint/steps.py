@@ -1,11 +1,10 @@
-"""Steps: what a process does to notes of a store, as values that somebody else carries out.
+"""Steps: a process's operations on a store's notes, as values that `carry_out` executes.
 
-So how processes find each other (`rendezvous`) is tested in every order in which they can act, without threads, stores
-and clocks.
+So tests run the protocol (`rendezvous`) in every order in which processes can act, without threads, stores and clocks.
 
-1. A process is a generator of steps. It is sent what each step gives, a text or None.
-2. If the process does not go on, as after Ctrl-C, `Quit` is raised in the generator, whose next steps undo what it did.
-3. No step waits for another process. `Pause` is the only one that takes time: it gives LATE once the time is over.
+1. A process is a generator of steps. It is sent each step's answer, a text or None.
+2. If the process has to stop, as after Ctrl-C, `Quit` is raised in the generator, whose next steps undo its changes.
+3. No step waits for another process. Only `Pause` takes time: its answer is LATE once the time is over.
 4. A store whose server has stopped never answers: it counts as lost GRACE_S after the time is over.
 """
 
@@ -36,13 +35,13 @@ __all__ = [
 ]
 
 PAUSES_S = (0.005, 0.1)
-"""Between two looks: at first, and after a while."""
+"""The first and the longest pause between two reads."""
 
 LINGER_S = 0.3
-"""For others, who look ten times per second, to read why this process has given up."""
+"""Time for others, who read ten times per second, to see why this process has given up."""
 
 GRACE_S = 1.0
-"""For an answer of a store that is there, after the time is over."""
+"""Time for a running store to answer after the time is over."""
 
 LATE = "the time is over"
 
@@ -50,13 +49,13 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """Gives the note; None if there is none."""
+    """Read the note; the answer is its text, None if there is no note."""
 
     key: str
 
 
 class Swap(NamedTuple):
-    """Writes `new` where the note is `old`, None for none; gives the note then."""
+    """Write `new` if the note is `old`, None for no note; the answer is the note after that."""
 
     key: str
     old: str | None
@@ -64,34 +63,34 @@ class Swap(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Adds a line to a note, or begins one by an empty line before."""
+    """Add a line to a note; a new note begins with an empty line."""
 
     key: str
     line: str
 
 
 class Drop(NamedTuple):
-    """Removes a note, if it is there."""
+    """Remove a note, if it is there."""
 
     key: str
 
 
 class Purge(NamedTuple):
-    """Removes a note whose key no other process has drawn, and all notes below it: its key and a slash come before."""
+    """Remove a note whose key is unique, and all notes below it, whose keys begin with `key` and a slash."""
 
     key: str
 
 
 class Pause(NamedTuple):
-    """Gives LATE once the time is over, and None after a while before."""
+    """Wait a moment; the answer is LATE once the time is over, else None."""
 
 
 class Linger(NamedTuple):
-    """Leaves others time to read what this process has written last."""
+    """Give others time to read this process's last note."""
 
 
 class Quit(Exception):
-    """The process does not go on."""
+    """The process has to stop."""
 
 
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger
@@ -99,9 +98,9 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """What the steps come to in the store, whose time is over then.
+    """Execute the steps in the store, with that end of their time, and return the generator's result.
 
-    Raises what they raise, RuntimeError if the store is lost, and whatever comes in between, once they have quit.
+    Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """
     pauses = _list_pauses(until)
     answer: str | None = None
@@ -109,10 +108,10 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
         try:
             step = steps.send(answer)
         except StopIteration as end:
-            made: _T = end.value
-            return made
+            result: _T = end.value
+            return result
         try:
-            answer = next(pauses) if isinstance(step, Pause) else _ask(step, store, until)
+            answer = next(pauses) if isinstance(step, Pause) else _execute(step, store, until)
         except RuntimeError:
             raise
         except BaseException:
@@ -121,7 +120,7 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
 
 
 def _list_pauses(until: float) -> Iterator[str | None]:
-    """What each pause gives, after it."""
+    """Sleep for each pause in turn, doubling up to the longest, and yield its answer."""
     pause, longest = PAUSES_S
     while True:
         left = until - time.monotonic()
@@ -131,24 +130,24 @@ def _list_pauses(until: float) -> Iterator[str | None]:
 
 
 def _quit(steps: Steps[_T], store: Store) -> None:
-    """Have the steps undo what they did, as far as the store is there."""
+    """Have the steps undo their changes, unless the store is lost."""
     with suppress(Quit, RuntimeError):
         step = steps.throw(Quit())
         while True:
-            step = steps.send(_ask(step, store, 0.0))
+            step = steps.send(_execute(step, store, 0.0))
 
 
-def _ask(step: Step, store: Store, until: float) -> str | None:
-    """What the step gives. Raises RuntimeError if the store is lost, or does not answer by that time and a little more.
+def _execute(step: Step, store: Store, until: float) -> str | None:
+    """The step's answer. Raises RuntimeError if the store is lost, or does not answer GRACE_S after that time.
 
-    An interrupt waits for the step: those that undo it come after it.
+    An interrupt waits for the step to end, since the steps that undo it must follow it.
     """
     left = max(0.0, until - time.monotonic())
     return threads.within(left + GRACE_S, partial(_act, step, store), GRACE_S)
 
 
 def _act(step: Step, store: Store) -> str | None:
-    """What the step gives, which does not wait."""
+    """Execute a step in the calling thread, and return its answer."""
     match step:
         case Read(key):
             return notes.read(store, key)
@@ -167,11 +166,12 @@ def _act(step: Step, store: Store) -> str | None:
 
 def _purge(store: Store, key: str) -> None:
     store.delete_key(key)
-    # A PrefixStore fails to list its keys if another key is its prefix (torch 2.13). No other key has a meeting's name.
+    # A PrefixStore fails to list its keys if another key is its prefix (torch 2.13), so the root store lists all keys.
+    # A meeting's name is unique, so no other group's key matches.
     root = store
     while isinstance(root, PrefixStore):
         root = root.underlying_store
-    # A store of somebody else's kind may list none.
+    # Custom stores may not list their keys.
     with suppress(NotImplementedError):
         for name in root.list_keys():
             if f"/{key}/" in f"/{name}":

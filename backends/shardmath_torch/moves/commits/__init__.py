@@ -1,11 +1,11 @@
-"""Commits: what is received beside the destination and put in place by all ranks, or by none.
+"""Commits: moves received next to the destination, and put in place by all ranks or none.
 
 In reading order:
 
-- `record`: what ranks decide, in the group's store;
-- `conclude`: from a rank's promise to its end;
-- `shadows`: memory beside the destination;
+- `record`: the ranks' decision, in the group's store;
+- `conclude`: a rank's steps from its promise to the end;
+- `shadows`: memory next to the destination;
 - `entry`: one move of a commit;
 - `blocks`: several moves that are committed together;
-- `landing`: where a mover's bytes arrive, and what of them is in place.
+- `landing`: the state of a mover's destinations on this rank.
 """

@@ -1,17 +1,17 @@
 """Blocks: several moves that are committed together.
 
 with smt.commit(first, second):         # or smt.commit(group), for all movers of the group
-    first(gradients, out=buffers)       # received beside the destinations
+    first(gradients, out=buffers)       # received next to the destinations
     second(weights, out=shards)
-                                        # here all of it is put in place, on all ranks, or none on any
+                                        # at the end all ranks put all moves in place, or none does
 
-1. A block is of one group and one thread; every rank enters it, makes the same moves, and leaves it.
-2. Its end is one promise of all ranks, for all that was moved. One that left by an exception says so
-   in its own, and all others raise it; where they are still in a move, that move does.
-3. What any call inside is refused by, all ranks have heard of: the block has then ended on all of
-   them, and makes no promise. So it is if the first call inside hears that a rank has left.
-4. Left by Ctrl-C, as any call is that is under way, it breaks the group. So it does where it is left by an exception
-   while others may be in a move about which ranks agreed before: there they would not hear of it.
+1. A block has one group and one thread; every rank enters it, makes the same moves, and leaves it.
+2. Its end is one promise of all ranks, for all its moves. A rank whose block an exception ended
+   objects in its promise, and all others raise that; if they are still in a move, the move raises.
+3. All ranks know of a refused call inside: the block has then ended on all ranks, without a promise.
+   The same holds if the first call inside raises because a rank has left.
+4. Ctrl-C breaks the group, as in any call. So does an exception while others may be in a move without a vote, in which
+   they would not receive the objection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardmath.base.text import message_of, plural, shown, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.party import Party, is_time, word_bad_time
-from shardmath_torch.groups.agreement.transport import join
+from shardmath_torch.groups.agreement.transport import join_within
 from shardmath_torch.groups.agreement.turns import Turns, in_thread, turns_of
 from shardmath_torch.moves.commits.entry import Entry, commit_entries, word_end
 from shardmath_torch.moves.observing.laps import COMMITTED
@@ -37,15 +37,11 @@ __all__ = ["CommitBlock", "HasMember", "Member", "block_of", "commit"]
 
 DEFAULT_TIMEOUT_S = 60.0
 
-LONGEST_GRACE_S = 5.0
-"""For finding out who failed, as where a plan is compiled."""
-
 
 class Member(NamedTuple):
-    """A mover as blocks see it: its group, a key that no other mover of the group has, and its name.
+    """A mover as blocks see it: its group, a key unique in the group, and its name.
 
-    `timeout` in seconds: what it was compiled with. `agrees_once`: ranks may be in a move of it about which they are
-    not asked.
+    `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
 
     group: compat.Group
@@ -57,7 +53,7 @@ class Member(NamedTuple):
 
 
 class HasMember(Protocol):
-    """What a block takes: a mover, or what moves by one."""
+    """A mover, or an object that moves by one: an argument of `commit`."""
 
     @property
     def member(self) -> Member:
@@ -65,7 +61,7 @@ class HasMember(Protocol):
 
 
 class CommitBlock:
-    """The moves of one commit on this rank; those `named` have to be made, none is where all may."""
+    """The moves of one commit on this rank. Each of the `named` movers must move; if there are none, any mover may."""
 
     def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
         self._turns = turns
@@ -73,27 +69,27 @@ class CommitBlock:
         self._refusals = turns.heard.refusals
         self._goodbyes = turns.heard.goodbyes
         self._keys: set[str] = set()
-        self._agrees_once = any(one.agrees_once for one in named.values())
-        self._timeouts = [one.timeout for one in named.values()]
+        self._agrees_once = any(member.agrees_once for member in named.values())
+        self._timeouts = [member.timeout for member in named.values()]
         self.entries: list[Entry] = []
         self.objection = ""
         self.is_open = True
 
     @property
     def was_refused(self) -> bool:
-        """Whether all ranks that are in it have heard that it comes to nothing."""
+        """Whether all ranks in the block know that nothing in it is committed."""
         heard = self._turns.heard
-        # Who left before anything moved does not come to its end; who left later does.
-        has_nobody = heard.goodbyes != self._goodbyes and not self.entries
-        return heard.refusals != self._refusals or has_nobody
+        # A rank that left before any move does not vote at the block's end; one that left later does.
+        lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
+        return heard.refusals != self._refusals or lacks_rank
 
     def check(self, member: Member) -> None:
-        """Raise ExchangeError for a mover that cannot be part of it."""
+        """Raise ExchangeError for a mover that cannot move in the block."""
         if not member.is_beside:
             what = f"{member.name} writes to its destination as it moves"
             raise ExchangeError(f"{what}; compile it with commit='all' to move in smt.commit")
         if self._named and member.key not in self._named:
-            names = ", ".join(one.name for one in self._named.values())
+            names = ", ".join(named.name for named in self._named.values())
             raise ExchangeError(
                 f"smt.commit is given {names}, and {member.name} moves in it; give it that, too"
             )
@@ -102,7 +98,7 @@ class CommitBlock:
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
-        """The move's bytes are here."""
+        """Add a move whose bytes have arrived."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
@@ -110,52 +106,52 @@ class CommitBlock:
 
     @property
     def timeout(self) -> float:
-        """Seconds to wait for all ranks to come to its end: the longest of its movers'."""
+        """Seconds to wait for all ranks at the block's end: the longest timeout of its movers."""
         return max(self._timeouts, default=DEFAULT_TIMEOUT_S)
 
     def close(self) -> None:
-        """It is over: what has come beside destinations is let go of."""
+        """End the block, and release its entries."""
         self.is_open = False
         self.entries = []
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether others may be in a move without a vote, in which nobody hears what this rank objects to."""
+        """Whether others may be in a move without a vote, in which they do not receive this rank's objection."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
-        """The movers that have not moved in it, of those that have to."""
-        return [one.name for key, one in self._named.items() if key not in self._keys]
+        """The named movers that have not moved in the block."""
+        return [member.name for key, member in self._named.items() if key not in self._keys]
 
     def object(self) -> str:
-        """What speaks against its end; "" for nothing."""
+        """The objection to committing the block; "" for none."""
         missing = self._list_missing()
         if missing and not self.objection:
             return f"smt.commit is given {', '.join(missing)}, which did not move in it"
-        # The caller has had the destinations since they were looked at.
+        # Since their moves the caller may have freed destinations.
         lost = (entry.find_lost() for entry in self.entries)
         return self.objection or next(filter(None, lost), "")
 
     @property
     def claim(self) -> str:
-        """What its end commits, as all ranks must say. Moves say in which thread, by the name that they were given."""
+        """The moves to commit, which must be equal on all ranks. Their claims name their threads."""
         moves = "; ".join(entry.claim for entry in self.entries) or f"none{in_thread(None)}"
         return f"commit {plural(self.entries, 'move')}: {moves}"
 
 
-class _Here(threading.local):
-    """The blocks that the calling thread is in."""
+class _ThreadBlocks(threading.local):
+    """The calling thread's open block of each group."""
 
     def __init__(self) -> None:
         self.blocks: WeakKeyDictionary[compat.Group, CommitBlock] = WeakKeyDictionary()
 
 
-_here = _Here()
+_this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """The block of the group that the calling thread is in. Raises ExchangeError where that has come to nothing."""
-    block = _here.blocks.get(group)
+    """The calling thread's block of the group, if any. Raises ExchangeError if a call in it was refused."""
+    block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(
             "a call in this smt.commit was refused, so that nothing in it is committed; leave it, "
@@ -166,23 +162,23 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
-    """All moves inside are put in place together as the block ends, on all ranks, or none is on any. Collective.
+    """Put all moves inside in place together as the block ends, on all ranks or on none. Collective.
 
-    `what` are the movers that move in it, compiled with commit="all", or their group (default: all ranks), for any of
-    them. `timeout`: seconds to wait for all ranks to come to the end; the longest that its movers were compiled with
-    if not given. Raises ExchangeError on all ranks where one leaves it by an exception or makes other moves; and for a
-    block inside another of the group, or inside a move.
+    `what` lists the movers that move in the block, compiled with commit="all", or is their group (default: all ranks),
+    for any of its movers. `timeout` is the time to wait for all ranks at the end, in seconds (default: the longest
+    timeout of the movers). Raises ExchangeError on all ranks if an exception ends one rank's block, or it makes other
+    moves; and for a block inside of another one of the group, or inside of a move.
     """
     group, named = _read(what)
     if timeout is not None and not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
-    if group in _here.blocks:
+    if group in _this_thread.blocks:
         raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
     turns = turns_of(group)
-    # Leaving it by that error would break the group in the middle of the move.
+    # Before the block begins, since leaving it by this error would break the group in the middle of the move.
     turns.refuse_nested()
     block = CommitBlock(turns, named)
-    _here.blocks[group] = block
+    _this_thread.blocks[group] = block
     try:
         try:
             yield
@@ -190,43 +186,41 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
             _leave(_join(group, block, timeout), block, error)
             raise
         finally:
-            _here.blocks.pop(group, None)
+            _this_thread.blocks.pop(group, None)
         _end(_join(group, block, timeout), block)
     finally:
         block.close()
 
 
 def _join(group: compat.Group, block: CommitBlock, timeout: float | None) -> Party:
-    """This rank in the group, for the end of the block."""
-    limit = block.timeout if timeout is None else timeout
-    grace = min(LONGEST_GRACE_S, limit / 5)
-    return join(group, limit - 1.2 * grace, grace)
+    """Join the group for the block's end."""
+    return join_within(group, block.timeout if timeout is None else timeout)
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:
-    """The group, and the movers that are named. Raises ExchangeError."""
+    """The arguments of `commit` as a group and its named movers by key. Raises ExchangeError."""
     if not what or isinstance(what[0], compat.Group):
         if len(what) > 1:
-            raise ExchangeError("smt.commit takes one group, or movers; give the movers alone")
+            raise ExchangeError("smt.commit takes one group, or movers; give only the movers")
         return compat.group_of(what[0] if what else None), {}  # type: ignore[arg-type]
     named: dict[str, Member] = {}
     groups = set()
-    for one in what:
-        member = getattr(one, "member", None)
+    for mover in what:
+        member = getattr(mover, "member", None)
         if not isinstance(member, Member):
             raise ExchangeError(
-                f"smt.commit takes movers, got {shown(one)}; give what smt.compile returns"
+                f"smt.commit takes movers, got {shown(mover)}; give what smt.compile returns"
             )
         named[member.key] = member
         groups.add(member.group)
     if len(groups) > 1:
-        what_is_wrong = "the movers are of several process groups, which do not decide together"
-        raise ExchangeError(f"{what_is_wrong}; compile them on one")
+        fault = "the movers are of several process groups, which do not decide together"
+        raise ExchangeError(f"{fault}; compile them on one")
     return compat.group_of(groups.pop()), named
 
 
 def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
-    """Let the others know that this rank has left the block, unless they do."""
+    """Tell the other ranks that an exception ended this rank's block, unless they know that the block has ended."""
     if block.was_refused or party.turns.broken:
         return
     if not isinstance(error, Exception) or block.may_be_unheard:
@@ -236,17 +230,17 @@ def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
         block.objection = f"left smt.commit by {word_error(error)}"
     try:
         _end(party, block)
-    except ExchangeError as told:
-        # What this rank goes on with is the error itself; the others have this one.
-        error.add_note(f"smt.commit: {message_of(told)}")
+    except ExchangeError as refusal:
+        # This rank raises its own exception; the others raise the refusal.
+        error.add_note(f"smt.commit: {message_of(refusal)}")
 
 
 def _end(party: Party, block: CommitBlock) -> None:
-    """Promise all that was moved, and put it in place."""
+    """Promise the block's moves, and put them in place."""
     if block.was_refused:
         raise ExchangeError("a call in this smt.commit was refused: nothing in it is committed")
     promise = Ballot(block.claim, objection=block.object())
-    former = [entry.standing.version for entry in block.entries]
+    versions = [entry.standing.version for entry in block.entries]
     try:
         with Ledger(block.claim, None, party.rank, logged=False).time("", None) as watch:
             party.together(
@@ -258,15 +252,15 @@ def _end(party: Party, block: CommitBlock) -> None:
     except BaseException as error:
         if not party.turns.broken or not block.entries:
             raise
-        said = word_end(block.entries[0].standing, former[0])
+        state = word_end(block.entries[0].standing, versions[0])
         if isinstance(error, ExchangeError):
-            raise ExchangeError(f"{message_of(error)}; {said}") from error.__cause__
-        error.add_note(said)
+            raise ExchangeError(f"{message_of(error)}; {state}") from error.__cause__
+        error.add_note(state)
         raise
 
 
 def _commit_all(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put all in place on all ranks, and let those know who wait for it; or nothing on any."""
+    """Put all entries in place on all ranks, or none on any, and then end each."""
     commit_entries(party, promise, entries)
     for entry in entries:
         entry.end()

@@ -1,10 +1,10 @@
-"""Conclude: a rank's way from its promise to its end, as the protocol's table has it.
+"""Conclude: a rank's steps from its promise to the end, by the protocol's table.
 
-1. The table says what a rank in each state does next, and this does it: it proposes what
-   `PROPOSALS` has, and puts in place where `PLACING` says so. Nothing is decided here.
-2. What a rank is left by once it has promised, as Ctrl-C, is raised when all that is done: a move
-   that others have committed is in place here, too.
-3. The promise is a vote. One that carries an objection is refused as any is, and the group is whole.
+1. The table tells what a rank in each state does next: propose an event of `PROPOSALS`, or put the
+   moves in place in a state of `PLACING`. Nothing is decided here.
+2. An exception after the promise, as Ctrl-C, is raised once all steps are done: a move that others
+   have committed is in place here, too.
+3. The promise is a vote. An objection refuses it like any vote, and the group stays whole.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shardmath_torch.moves.commits.record import Record
 __all__ = ["conclude"]
 
 MOST_ERRORS = 8
-"""Of one commit, interrupts too; after that something is wrong that no repetition mends."""
+"""Most errors of one commit, interrupts included; after that, further repetition cannot help."""
 
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Promise, and `place` what has come if all ranks have promised: again, where it was left by an error.
+    """Promise, and call `place` if all ranks have promised, again after an error.
 
-    Raises Refused where a rank objects, PeerFailure where the group is broken, and whatever else it was left by.
+    Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
     """
     protocol = party.turns.protocol
-    left: BaseException | None = None
+    first: BaseException | None = None
     errors = 0
     while True:
         try:
@@ -43,23 +43,23 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
             errors += 1
             if protocol.state in (State.IDLE, State.ACTING) or errors > MOST_ERRORS:
                 raise
-            left = left or error
+            first = first or error
             protocol.note(Event.LEAVE)
-    if left is not None:
-        raise left
+    if first is not None:
+        raise first
     if protocol.state is State.BROKEN:
         raise PeerFailure(None, _word_verdict(protocol))
 
 
 def _drive(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Do what the table says until it says nothing more."""
+    """Do the table's steps until there are none."""
     turns = party.turns
     if turns.protocol.state in (State.IDLE, State.ACTING):
         party.vote(promise, event=Event.PROMISE)
     while True:
         state = turns.protocol.state
         if state in PROPOSALS:
-            turns.protocol.note(_ask(party, PROPOSALS[state]))
+            turns.protocol.note(_propose(party, PROPOSALS[state]))
         elif state in PLACING:
             place()
             turns.protocol.note(Event.PLACE)
@@ -67,14 +67,14 @@ def _drive(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
             break
 
 
-def _ask(party: Party, proposal: Event) -> Event:
-    """What the group's record says."""
+def _propose(party: Party, proposal: Event) -> Event:
+    """Propose to the group's record, and return the decision."""
     turns = party.turns
     is_sure = proposal is Event.COMMIT
-    # All have promised, hence have read the record before: one of them clears it away.
+    # All have promised, hence have read the previous record: one of them removes it.
     former = turns.decided if is_sure and party.rank == party.ranks[0] else None
     record = Record(compat.store_of(party.group), turns.nonce, turns.votes, former)
-    # Who is in doubt has waited for a rank already.
+    # A rank in doubt has waited for another rank already, and so waits less.
     verdict = record.ask(proposal, party.patience if is_sure else party.grace)
     if verdict is not Event.LOSE:
         turns.decided = turns.votes
@@ -82,7 +82,7 @@ def _ask(party: Party, proposal: Event) -> Event:
 
 
 def _word_verdict(protocol: Protocol) -> str:
-    """Why the group is broken where this rank saw nothing break."""
+    """Why the group is broken if nothing failed on this rank."""
     if protocol.verdict is Event.LOSE:
         return "the group's store, which has what was decided, does not answer"
     return "a rank gave up before all had heard that all is there"

@@ -1,8 +1,8 @@
-"""Entry: one move whose bytes are all here, beside its destination; and how several end together.
+"""Entry: one move whose bytes have arrived next to its destination, and the common end of several.
 
-1. All entries of a commit are put in place, and only then counted. What interrupts that is raised when it is done.
-2. `Standing` counts what was committed: it is the same on all ranks but where one is in doubt.
-3. However a commit ends, `word_end` says what this rank's destination holds.
+1. All entries of a commit are put in place, and only then counted. An interrupt is raised once that is done.
+2. `Standing` counts committed moves: it is equal on all ranks, except a rank in doubt.
+3. However a commit ends, `word_end` describes this rank's destination.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardmath_torch.moves.commits.conclude import conclude
 __all__ = ["Entry", "Standing", "commit_entries", "word_end", "word_torn"]
 
 MOST_NAMES = 8
-"""Names that an error shows."""
+"""Most names that an error shows."""
 
 
 @dataclass
 class Standing:
-    """How many moves of a mover were committed.
+    """The number of a mover's committed moves, `version`.
 
-    `in_doubt`: whether the others may have one more. `torn` are destinations that may be neither old nor new.
+    `in_doubt` is whether the others may have one more. `torn` lists destinations that may be neither old nor new.
     """
 
     version: int = 0
@@ -37,8 +37,8 @@ class Standing:
 class Entry(NamedTuple):
     """A move in words, its destinations, and the version that it makes.
 
-    `put` puts it in place, and may be called again; `end` is called once the commit is over, and all is in place.
-    `find_lost` says why it cannot be put there any more; "" where it can.
+    `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
+    why the move can no longer be put in place; "" if it can.
     """
 
     claim: str
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put all of them in place on all ranks, or none on any. Raises as `conclude` does."""
+    """Put all entries in place on all ranks, or none on any. Raises as `conclude` does."""
 
     def place() -> None:
         for entry in entries:
@@ -66,28 +66,28 @@ def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> N
 
 
 def _note_end(party: Party, entries: Sequence[Entry]) -> None:
-    """What is to be known of the movers when all is over."""
+    """Note the commit's result in the movers' standings."""
     verdict = party.turns.protocol.verdict
     for entry in entries:
         standing = entry.standing
         standing.in_doubt = verdict is Event.LOSE
-        # Memory that could not be written, however often that was tried.
+        # Committed, but memory could not be written, even by repetition.
         if verdict is Event.COMMIT and standing.version < entry.version:
             standing.torn = entry.keys
 
 
 def word_torn(keys: tuple[str, ...]) -> str:
-    """What is said of destinations that may be neither; the first of many."""
-    named = "the destination tensor"
+    """Words for torn destinations, at most MOST_NAMES of them by name."""
+    names = "the destination tensor"
     if keys != ("",):
-        named = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
+        names = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
     if len(keys) > MOST_NAMES:
-        named += f", ... ({len(keys)} in all)"
-    return f"{named} here may be neither old nor new (mover.torn)"
+        names += f", ... ({len(keys)} in all)"
+    return f"{names} here may be neither old nor new (mover.torn)"
 
 
 def word_end(standing: Standing, former: int) -> str:
-    """What a rank's destination holds after a commit that was left, begun at version `former`."""
+    """Words for a rank's destination after an exception ended a commit that began at version `former`."""
     if standing.in_doubt:
         why = "the group's store, which has what was decided, does not answer"
         here = f"here all is as it was, version {standing.version}"

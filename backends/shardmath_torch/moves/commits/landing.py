@@ -1,8 +1,8 @@
-"""Landing: what of a mover's bytes is in place on this rank, and what is said of it.
+"""Landing: the state of a mover's destinations on this rank, and its words in errors.
 
-1. Carried into the destination itself, they may leave it torn where the move fails.
-2. Carried beside it, they change it in `commit` alone, or at the end of a block.
-3. Whatever breaks the group while a mover moves says what its destination holds (`telling`).
+1. Bytes carried into the destination may leave it torn if the move fails.
+2. Bytes carried next to it change it only in `commit`, or at the end of a block.
+3. An error that breaks the group during a move describes the mover's destination (`telling`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Arrival", "Landing"]
 
 
 class Arrival(NamedTuple):
-    """What has arrived beside these destinations.
+    """Bytes that have arrived next to the destinations `keys`.
 
-    `finish` gives what is stored besides, `put` puts what has come in place, and `end` is called when that is over.
-    `witness` gives what is asked, later, why that cannot be put in place any more; it says "" where it can.
+    `finish` computes further values to store, `put` puts the bytes in place, and `end` is called after that. `witness`
+    returns a function that later tells why the bytes can no longer be put in place, "" if they can.
     """
 
     keys: tuple[str, ...]
@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """One mover's, on this rank; `former` is how many moves were committed on others before it was there."""
+    """One mover's landing on this rank; `former` is the number of moves committed on others before this rank joined."""
 
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
@@ -50,7 +50,7 @@ class Landing:
     _block: CommitBlock | None = None
 
     def word_waiting(self, block: CommitBlock | None) -> str:
-        """Where what came in another block waits beside destinations for its end, why nothing else may; else ""."""
+        """Why the mover cannot move now, if bytes of another block wait for that block's end; else ""."""
         other = self._block
         if other is None or other is block or not other.is_open:
             return ""
@@ -58,15 +58,15 @@ class Landing:
         return f"{what}; go on after it, or compile the plan once more"
 
     def check_free(self, block: CommitBlock | None) -> None:
-        """Raise ExchangeError where what came in another block waits."""
+        """Raise ExchangeError if bytes of another block wait for its end."""
         waiting = self.word_waiting(block)
         if waiting:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """That of a mover that goes on from here in another group, or by another plan.
+        """The state in which this mover continues after a replan: same version, and no longer in doubt.
 
-        What was in doubt is known: the others have no more than `former`.
+        The doubt is resolved: the others have at most version `former`.
         """
         standing = Standing(self.standing.version, torn=self.standing.torn)
         return Landing(self.is_beside, standing, former)
@@ -79,10 +79,10 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put in place what has arrived, and what is made of it: on all ranks or on none, now or with the block.
+        """Put arrived bytes and computed values in place, on all ranks or none, now or with the block.
 
-        `mine` is what this rank said of the move. What fails here before the promise is an objection. Raises as
-        `conclude` does.
+        `mine` is this rank's ballot for the move. An error before the promise is an objection. Raises as `conclude`
+        does.
         """
         pairs: list[Pair] = []
         objection = ""
@@ -108,7 +108,7 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """What breaks the group inside says in what state that leaves this rank's destination, then and ever after."""
+        """Add the state of this rank's destination to the error that breaks the group inside, and to all later ones."""
         was_broken = turns.broken
         former = self.standing.version
         try:
@@ -124,7 +124,7 @@ class Landing:
             raise
 
     def _word_state(self, former: int) -> str:
-        """What the destination holds after a failure; "" where that is what it did."""
+        """Words for the destination after a failure; "" if it did not change."""
         if self.is_beside:
             return word_end(self.standing, former)
         return word_torn(self.standing.torn) if self.standing.torn else ""

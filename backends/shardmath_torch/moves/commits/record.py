@@ -1,10 +1,11 @@
-"""The record: what ranks decide, written once in their group's store.
+"""Record: the ranks' decision on a commit, written once in their group's store.
 
-1. A proposal is written where nothing stands (compare-and-set), and what stands there then is what
-   is decided: all ranks that ask get one answer, whenever they ask.
-2. Asking ends: with the answer, or with LOSE where the store does not answer in time. It happens on
-   a thread that nobody waits for.
-3. Records do not pile up: who knows that all ranks have read the one before removes it (`former`).
+1. The first proposal is written (compare-and-set), and is the decision: all ranks that propose get
+   the same answer, whenever they do.
+2. A proposal ends with the decision, or with LOSE if the store does not answer in time. It runs in
+   a background thread.
+3. Records do not accumulate: a rank that knows that all ranks have read the previous one removes it
+   (`former`).
 
 >>> import torch.distributed as dist
 >>> record = Record(dist.HashStore(), "group", 7)
@@ -27,7 +28,7 @@ __all__ = ["Record"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What ranks of the group `key` decide after their vote of this number; nobody reads the `former` one."""
+    """The decision of the group `key` after vote `number`; the record of vote `former` is no longer needed."""
 
     store: Store | None
     key: str
@@ -35,11 +36,11 @@ class Record:
     former: int | None = None
 
     def ask(self, proposal: Event, limit: float) -> Event:
-        """Propose COMMIT or ABORT; gives what is decided, or LOSE after `limit` seconds."""
+        """Propose COMMIT or ABORT; return the decision, or LOSE after `limit` seconds."""
         answers: list[bytes] = []
 
         def propose() -> None:
-            # Whatever goes wrong, there is no answer then.
+            # After any error there is no answer.
             with suppress(Exception):
                 if self.store is not None:
                     store = apart_from(self.store)
@@ -53,10 +54,10 @@ class Record:
         return Event.COMMIT if answers[0] == Event.COMMIT.value.encode() else Event.ABORT
 
     def _forget(self, store: Store) -> None:
-        """Remove the former record."""
+        """Remove the previous record."""
         if self.former is not None:
             store.delete_key(self._name(self.former))
 
     def _name(self, number: int) -> str:
-        """Where the store has it."""
+        """The store's key for the decision after this vote."""
         return f"shardmath/{self.key}/decided/{number}"

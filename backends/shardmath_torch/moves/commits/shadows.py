@@ -1,10 +1,10 @@
-"""Shadows: memory beside the destination, in which a move receives what all ranks put in place, or none.
+"""Shadows: memory next to the destination, into which a move receives before all ranks commit it.
 
-1. A shadow has the local shape of what it stands for, and lies row by row, whatever strides that
-   has. It is made before ranks vote, so that a lack of memory is an objection, and is used again.
-2. Only a tensor's own cells are put in place: padding, and what others have in its holes, is left.
-3. All that is put in place goes in one call of torch, between two signals: an interrupt comes before
-   it or after it. It may be repeated, as it copies the same again.
+1. A shadow is contiguous and has its destination's local shape, whatever the destination's strides.
+   It is made before ranks vote, so that a lack of memory is an objection, and is reused.
+2. Only a tensor's own cells are put in place: padding and holes between cells are left as they are.
+3. One call of torch puts all shadows in place, so an interrupt comes before it or after it. It may be
+   repeated, since it copies the same bytes again.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -36,11 +36,11 @@ __all__ = ["Pair", "Shadows", "put_in_place"]
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""What is written, and what is to be there: of one shape and type."""
+"""A tensor to write, and its new values, of the same shape and type."""
 
 
 class Shadows:
-    """Those of one mover on this rank: `tensors`, by local buffer key, and the bytes that they take."""
+    """The shadows of one mover on this rank: `tensors`, by local buffer key, and their bytes."""
 
     def __init__(self, layouts: Mapping[str, Layout], rank: int) -> None:
         self._shapes = {key: layout.local_shape(rank) for key, layout in layouts.items()}
@@ -53,16 +53,16 @@ class Shadows:
         )
 
     def select(self, tensors: Tensors) -> Tensors:
-        """Those of the tensors that have shadows; the mapping itself where all have."""
+        """The tensors that have shadows; the mapping itself if all have."""
         if tensors.keys() <= self._shapes.keys():
             return tensors
         return {key: tensor for key, tensor in tensors.items() if key in self._shapes}
 
     def receive_into(self, dst: Tensors) -> Tensors:
-        """The shadows of these tensors, made where there are none on their device. Raises what torch raises."""
+        """The shadows of these tensors, allocated if there are none on the device. Raises torch's errors."""
         devices = {tensor.device for tensor in dst.values()}
         if devices and {self._device} != devices:
-            # Before these are made: both need not fit.
+            # First release the old shadows, since both may not fit.
             self.let_go()
             made = {key: _make_beside(tensor, self._shapes[key]) for key, tensor in dst.items()}
             self.tensors = made
@@ -70,21 +70,21 @@ class Shadows:
         return self.tensors
 
     def let_go(self) -> None:
-        """Give the memory back, until something is to be received."""
+        """Release the memory, until the next move."""
         self.tensors = {}
         self._paired = None
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Every box of the tensors' own cells, and of their shadows; of a `held` mapping they are kept."""
+        """Pair each box of the tensors' own cells with its shadow; keep the pairs of a `held` mapping."""
         if self._paired is not None and self._paired[0] is dst:
             return self._paired[1]
         pairs: list[Pair] = []
         for key, tensor in dst.items():
-            here, there = dtypes.words(tensor), dtypes.words(self.tensors[key])
+            destination, shadow = dtypes.words(tensor), dtypes.words(self.tensors[key])
             for box in self._boxes[key]:
-                pairs.append((here[box], there[box]))
-        # Others are not kept, since that would keep their memory.
+                pairs.append((destination[box], shadow[box]))
+        # Only for held tensors, since the pairs keep their memory alive.
         self._paired = (dst, pairs) if held else None
         return pairs
 
@@ -94,14 +94,13 @@ def _make_beside(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def put_in_place(pairs: Iterable[Pair]) -> None:
-    """Write all of them, in one call."""
-    into: Sequence[Tensor]
-    out_of: Sequence[Tensor]
-    into, out_of = [], []
-    for here, there in pairs:
-        into.append(here)
-        out_of.append(there)
+    """Write all pairs in one call."""
+    into: list[Tensor] = []
+    out_of: list[Tensor] = []
+    for destination, values in pairs:
+        into.append(destination)
+        out_of.append(values)
     if into:
-        # In inference mode inference tensors, too, may be written.
+        # Only in inference mode may inference tensors be written.
         with torch.inference_mode():
             torch._foreach_copy_(into, out_of)

@@ -1,11 +1,11 @@
-"""A move compared: whether the destination has what the source had, and whether the source stayed as it was.
+"""Checking: whether a move's destination equals its source, and whether the source stayed unchanged.
 
 1. Each rank weighs its source before the move, and its source and destination after it; then all ranks
-   tell each other these numbers once.
-2. A source of another digest than before was written while it was moved: then nobody can say what should
-   have arrived. Otherwise a destination of another digest than the source got wrong bytes.
-3. A plan that reduces makes elements that no source has, and one for a part of a tensor leaves the rest
-   out: neither is compared.
+   exchange these numbers once.
+2. A source whose digest changed was written during the move: then the right content of the destination is
+   not known. Otherwise a destination whose digest differs from the source's received wrong bytes.
+3. A plan that reduces makes elements that no source has, and a plan for a part of a tensor leaves the rest
+   out: `check` is not supported for either.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def check_checkable(check: object, plan: Movable) -> None:
-    """Raise ExchangeError for what is no check, and for a plan whose destination is not its source in
-    another layout."""
+    """Raise ExchangeError for an unknown check, and for a plan whose destination differs from its source in content."""
     if check is None:
         return
     if not isinstance(check, str) or check != "digest":
@@ -51,7 +50,7 @@ def check_checkable(check: object, plan: Movable) -> None:
 
 
 def _find_change_of_content(plan: Movable) -> str:
-    """Why the plan's destination does not hold what the source does; "" where it does."""
+    """Why the plan's destination differs from its source in content; "" if it does not."""
     if isinstance(plan, Transposed):
         return "an adjoint adds up what several ranks hold"
     for side in (plan.src, plan.dst):
@@ -65,7 +64,7 @@ def _find_change_of_content(plan: Movable) -> str:
 
 
 class Check:
-    """A rank's tensors on both sides of a move that is compared."""
+    """A rank's tensors on both sides of a move, to be compared."""
 
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
         self._src = DigestSide(plan.src, rank, src)
@@ -77,12 +76,12 @@ class Check:
         self._shares = self._src.list_shares()
 
     def end(self) -> None:
-        """Weigh the source and the destination, after it."""
+        """Weigh the source and the destination, after the move."""
         self._shares += self._src.list_shares()
         self._shares += self._dst.list_shares()
 
     def compare(self, party: Party) -> str:
-        """What is wrong with the move, in the words of all ranks; "" for nothing. Raises PeerFailure."""
+        """The move's fault, in the same words on all ranks; "" for none. Raises PeerFailure."""
         before, after, arrived = self._gather(party)
         changed = _find_changed(self._src.windows, before, after)
         if changed:
@@ -99,16 +98,16 @@ class Check:
         sides = (src, src, dst)
         counts = {rank: sum(count_shares(side, rank) for side in sides) for rank in party.ranks}
         numbers = gather_numbers(party, self._shares, counts)
-        # Each side goes on where the one before it ended.
+        # Iterators, so that each side's shares begin where the previous side's ended.
         rest = {rank: iter(shares) for rank, shares in numbers.items()}
         before, after, arrived = (divide_shares(side, rest) for side in sides)
         return before, after, arrived
 
     def _find_wrong(self, party: Party, source: AllShares, arrived: AllShares) -> str:
-        """What to say of the first tensor that is not at the destination what it is at the source."""
+        """The error for the first tensor whose destination differs from its source; "" if there is none."""
         for name, windows in self._src.windows.items():
-            there = self._dst.windows[name]
-            if add_patches(windows, source[name]) != add_patches(there, arrived[name]):
+            dst_windows = self._dst.windows[name]
+            if add_patches(windows, source[name]) != add_patches(dst_windows, arrived[name]):
                 box = bound_sides(party, name, (self._src, self._dst))
                 return (
                     f"{label(name)} arrived with other bits in {show_box(box)} than its source has, "
@@ -120,7 +119,7 @@ class Check:
 
 
 def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:
-    """What to say of the first tensor of which somebody's part is not what it was."""
+    """The error for the first tensor of which a rank's part changed; "" if there is none."""
     for name, windows in side.items():
         patches = _list_changed(windows, before[name], after[name])
         if patches:
@@ -134,9 +133,9 @@ def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShar
 
 
 def _list_changed(windows: Windows, before: Shares, after: Shares) -> list[tuple[int, int]]:
-    """(rank, patch) of all that is not what it was."""
+    """(rank, patch) of each part that changed."""
     changed = []
     for rank, held in list_held(windows).items():
         shares = zip(held, before[rank], after[rank], strict=True)
-        changed += [(rank, patch) for (patch, _), was, now in shares if was != now]
+        changed += [(rank, patch) for (patch, _), old, new in shares if old != new]
     return changed

@@ -1,7 +1,7 @@
-"""Replicas and sides compared by all ranks, and the box in which they differ.
+"""Comparing: replicas and sides compared by all ranks, and the box in which they differ.
 
-1. All ranks have all shares, so all come to the same end, and ask each other for the same boxes.
-2. A round of asking is one number for each box and side: the sum of what a rank has in it.
+1. All ranks have all shares, so all find the same difference, and weigh the same boxes.
+2. In each round of narrowing the box, a rank sends one number per box and side: its share of the box.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardmath_torch.moves.digests.sides import DigestSide, gather_numbers
 __all__ = ["bound_sides", "find_odd_replica"]
 
 _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
-"""What this rank has in boxes."""
+"""Gives this rank's share of each box."""
 
 
 def find_odd_replica(
     party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
-    """What to say of the first tensor whose replicas differ; "" where all are alike. Raises PeerFailure."""
+    """The error for the first tensor whose replicas differ; "" if there is none. Raises PeerFailure."""
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:
@@ -45,36 +45,40 @@ def find_odd_replica(
 def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> Box:
     """The box in which a replica differs from the first holder's."""
     windows = side.windows[name]
-    ends = []
+    weighers = []
     for holder in (unlike.alike[0], unlike.others[0]):
-        own: list[Portion] = []
+        # Only the holder weighs its replica; other ranks' shares are 0.
+        compared: list[Portion] = []
         if holder.rank == side.rank:
+            key = unlike.patch, holder.window
             held = list_portions(windows, side.rank)
-            own = [p for p in held if (p.patch, p.window) == (unlike.patch, holder.window)]
-        ends.append(_weigh(side, name, own))
-    return _bound(party, hull(list_patches(windows)[unlike.patch]), ends)
+            compared = [portion for portion in held if (portion.patch, portion.window) == key]
+        weighers.append(_make_weigher(side, name, compared))
+    return _bound(party, hull(list_patches(windows)[unlike.patch]), weighers)
 
 
 def bound_sides(party: Party, name: str, sides: Sequence[DigestSide]) -> Box:
     """The box in which two sides of a tensor differ. Raises PeerFailure."""
-    ends = []
+    weighers = []
     for side in sides:
-        ends.append(_weigh(side, name, counted_portions(side.windows[name], side.rank)))
-    return _bound(party, full(sides[0].windows[name][0].shape), ends)
+        portions = counted_portions(side.windows[name], side.rank)
+        weighers.append(_make_weigher(side, name, portions))
+    return _bound(party, full(sides[0].windows[name][0].shape), weighers)
 
 
-def _weigh(side: DigestSide, name: str, portions: Sequence[Portion]) -> _Weigher:
+def _make_weigher(side: DigestSide, name: str, portions: Sequence[Portion]) -> _Weigher:
     return lambda boxes: side.weigh(name, portions, boxes) if portions else [0] * len(boxes)
 
 
-def _bound(party: Party, box: Box, ends: Sequence[_Weigher]) -> Box:
-    """The smallest box in which what all ranks have on one side differs from what they have on the other."""
+def _bound(party: Party, box: Box, weighers: Sequence[_Weigher]) -> Box:
+    """The smallest box in which all ranks' sum by the first weigher differs from their sum by the second."""
 
     def differ(boxes: list[Box]) -> list[bool]:
-        mine = ends[0](boxes) + ends[1](boxes)
+        mine = weighers[0](boxes) + weighers[1](boxes)
         counts = dict.fromkeys(party.ranks, len(mine))
         columns = zip(*gather_numbers(party, mine, counts).values(), strict=True)
         sums = [sum(column) % PRIME for column in columns]
+        # The first half is by the first weigher, in the order of boxes.
         return list(map(ne, sums[: len(boxes)], sums[len(boxes) :]))
 
     return find_bounds(box, differ)

@@ -1,7 +1,7 @@
-"""The arithmetic of digests by torch, for tensors that numpy cannot see.
+"""Library: the arithmetic of digests by torch, for tensors that NumPy cannot read.
 
-1. Tensors on the CPU are numpy's arrays of the same memory, without a copy.
-2. Those elsewhere stay there: the same integers are computed where they are, and one number comes back.
+1. Tensors on the CPU are read as NumPy arrays on the same memory, without a copy.
+2. Tensors on other devices stay there: the device computes the same integers, and returns one number.
 
 >>> array, library = see(torch.arange(6, dtype=torch.bfloat16))
 >>> array.dtype, library is NUMPY
@@ -24,7 +24,7 @@ __all__ = ["TORCH", "see"]
 
 
 class _Torch:
-    """torch, on whatever device its tensors are."""
+    """Torch's arithmetic, on the tensors' device."""
 
     def strides(self, array: Tensor) -> tuple[int, ...]:
         return array.stride()
@@ -47,7 +47,7 @@ class _Torch:
         return torch.cat(list(arrays))
 
     def constant(self, array: NDArray[Any], like: Tensor) -> Tensor:
-        # Torch writes through such a tensor, and weights are kept: hence a copy.
+        # A copy, since a tensor on the array's memory could be written, and weights are cached.
         return torch.tensor(array, device=like.device)
 
 
@@ -55,7 +55,7 @@ TORCH: Library = _Torch()
 
 
 def see(tensor: Tensor) -> tuple[Array, Library]:
-    """The tensor's bits as an array, and the library that it is of."""
+    """The tensor's bits as an array, and the library for its arithmetic."""
     words = dtypes.words(tensor)
     if tensor.device.type == "cpu":
         return dtypes.see_words(words), NUMPY

@@ -1,8 +1,8 @@
-"""This rank's shares of a side, and everybody's.
+"""Sides: this rank's shares of a side, and all ranks' shares.
 
-1. What ranks tell each other is 8 bytes for each patch that they hold of a tensor: one patch where
-   holdings do not overlap in part.
-2. Layouts say how many numbers each rank has, so nobody says it.
+1. Ranks exchange 8 bytes for each patch that they hold of a tensor: one patch if holdings do not
+   overlap in part.
+2. All ranks know each rank's number of shares from the layouts, so it is not sent.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ AllShares: TypeAlias = dict[str, Shares]
 """Every rank's shares, by tensor."""
 
 PIECE = 1 << 18
-"""Bytes that go at once, as in `agreement.gather`."""
+"""Bytes per message, as in `agreement.gather`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestSide:
-    """This rank's tensors of a side, by local name, and how all ranks hold each."""
+    """This rank's tensors of a side, by local name, and the windows in which all ranks hold each."""
 
     windows: Mapping[str, Windows]
     rank: int
@@ -52,13 +52,13 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """What portions of this rank's of a tensor have in each box."""
+        """The share of this rank's portions of a tensor in each box."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
 
     def _see(self, name: str) -> tuple[dict[int, Array], Library]:
-        """The arrays of a tensor's windows, and the library that they are of."""
+        """The arrays of a tensor's windows, and the library for their arithmetic."""
         library = NUMPY
         arrays = {}
         windows = self.windows[name]
@@ -69,34 +69,35 @@ class DigestSide:
 
 
 def count_shares(side: Mapping[str, Windows], rank: int) -> int:
-    """How many shares a rank has of all tensors."""
+    """A rank's number of shares, of all tensors together."""
     held = [list_held(windows).get(rank, ()) for windows in side.values()]
     return sum(map(len, held))
 
 
 def divide_shares(side: Mapping[str, Windows], rest: Mapping[int, Iterator[int]]) -> AllShares:
-    """The shares of each tensor, given all ranks' of all tensors, of which as many are taken."""
-    found: AllShares = {}
+    """The shares of each tensor, taken in order from each rank's iterator over its shares."""
+    by_name: AllShares = {}
     for name, windows in side.items():
-        of_tensor = {}
+        by_rank = {}
         for rank, held in list_held(windows).items():
-            of_tensor[rank] = list(islice(rest[rank], len(held)))
-        found[name] = of_tensor
-    return found
+            by_rank[rank] = list(islice(rest[rank], len(held)))
+        by_name[name] = by_rank
+    return by_name
 
 
 def gather_numbers(
     party: Party, mine: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Every rank's numbers, of which each says as many as all know that it has. Raises PeerFailure."""
+    """Gather every rank's numbers, whose counts all ranks know. Raises PeerFailure."""
+    # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(mine, np.int64).tobytes().ljust(nbytes, b"\0")
-    texts = [b""] * len(party.ranks)
+    records = [b""] * len(party.ranks)
     for start in range(0, nbytes, PIECE):
         pieces = party.gather(record[start : start + PIECE])
-        texts = list(map(bytes.__add__, texts, pieces))
-    found = {}
-    for rank, text in zip(party.ranks, texts, strict=True):
-        numbers = np.frombuffer(text, np.int64)
-        found[rank] = numbers[: counts[rank]].tolist()
-    return found
+        records = list(map(bytes.__add__, records, pieces))
+    by_rank = {}
+    for rank, gathered in zip(party.ranks, records, strict=True):
+        numbers = np.frombuffer(gathered, np.int64)
+        by_rank[rank] = numbers[: counts[rank]].tolist()
+    return by_rank

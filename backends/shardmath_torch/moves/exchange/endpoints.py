@@ -1,16 +1,17 @@
-"""Where the pieces of messages lie in memory.
+"""Endpoints: the pieces of messages in memory.
 
 1. A **strided view** is a piece's elements in a tensor: sizes, strides and offset, in elements.
-   Finding it needs the tensor's strides only, so views are found once and used for every move of
-   tensors that lie alike.
-2. A message whose views are one **contiguous** view needs no packing: it is sent from, or received
-   into, the tensor itself. Pieces that are folded into what is there are never received in place.
-3. Over some wires large pieces are messages of their own (`apart`), so that those go in place that
-   are contiguous. Both ends divide a message alike, by the sizes of its pieces. That is for wires
-   without groups: what bounds the messages of a group is counted before.
-4. Other messages go through staging: a block of bytes, at least as large as the round that needs
-   most of it. Each message of a round has its own part of the block.
-5. A message is read from source tensors, or, where it is relayed (`Message.relayed`), from
+   Finding it needs only the tensor's strides, so views are found once and used for every move of
+   tensors with equal strides.
+2. A message whose views join into one **contiguous** view needs no packing: it is sent from, or
+   received into, the tensor itself. Pieces that are reduced into the destination are never received
+   in place.
+3. Over some wires large pieces are separate messages (`apart`), so that the contiguous ones go in
+   place. Both ends divide a message equally, by the sizes of its pieces. This is for wires without
+   groups: the bound on a group's messages was applied before.
+4. Other messages go through staging: a block of bytes that is large enough for every round. Each
+   message of a round has its own part of the block.
+5. A message is read from source tensors, or, if it is relayed (`Message.relayed`), from
    destination tensors.
 6. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates
    views, no memory.
@@ -49,7 +50,7 @@ __all__ = [
 
 
 class StridedView(NamedTuple):
-    """Elements of the tensor `key`: strides and offset in elements, the offset from the tensor's first."""
+    """Elements of the tensor `key`: strides and offset in elements, the offset from the tensor's first element."""
 
     key: str
     shape: tuple[int, ...]
@@ -60,8 +61,8 @@ class StridedView(NamedTuple):
 class Endpoint(NamedTuple):
     """One end of a message in memory: its pieces' views.
 
-    `contiguous` is all of them as one view; where there is none, the message goes through staging,
-    from byte `start` on. `folds`: whether some are to be folded into what is there.
+    `contiguous` is the views joined into one; if None, the message goes through staging, from byte
+    `start` on. `folds` is whether some pieces are reduced into the destination.
     """
 
     message: Message
@@ -72,7 +73,7 @@ class Endpoint(NamedTuple):
 
 
 class BoundRound(NamedTuple):
-    """A round whose messages have endpoints here; `keeps` have two, a source and a destination."""
+    """A round's endpoints on this rank; messages that stay here (`keeps`) have two, source and destination."""
 
     step: Step
     sends: tuple[Endpoint, ...]
@@ -81,27 +82,27 @@ class BoundRound(NamedTuple):
 
 
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of each local tensor, in elements."""
+"""Strides of each local tensor, in elements, by local buffer key."""
 
 
 def locate(
     key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
 ) -> StridedView:
-    """Where tensor[slices], of this shape, lies in a tensor of these strides."""
+    """The view of tensor[slices], of this shape, in a tensor of these strides."""
     offset = 0
-    for taken, step in zip(slices, strides, strict=True):
-        offset += taken.start * step
+    for part, stride in zip(slices, strides, strict=True):
+        offset += part.start * stride
     return StridedView(key, shape, tuple(strides), offset)
 
 
 def select(tensor: Tensor, view: StridedView) -> Tensor:
-    """The elements of the view of this tensor, without a copy."""
+    """The view of this tensor, without a copy."""
     offset = tensor.storage_offset() + view.offset
     return tensor.as_strided(view.shape, view.strides, offset)
 
 
 def join(views: Sequence[StridedView]) -> StridedView | None:
-    """The views, one after the other, as one contiguous view; None where they are not."""
+    """Join views that follow each other in memory into one contiguous view; None if they do not."""
     first = views[0]
     end = first.offset
     for view in views:
@@ -120,38 +121,38 @@ def _is_contiguous(view: StridedView) -> bool:
 
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """The rounds, for source and destination tensors of these strides."""
-    return tuple(_bind_round(one, src, dst) for one in rounds)
+    """Find the endpoints of the rounds, for source and destination tensors of these strides."""
+    return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 
 def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
-    """The rounds without what goes to ranks that are gone; all else stays where it is in staging."""
-    kept = []
-    for one in rounds:
-        sends = [end for end in one.sends if end.message.dst_rank not in gone]
-        if sends or one.receives or one.keeps:
-            kept.append(one._replace(sends=tuple(sends)))
-    return tuple(kept)
+    """The rounds without sends to ranks that are gone; other messages keep their parts of staging."""
+    remaining = []
+    for bound in rounds:
+        sends = [end for end in bound.sends if end.message.dst_rank not in gone]
+        if sends or bound.receives or bound.keeps:
+            remaining.append(bound._replace(sends=tuple(sends)))
+    return tuple(remaining)
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """The rounds with pieces of at least so many bytes in messages of their own; as they are if it is None."""
+    """The rounds with each piece of at least `nbytes` as a separate message; unchanged if it is None."""
     if nbytes is None:
         return tuple(rounds)
-    return tuple(_set_apart(one, nbytes) for one in rounds)
+    return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)
 
 
-def _set_apart(one: Round, nbytes: int) -> Round:
-    sends = [part for message in one.sends for part in _divide(message, nbytes)]
-    receives = [part for message in one.receives for part in _divide(message, nbytes)]
-    return one._replace(sends=tuple(sends), receives=tuple(receives))
+def _separate_large_pieces(whole: Round, nbytes: int) -> Round:
+    sends = [part for message in whole.sends for part in _split_message(message, nbytes)]
+    receives = [part for message in whole.receives for part in _split_message(message, nbytes)]
+    return whole._replace(sends=tuple(sends), receives=tuple(receives))
 
 
-def _divide(message: Message, apart: int) -> Iterator[Message]:
-    """The message in parts: each large piece, and what stands between them."""
+def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
+    """Split the message into one per piece of at least `nbytes`, and one per run of pieces between those."""
     parts: list[list[Transfer]] = [[]]
     for piece in message.pieces:
-        if piece.nbytes >= apart:
+        if piece.nbytes >= nbytes:
             parts += [piece], []
         else:
             parts[-1].append(piece)
@@ -160,50 +161,50 @@ def _divide(message: Message, apart: int) -> Iterator[Message]:
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
-    """Bytes of staging of the round that needs most."""
+    """Bytes of staging that the largest round needs."""
     most = 0
-    for one in rounds:
-        for endpoint in (*one.receives, *one.sends):
+    for bound in rounds:
+        for endpoint in (*bound.receives, *bound.sends):
             most = max(most, _find_staging_end(endpoint))
     return most
 
 
-def _bind_round(one: Round, src: Strides, dst: Strides) -> BoundRound:
-    """The round, with a part of staging for each message that needs one."""
-    receives = [_bind_to_destination(message, dst) for message in one.receives]
-    receives = _lay_in_staging(receives, 0)
-    # Sends lie behind receives: all messages of a round are on their way at once.
+def _bind_round(unbound: Round, src: Strides, dst: Strides) -> BoundRound:
+    """Find the round's endpoints, with a part of staging for each message that needs one."""
+    receives = [_bind_to_destination(message, dst) for message in unbound.receives]
+    receives = _assign_staging(receives, 0)
+    # Sends come after receives in staging: all messages of a round are in flight together.
     used = max(map(_find_staging_end, receives), default=0)
     sends = []
-    for message in one.sends:
-        # What is relayed has been received before, hence lies in a destination.
+    for message in unbound.sends:
+        # A relayed message was received in an earlier round, hence lies in a destination.
         strides = dst if message.relayed else src
         sends.append(_bind_to_source(message, strides))
-    sends = _lay_in_staging(sends, align(used))
+    sends = _assign_staging(sends, align(used))
     keeps = []
-    for message in one.keeps:
+    for message in unbound.keeps:
         pair = _bind_to_source(message, src), _bind_to_destination(message, dst)
         keeps.append(pair)
-    return BoundRound(one.step, tuple(sends), tuple(receives), tuple(keeps))
+    return BoundRound(unbound.step, tuple(sends), tuple(receives), tuple(keeps))
 
 
 def _find_staging_end(endpoint: Endpoint) -> int:
-    """One past the last byte of staging that the message takes; 0 where it takes none."""
+    """One past the last byte of staging that the message takes; 0 if it takes no staging."""
     return 0 if endpoint.contiguous else endpoint.start + endpoint.message.nbytes
 
 
-def _lay_in_staging(endpoints: Iterable[Endpoint], start: int) -> list[Endpoint]:
-    """The endpoints with parts of the block of their own, from byte `start` on."""
-    laid = []
+def _assign_staging(endpoints: Iterable[Endpoint], start: int) -> list[Endpoint]:
+    """Give each endpoint that needs staging a separate part of the block, from byte `start` on."""
+    assigned = []
     for endpoint in endpoints:
-        laid.append(endpoint._replace(start=start))
+        assigned.append(endpoint._replace(start=start))
         if not endpoint.contiguous:
             start += align(endpoint.message.nbytes)
-    return laid
+    return assigned
 
 
 def _bind_to_source(message: Message, strides: Strides) -> Endpoint:
-    """Where the message is read from tensors of these strides."""
+    """The endpoint that reads the message from tensors of these strides."""
     views = []
     for piece in message.pieces:
         key = piece.src_tensor
@@ -212,11 +213,11 @@ def _bind_to_source(message: Message, strides: Strides) -> Endpoint:
 
 
 def _bind_to_destination(message: Message, strides: Strides) -> Endpoint:
-    """Where the message is written to tensors of these strides."""
+    """The endpoint that writes the message to tensors of these strides."""
     views = []
     for piece in message.pieces:
         key = piece.dst_tensor
         views.append(locate(key, strides[key], piece.dst_slices, piece.shape))
-    # Received in place, a piece would overwrite what it is to be folded into.
+    # Received in place, a piece would overwrite the value that it is reduced into.
     folds = any(piece.op != "copy" for piece in message.pieces)
     return Endpoint(message, tuple(views), None if folds else join(views), 0, folds)

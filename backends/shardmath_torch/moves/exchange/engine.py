@@ -1,8 +1,8 @@
-"""The exchange: a rank's part of a plan, moved over any wire.
+"""Engine: the exchange, which moves a rank's part of a plan over any wire.
 
-A rank walks its rounds (`rounds`): results are those of `shardmath.simulate` bit for bit. A round is done before the
-next round packs, so what arrived in one may be relayed in the next. On a GPU "before" is the order of its streams: the
-host only says what is to be done, and waits once, at the end.
+A rank runs its rounds (`rounds`) in order, with results equal to `shardmath.simulate` bit for bit. A round is done
+before the next round packs, so bytes that arrive in one may be relayed in the next. On a GPU "before" is the order of
+its streams: the host only queues work, and waits once, at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 class Exchange:
-    """The engine of both transports. Pieces of at least `apart` bytes, if that is given, are messages of their own."""
+    """The engine of both transports. If `apart` is given, pieces of at least so many bytes are separate messages."""
 
     def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task
@@ -48,13 +48,13 @@ class Exchange:
         self._needed = 0
         self._held: tuple[Tensors, Tensors] | None = None
         self._views: MoveViews | None = None
-        # Of a block that a larger one replaces nothing is kept.
+        # Weak, so that nothing refers to a block that a larger one has replaced.
         self._staged: WeakKeyDictionary[StagingBlock, Staged] = WeakKeyDictionary()
         self.begun: int | None = 0
 
     @functools.cached_property
     def posted(self) -> tuple[Round, ...]:
-        """The part's rounds, large pieces apart."""
+        """The part's rounds, with large pieces as separate messages."""
         return set_apart(self._task.part.rounds, self._apart)
 
     @property
@@ -63,9 +63,9 @@ class Exchange:
         return self._needed
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
-        """Find where all messages lie in these tensors, and make staging for those that need it.
+        """Find all messages' endpoints in these tensors, and make staging for those that need it.
 
-        Of `held` tensors views are kept from move to move.
+        Views of `held` tensors are kept from move to move.
         """
         self._held = (src, dst) if held else None
         self._views = None
@@ -74,7 +74,7 @@ class Exchange:
         device = find_device(src, dst)
         wanted = src_strides, dst_strides, device
         if wanted != self._bound_to:
-            # Bound to nothing until all is found: an interrupt in between leaves half of it.
+            # Bound to nothing until all is done, so that an interrupt leaves nothing half bound.
             self._bound_to = None
             self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
@@ -84,13 +84,13 @@ class Exchange:
         self._staging.reserve(self._needed)
 
     def let_go(self) -> None:
-        """Keep no view of tensors, nor of staging that a larger block has replaced."""
+        """Drop the views of tensors, and of staging that a larger block has replaced."""
         self._held = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """One that does the same without what goes to ranks that are gone, for tensors that lie as they did.
+        """A copy for the task without sends to ranks that are gone, bound to the same tensors.
 
-        Raises what torch raises where memory is short.
+        Raises torch's error if memory is short.
         """
         kept = Exchange(task, self._apart)
         kept._rounds = drop_sends(self._rounds, gone)
@@ -107,7 +107,7 @@ class Exchange:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
         self._note_begun(0)
-        # In inference mode inference tensors, too, may be written.
+        # Only in inference mode may inference tensors be written.
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
             views = self._find_views(src, dst, block)
             self._note_begun(1)
@@ -115,12 +115,13 @@ class Exchange:
                 fill(work, dst)
                 watch.lap(FOLDED)
             rounds = Rounds(self._task.wire, watch)
-            for number, one in enumerate(self._rounds):
+            for number, bound in enumerate(self._rounds):
+                # Step 1 was the fills.
                 self._note_begun(number + 2)
-                receives = map(views.receive, one.receives)
-                sends = map(views.send, one.sends)
-                keeps = itertools.starmap(views.keep, one.keeps)
-                rounds.run(one.step, receives, sends, keeps)
+                receives = map(views.receive, bound.receives)
+                sends = map(views.send, bound.sends)
+                keeps = itertools.starmap(views.keep, bound.keeps)
+                rounds.run(bound.step, receives, sends, keeps)
             self._note_begun(part.steps)
             for work in part.divisions:
                 divide(work, dst)
@@ -129,16 +130,16 @@ class Exchange:
             self.begun = part.steps + 1
 
     def _note_begun(self, steps: int) -> None:
-        """So many steps have begun: not known where another device carries out what it was told."""
+        """Note the number of steps that have begun; None on a GPU, which runs behind the host."""
         self.begun = steps if self._task.wire.device.type == "cpu" else None
 
     def _find_views(self, src: Tensors, dst: Tensors, block: StagingBlock) -> MoveViews:
-        """The tensors and staging of a move; those of the move before where both are the same."""
+        """Views of tensors and staging for a move; the previous move's if both are the same."""
         staged = self._staged.get(block)
         if staged is None:
             staged = self._staged[block] = Staged(block.memory)
-        held = self._held is not None and src is self._held[0] and dst is self._held[1]
-        if not held:
+        is_held = self._held is not None and src is self._held[0] and dst is self._held[1]
+        if not is_held:
             return MoveViews(src, dst, staged)
         if self._views is None or self._views.staged is not staged:
             self._views = MoveViews(src, dst, staged, held=True)
@@ -146,7 +147,7 @@ class Exchange:
 
 
 def find_device(src: Tensors, dst: Tensors) -> torch.device:
-    """Where the rank's tensors are, all of them on one device; the CPU where it has none."""
+    """The device of the rank's tensors, which is the same for all; the CPU if it has no tensors."""
     for tensor in (*src.values(), *dst.values()):
         return tensor.device
     return torch.device("cpu")

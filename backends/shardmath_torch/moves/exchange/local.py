@@ -1,11 +1,11 @@
-"""The tensors that a rank passes, checked against what a plan's layouts store there.
+"""Local: the tensors that a rank passes, checked against a plan's layouts.
 
-1. A plan of two layouts takes a tensor a side; a plan of mappings takes dicts by local buffer key;
-   a side that the rank is not on takes None.
+1. A plan of two layouts takes one tensor per side; a plan of mappings takes dicts by local buffer
+   key; a side without this rank takes None.
 2. Nothing is converted: a wrong shape, dtype or kind of device is an objection that names both and
    the fix.
-3. Its memory must be there (`memory`): a move that found out later would have begun.
-4. Nor may tensors share memory that a move writes (`apart`).
+3. A tensor's memory must exist (`memory`), which is checked before a move begins.
+4. Tensors may not share memory that a move writes (`apart`).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = [
 ]
 
 Local: TypeAlias = Tensor | Mapping[str, Tensor] | None
-"""What a rank passes for one side."""
+"""The tensors that a rank passes for one side."""
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 MOST_NAMES = 8
-"""Names that an error shows."""
+"""Most names that an error shows."""
 
 
 class Wanted(NamedTuple):
-    """What a rank stores on one side: local buffer key -> (local shape, layout); `single`: one tensor, not a dict."""
+    """A rank's tensors on one side: local buffer key -> (local shape, layout); if `single`, passed without a dict."""
 
     side: str
     rank: int
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
-    """What `rank` passes to a move of the plan: source and destination."""
+    """The tensors that `rank` passes to a move of the plan: source and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         tensors = {}
@@ -75,9 +75,9 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """The side's tensors, without subclasses that can be seen through, by local buffer key.
+    """The side's tensors by local buffer key, as plain tensors if they have plain memory.
 
-    Raises ExchangeError for names that are missing or too many.
+    Raises ExchangeError for names that are missing or unknown.
     """
     named = _name_tensors(want, given)
     _check_names(want, named)
@@ -85,7 +85,7 @@ def by_key(want: Wanted, given: Local) -> Tensors:
 
 
 def _name_tensors(want: Wanted, given: Local) -> Tensors:
-    """The tensors as a mapping. Raises ExchangeError where one tensor and a dict are mistaken for each other."""
+    """The tensors as a mapping. Raises ExchangeError for one tensor instead of a dict, and the other way round."""
     if given is None:
         return {}
     if isinstance(given, Tensor):
@@ -104,7 +104,7 @@ def _name_tensors(want: Wanted, given: Local) -> Tensors:
 
 
 def _check_names(want: Wanted, given: Tensors) -> None:
-    """Raise ExchangeError for a name that is missing, and for one too many."""
+    """Raise ExchangeError for a missing name, and for an unknown one."""
     for key in want.tensors:
         if key not in given:
             what = f"{_label(want.side, key)} is missing: {_list_names(given)} given"
@@ -122,26 +122,26 @@ def _check_names(want: Wanted, given: Tensors) -> None:
 
 
 def _label(side: str, key: str) -> str:
-    """How errors call a tensor."""
+    """The words for a tensor in errors."""
     return f"{side} tensor {key!r}" if key else f"the {side} tensor"
 
 
 def _list_names(keys: Mapping[str, object]) -> str:
-    """The first of the names, and how many there are where that is not all."""
-    shown = [repr(key) for key in keys if key]
-    if not shown:
+    """The first MOST_NAMES names, with the total number if there are more."""
+    names = [repr(key) for key in keys if key]
+    if not names:
         return "one tensor" if "" in keys else "nothing"
-    few = ", ".join(shown[:MOST_NAMES])
-    if len(shown) > MOST_NAMES:
-        few += f", ... ({len(shown)} in all)"
-    return few
+    listed = ", ".join(names[:MOST_NAMES])
+    if len(names) > MOST_NAMES:
+        listed += f", ... ({len(names)} in all)"
+    return listed
 
 
 # Each tensor
 
 
 def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
-    """Raises ExchangeError for the first tensor of a side that is not as stored there, or not on such a device."""
+    """Raises ExchangeError for the first tensor of a side that does not match its layout, or is not on the device."""
     for key, (shape, layout) in want.tensors.items():
         label = _label(want.side, key)
         tensor = tensors[key]
@@ -153,7 +153,7 @@ def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> 
 
 
 def _check_kind(label: str, tensor: object) -> None:
-    """Raise ExchangeError for what is not a tensor, or has no shape of its own."""
+    """Raise ExchangeError for an object that is not a tensor, and for a DTensor or nested tensor."""
     if not isinstance(tensor, Tensor):
         raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
     if isinstance(tensor, DTensor):
@@ -163,7 +163,7 @@ def _check_kind(label: str, tensor: object) -> None:
 
 
 def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Layout) -> None:
-    """Raise ExchangeError for another shape or dtype than the layout's."""
+    """Raise ExchangeError if shape or dtype differ from the layout's."""
     if tuple(tensor.shape) != shape:
         what = f"{label} has shape {tuple(tensor.shape)}, the plan's layout stores {shape} there"
         raise ExchangeError(f"{what}; pass the local tensor of {layout}")
@@ -176,15 +176,16 @@ def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Lay
 
 def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
     """Raise ExchangeError for a tensor that the group cannot move."""
-    here = tensor.device
-    if here != device:
-        what = f"{label} is on device '{here}', the process group moves tensors on '{device}'"
-        fix = f"pass it on '{device}', or compile on a group for '{here}'"
+    if tensor.device != device:
+        what = (
+            f"{label} is on device '{tensor.device}', the process group moves tensors on '{device}'"
+        )
+        fix = f"pass it on '{device}', or compile on a group for '{tensor.device}'"
         raise ExchangeError(f"{what}; {fix}")
 
 
 def _check_memory(label: str, tensor: Tensor) -> None:
-    """Raise ExchangeError where the bytes in memory are not the elements, or are not there."""
+    """Raise ExchangeError if the tensor's bytes are not its elements' bits, or do not exist."""
     if tensor.layout != torch.strided:
         what = f"{label} is stored as {tensor.layout}"
         raise ExchangeError(f"{what}; pass a plain strided tensor: .to_dense()")
@@ -192,13 +193,13 @@ def _check_memory(label: str, tensor: Tensor) -> None:
         what = f"{label} is a lazy conjugate or negative"
         fix = "pass a plain strided tensor: .resolve_conj().resolve_neg()"
         raise ExchangeError(f"{what}; {fix}")
-    lacks = missing_memory(tensor)
-    if lacks:
-        fix = "pass a plain tensor on its own memory, while that is there"
-        raise ExchangeError(f"{label} {lacks}; {fix}")
+    fault = missing_memory(tensor)
+    if fault:
+        fix = "pass a plain tensor whose memory has not been freed"
+        raise ExchangeError(f"{label} {fault}; {fix}")
 
 
-# All of them together
+# All tensors together
 
 
 def check(
@@ -207,7 +208,7 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raises ExchangeError for the first tensor that does not fit; `apart`: sides may not share memory."""
+    """Raises ExchangeError for the first tensor that does not fit; if `apart`, sides may not share memory."""
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
     src, dst = given
@@ -219,7 +220,7 @@ def check(
 
 
 def _check_writable(dst: Tensors) -> None:
-    """Raise ExchangeError for a destination of which several elements are one cell."""
+    """Raise ExchangeError for a destination in which several elements share memory."""
     for key, tensor in dst.items():
         if overlaps_itself(tensor):
             label = _label("destination", key)
@@ -229,7 +230,7 @@ def _check_writable(dst: Tensors) -> None:
 
 
 def _check_one_device(src: Tensors, dst: Tensors) -> None:
-    """Raise ExchangeError where the rank's tensors are on several devices."""
+    """Raise ExchangeError if the rank's tensors are on several devices."""
     first: tuple[str, torch.device] | None = None
     for side, tensors in (("source", src), ("destination", dst)):
         for key, tensor in tensors.items():
@@ -241,41 +242,39 @@ def _check_one_device(src: Tensors, dst: Tensors) -> None:
 
 
 def _check_sides_apart(src: Tensors, dst: Tensors) -> None:
-    """Raise ExchangeError where a source and a destination share memory."""
-    for here, there in find_meeting_sides(src, dst):
-        if shares_memory(src[here], dst[there]):
-            what = f"{_label('source', here)} and {_label('destination', there)} share memory"
+    """Raise ExchangeError if a source and a destination share memory."""
+    for src_key, dst_key in find_meeting_sides(src, dst):
+        if shares_memory(src[src_key], dst[dst_key]):
+            what = f"{_label('source', src_key)} and {_label('destination', dst_key)} share memory"
             why = "arriving bytes would overwrite some that have not left"
             raise ExchangeError(f"{what}: {why}; pass a clone of one")
 
 
 def _check_destinations_apart(want: Wanted, dst: Tensors) -> None:
-    """Raise ExchangeError for a cell that is two destinations' own, as of tied weights passed twice."""
-    for one, other in find_meeting(dst):
-        parts = _list_own_parts(want, one, dst), _list_own_parts(want, other, dst)
+    """Raise ExchangeError if two destinations' own cells share memory, as with tied weights passed twice."""
+    for key, other in find_meeting(dst):
+        parts = _list_own_parts(want, key, dst), _list_own_parts(want, other, dst)
         if any(shares_memory(a, b) for a, b in itertools.product(*parts)):
-            what = f"{_label('destination', one)} and {_label('destination', other)} share memory"
-            fix = "one would overwrite the other; pass tensors of their own"
-            raise ExchangeError(f"{what}: {fix}")
+            what = f"{_label('destination', key)} and {_label('destination', other)} share memory"
+            raise ExchangeError(f"{what}: one would overwrite the other; pass separate tensors")
 
 
 def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
-    """The boxes of the tensor that are its own: what lies in its holes may be another's."""
+    """The boxes of the tensor's own cells; the holes between them may belong to another tensor."""
     _, layout = want.tensors[key]
     return [tensors[key][box] for box in own_boxes(layout.runs(want.rank))]
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Asked later: which of these destination tensors is not where it is now; "" for none."""
+    """Make a function that finds the first of these destinations whose memory has changed since; "" for none."""
     tensors: dict[str, Tensor] = {}
-    for some in given:
-        named = {"": some} if isinstance(some, Tensor) else some or {}
-        tensors.update(named)
-    before = {key: _describe_memory({key: tensor}) for key, tensor in tensors.items()}
+    for local in given:
+        tensors.update({"": local} if isinstance(local, Tensor) else local or {})
+    before = {key: _sign_memory({key: tensor}) for key, tensor in tensors.items()}
 
     def find_lost() -> str:
-        for key, was in before.items():
-            if _describe_memory({key: tensors[key]}) != was:
+        for key, signed in before.items():
+            if _sign_memory({key: tensors[key]}) != signed:
                 what = f"{_label('destination', key)} was freed or moved in smt.commit"
                 return f"{what}; leave destinations alone until the block ends"
         return ""
@@ -284,26 +283,26 @@ def witness(*given: Local) -> Callable[[], str]:
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
-    """Equal for plain tensors that lie at the same place in the same way: what was checked need not be again."""
+    """A value equal for tensors of the same memory, shape and type, which need not be checked again."""
     src, dst = given
-    return _describe_memory(src), _describe_memory(dst)
+    return _sign_memory(src), _sign_memory(dst)
 
 
-def _describe_memory(tensors: Tensors) -> list[object]:
-    """All that a check depends on, end to end; equal to nothing for what has no memory.
+def _sign_memory(tensors: Tensors) -> list[object]:
+    """All facts that a check depends on, in one flat list; a tensor without memory equals nothing.
 
-    Of many small tensors this takes as long as copying them, hence one row, and no function for each.
+    For many small tensors this takes as long as copying them, hence one list, and no call per tensor.
     """
-    # No tuple is made of a generator: while another thread looks at all objects, as `prepare` of a refit does, CPython
-    # 3.11 cannot end that (SystemError).
-    found: list[object] = [*tensors]
+    # No tuple from a generator: if another thread lists all objects meanwhile, as a refit's `prepare` does, CPython
+    # 3.11 fails to finish the tuple (SystemError).
+    facts: list[object] = [*tensors]
     for tensor in tensors.values():
         try:
             storage = tensor.untyped_storage()
-            found += (
+            facts += (
                 type(tensor),
                 storage.data_ptr(),
-                # A storage that shrank may stay where it was.
+                # A storage that shrank may keep its address.
                 storage.nbytes(),
                 tensor.storage_offset(),
                 tensor.shape,
@@ -314,6 +313,6 @@ def _describe_memory(tensors: Tensors) -> list[object]:
                 tensor.is_neg(),
             )
         except (AttributeError, RuntimeError):
-            # No tensor, or one without memory of its own.
-            found.append(object())
-    return found
+            # Not a tensor, or one without memory.
+            facts.append(object())
+    return facts

@@ -1,12 +1,12 @@
-"""The memory behind a tensor: whether it is there, and a plain tensor of it.
+"""Memory: whether a tensor's memory exists, and a plain tensor on it.
 
-1. A subclass that only watches functions (`__torch_function__`) lies in memory as any tensor does,
-   and is seen through.
-2. A subclass that computes in a way of its own (`__torch_dispatch__`: fake, quantised, wrapping
-   another) may have no memory, or memory that means something else: it is refused, and only what
-   torch's collectives return is waited for.
-3. A storage may be smaller than the strides reach, where it was freed or resized under the tensor,
-   as FSDP does to unsharded parameters. Reading there ends the process or raises in the midst of a
+1. A subclass that only intercepts functions (`__torch_function__`) has a tensor's usual memory, and
+   is replaced by a plain tensor.
+2. A subclass with its own kernels (`__torch_dispatch__`: fake, quantized, wrapping another) may have
+   no memory, or memory that means something else: it is rejected, except for the results of torch's
+   asynchronous collectives, which are waited for.
+3. A storage may be smaller than the strides reach if it was freed or resized under the tensor, as
+   FSDP does to unsharded parameters. Reading there ends the process, or raises in the middle of a
    move.
 
 >>> missing_memory(torch.zeros(2, 3)[:, 1])
@@ -30,45 +30,45 @@ __all__ = ["mark_written", "missing_memory", "plain", "reach"]
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory without the subclass; the tensor itself where its subclass computes in a way of its own."""
+    """A plain tensor on the same memory; the tensor itself if its subclass has its own kernels."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
-        found: Tensor = tensor.wait()
-        return plain(found)
-    if _computes_itself(tensor):
+        waited: Tensor = tensor.wait()
+        return plain(waited)
+    if _has_own_kernels(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return tensor.as_subclass(Tensor)
 
 
-def _computes_itself(tensor: Tensor) -> bool:
+def _has_own_kernels(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def missing_memory(tensor: Tensor) -> str:
-    """Why the tensor's elements cannot be read or written: "" where they can; words that follow its name otherwise."""
-    if _computes_itself(tensor):
+    """Why the tensor's elements cannot be read or written, in words that follow its name; "" if they can."""
+    if _has_own_kernels(tensor):
         return f"is a {type(tensor).__name__}, which has no plain memory"
     try:
         storage = tensor.untyped_storage()
-        held = storage.nbytes()
+        nbytes = storage.nbytes()
         start = storage.data_ptr()
     except RuntimeError:
-        # NotImplementedError is one: wrappers of torch.func and functionalization.
+        # Or NotImplementedError, its subclass: wrappers of torch.func and functionalization.
         return "has no memory of its own"
     end = (tensor.storage_offset() + reach(tensor)) * tensor.element_size()
     if not tensor.numel():
         return ""
-    if held < end:
-        return f"reaches {end} bytes into a storage of {held}, which was freed or resized"
+    if nbytes < end:
+        return f"reaches {end} bytes into a storage of {nbytes}, which was freed or resized"
     if not start or storage.device != tensor.device:
         return f"has no memory on '{tensor.device}'"
     return ""
 
 
 def reach(tensor: Tensor) -> int:
-    """Elements from the tensor's first to one past its last; at least 1."""
+    """Distance in elements from the tensor's first element to one past its last; at least 1."""
     last = 0
     for count, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += (count - 1) * step
@@ -76,5 +76,5 @@ def reach(tensor: Tensor) -> int:
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Tells autograd that the tensors change, so that a backward which needs what they were is an error."""
+    """Tell autograd that the tensors change, so that a backward pass that needs their old values raises."""
     torch.autograd.graph.increment_version(list(tensors))

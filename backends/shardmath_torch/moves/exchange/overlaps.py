@@ -1,10 +1,10 @@
-"""Whether tensors share memory.
+"""Overlaps: whether tensors share memory.
 
-1. A rank's source and destination may be any views, but must not share memory: what arrives would
-   overwrite what has not left.
-2. Destinations must not share cells that are theirs; holes may be another's.
-3. Tensors are compared in pairs only where their extents meet, from the first to the last byte that
-   each uses: one sweep over where these begin finds all such pairs.
+1. A rank's source and destination may be any views, but must not share memory: arriving bytes would
+   overwrite bytes that have not left.
+2. Destinations must not share their own cells; holes between cells may belong to another tensor.
+3. Only pairs whose extents meet are compared, where an extent goes from the first to the last byte
+   that a tensor uses. One sweep over the extents in order of their starts finds all such pairs.
 
 >>> import torch
 >>> buffer = torch.zeros(4, 6)
@@ -27,16 +27,17 @@ from shardmath_torch.moves.exchange.memory import reach
 __all__ = ["find_meeting", "find_meeting_sides", "overlaps_itself", "shares_memory"]
 
 COUNTED = 1 << 20
-"""Elements of a tensor whose cells are looked at one by one."""
+"""Most elements of a tensor whose cells are compared one by one."""
 
 MOST_WORK = 100_000
-"""Steps that numpy may take to find a common byte."""
+"""Most steps that NumPy may take to find a common byte."""
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may lie in one cell.
+    """Whether two elements may share a cell.
 
-    Of a small tensor it is known; a large one must nest: each stride steps over all that smaller ones reach.
+    The answer is exact for a small tensor. A large one counts as overlapping unless its strides nest, that is, each
+    stride steps over all elements that the smaller strides reach.
     """
     dims = []
     for step, count in zip(tensor.stride(), tensor.shape, strict=True):
@@ -52,7 +53,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _are_all_apart(dims: list[tuple[int, int]], numel: int) -> bool:
-    """Whether so many elements of these strides and lengths lie in as many cells."""
+    """Whether `numel` elements, by (stride, count) per dimension, lie in as many different cells."""
     if not numel:
         return True
     cells = np.zeros(1, np.int64)
@@ -63,7 +64,7 @@ def _are_all_apart(dims: list[tuple[int, int]], numel: int) -> bool:
 
 
 class _Span(NamedTuple):
-    """The extent of a tensor: the first, and one past the last byte of memory that it uses."""
+    """The extent of tensor `key`: the addresses of its first byte, and of one past its last."""
 
     start: int
     end: int
@@ -85,7 +86,7 @@ def find_meeting(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Pairs of keys whose extents of memory meet."""
     active: list[_Span] = []
     for span in sorted(_list_spans(tensors)):
-        # Spans come by their starts, so one that has ended meets none that follows.
+        # Spans come in order of their starts, so one that has ended meets no later one.
         active = [other for other in active if other.end > span.start]
         for other in active:
             yield other.key, span.key
@@ -102,7 +103,7 @@ def find_meeting_sides(
     destinations: list[_Span] = []
     for span, is_source in sorted(spans):
         mine, others = (sources, destinations) if is_source else (destinations, sources)
-        # Only the other side's spans are looked at, so they alone are thinned out here.
+        # Only the other side's spans are compared, so only they need to be thinned out.
         others[:] = [other for other in others if other.end > span.start]
         for other in others:
             yield (span.key, other.key) if is_source else (other.key, span.key)
@@ -110,12 +111,12 @@ def find_meeting_sides(
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the tensors have a byte in common; yes where that is too hard to tell."""
-    # numpy's own types know two values of max_work only.
+    """Whether the tensors have a byte in common; True if that takes too long to tell."""
+    # NumPy's type annotations know only two values of max_work.
     shares: Callable[..., bool] = np.shares_memory
-    # Addresses alone, of memory that is never read.
-    here, there = (np.asarray(Seen(one, f"|V{one.element_size()}")) for one in (a, b))
+    # Opaque elements, since only addresses are used, and memory on a GPU cannot be read.
+    arrays = [np.asarray(Seen(tensor, f"|V{tensor.element_size()}")) for tensor in (a, b)]
     try:
-        return shares(here, there, max_work=MOST_WORK)
+        return shares(*arrays, max_work=MOST_WORK)
     except np.exceptions.TooHardError:
         return True

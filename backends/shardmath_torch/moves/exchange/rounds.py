@@ -1,17 +1,16 @@
-"""Rounds: what one rank posts together, moved over any wire before its next round begins.
+"""Rounds: the messages that a rank posts together, and completes over any wire before its next round.
 
-1. What a message gives and takes at this end is a value: a `Receive` has the memory that the message comes into, a
-   `Send` the memory that it leaves from, a `Keep` what stays here. Whoever makes these values decides what goes;
-   this loop decides when.
-2. All receives of a round are posted first, then all sends are packed and posted, then the rank keeps what it keeps
-   while the wire works, unpacks messages as they arrive, and at last folds what is reduced, in order of addend: so
-   results do not depend on what arrives first.
-3. A failure names the first tensor of the message that it met, and each thing that is done is a lap of the watch.
+1. A message's end on this rank is a value: a `Receive` or a `Send` with the message's memory, or a `Keep` for pieces
+   that stay here. Callers make these values and so decide what moves; this loop decides when.
+2. All receives of a round are posted first, then all sends are packed and posted. While the wire works, the rank
+   copies the pieces that stay, then unpacks messages as they arrive. At last it folds reduced pieces in order of
+   addend, so results do not depend on the order of arrival.
+3. A failure names the first tensor of its message. Each phase is a lap of the watch.
 
 >>> import torch
 >>> from shardmath.plans.programs.messages import make_message
 >>> message = make_message((0, 0, 0), src_rank=1, dst_rank=0, leg=1, pieces=())
->>> Receive(message, torch.zeros(2), find_unpacking=None)[1:]    # it comes to where it belongs
+>>> Receive(message, torch.zeros(2), find_unpacking=None)[1:]    # received in place
 (tensor([0., 0.]), None)
 """
 
@@ -40,7 +39,7 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A piece that has come, and what it is to be folded into."""
+    """A piece that has arrived, and the elements to reduce it into, by `op`, in order of `addend`."""
 
     addend: int
     op: str
@@ -49,13 +48,13 @@ class Fold(NamedTuple):
 
 
 Unpacking: TypeAlias = Callable[[], list[Fold]]
-"""Puts what has come where it belongs, and gives what is to be folded."""
+"""Copies a message's pieces to their places, and returns those to be folded."""
 
 
 class Receive(NamedTuple):
-    """A message that comes into this memory, contiguous bytes.
+    """A message to receive into this memory, contiguous bytes.
 
-    `find_unpacking` is called while the message is on its way; None: the memory is where the message belongs.
+    `find_unpacking` is called while the message is in flight; None if the message is received in place.
     """
 
     message: Message
@@ -64,7 +63,7 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message that leaves from this memory, contiguous bytes; `pack` fills the memory; None: it is full already."""
+    """A message to send from this memory, contiguous bytes; `pack` fills the memory, None if it is sent in place."""
 
     message: Message
     memory: Tensor
@@ -72,7 +71,7 @@ class Send(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """A message that stays on this rank, and what brings it from here to there."""
+    """A message that stays on this rank; `unpack` copies its pieces from source to destination."""
 
     message: Message
     unpack: Unpacking
@@ -92,64 +91,66 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Move the messages of one round, all of them before the next round begins. Raises PeerFailure."""
-        # All is posted before anything is waited for: a rank that waited first could wait for ever.
-        arriving = [(one, self._receive(one)) for one in receives]
-        leaving = [(one, self._send(one)) for one in sends]
+        """Move all messages of one round. Raises PeerFailure."""
+        # All messages are posted before any wait: a rank that waited first could wait for ever.
+        arriving = [(receive, self._receive(receive)) for receive in receives]
+        leaving = [(send, self._send(send)) for send in sends]
         self._wire.start()
-        folds = [*self._keep(keeps), *self._take_in(arriving)]
-        # What has not left must not change: a relayed message may be sent from a destination.
-        for one, pending in leaving:
-            _wait(pending, one.message)
-            self._watch.waited(LEFT, one.message, one.message.dst_rank)
+        folds = [*self._keep(keeps), *self._unpack(arriving)]
+        # Before folding, since a relayed message may be sent from a destination.
+        for send, pending in leaving:
+            _wait(pending, send.message)
+            self._watch.waited(LEFT, send.message, send.message.dst_rank)
         # In order of addend, not of arrival: rounding depends on the order.
         for fold in sorted(folds, key=lambda fold: fold.addend):
             dtypes.fold(fold.op, fold.into, fold.piece)
         self._watch.lap(FOLDED, step)
 
     def finish(self) -> None:
-        """Return when the host, too, may read what has come. Raises PeerFailure."""
+        """Wait until the host may read the received bytes. Raises PeerFailure."""
         self._wire.finish()
         if self._wire.device.type != "cpu":
             self._watch.lap(ARRIVED)
 
-    def _receive(self, one: Receive) -> Pending:
-        """Post the receive of the message."""
-        message = one.message
-        with _Blame(message):
-            pending = self._wire.receive(one.memory, message.src_rank)
+    def _receive(self, receive: Receive) -> Pending:
+        """Post the receive."""
+        message = receive.message
+        with _NamingTensor(message):
+            pending = self._wire.receive(receive.memory, message.src_rank)
         self._watch.lap(POSTED, message)
         return pending
 
-    def _send(self, one: Send) -> Pending:
-        """Pack the message, and post the send of it."""
-        message = one.message
-        if one.pack is not None:
-            one.pack()
+    def _send(self, send: Send) -> Pending:
+        """Pack the message, and post the send."""
+        message = send.message
+        if send.pack is not None:
+            send.pack()
             self._watch.lap(PACKED, message)
-        with _Blame(message):
-            pending = self._wire.send(one.memory, message.dst_rank)
+        with _NamingTensor(message):
+            pending = self._wire.send(send.memory, message.dst_rank)
         self._watch.lap(POSTED, message)
         return pending
 
     def _keep(self, keeps: Iterable[Keep]) -> list[Fold]:
-        """Bring what stays to where it belongs; give what is to be folded."""
+        """Copy the pieces that stay on this rank, and return those to be folded."""
         folds: list[Fold] = []
-        for one in keeps:
-            folds += one.unpack()
-            self._watch.lap(KEPT, one.message)
+        for keep in keeps:
+            folds += keep.unpack()
+            self._watch.lap(KEPT, keep.message)
         return folds
 
-    def _take_in(self, arriving: Sequence[tuple[Receive, Pending]]) -> list[Fold]:
-        """Wait for what comes, and put it where it belongs; give what is to be folded."""
+    def _unpack(self, arriving: Sequence[tuple[Receive, Pending]]) -> list[Fold]:
+        """Wait for the messages, copy their pieces to their places, and return those to be folded."""
         watch = self._watch
         folds: list[Fold] = []
-        # Of many small pieces finding where they go takes as long as the wire does.
-        unpackings = [one.find_unpacking and one.find_unpacking() for one, _ in arriving]
+        # Before waiting, since finding the places of many small pieces takes as long as the wire does.
+        unpackings = [
+            receive.find_unpacking and receive.find_unpacking() for receive, _ in arriving
+        ]
         if unpackings:
             watch.lap(UNPACKED)
-        for (one, pending), unpack in zip(arriving, unpackings, strict=True):
-            message = one.message
+        for (receive, pending), unpack in zip(arriving, unpackings, strict=True):
+            message = receive.message
             _wait(pending, message)
             watch.waited(ARRIVED, message, message.src_rank)
             if unpack is not None:
@@ -159,15 +160,15 @@ class Rounds:
 
 
 def _wait(pending: Pending, message: Message) -> None:
-    """Wait until the message has come or left."""
-    with _Blame(message):
+    """Wait until the message has been received or sent."""
+    with _NamingTensor(message):
         pending.wait()
 
 
-class _Blame:
-    """A failure inside is one of this message's first tensor.
+class _NamingTensor:
+    """Names the message's first tensor in a PeerFailure inside.
 
-    A class and no generator, since every message enters it twice.
+    A class, which is faster than a generator, since every message enters it twice.
     """
 
     def __init__(self, message: Message) -> None:

@@ -1,14 +1,14 @@
-"""Staging: memory in which messages lie that cannot be sent or received in place.
+"""Staging: memory for messages that cannot be sent or received in place.
 
-1. It belongs to a group and a device, not to a move: moves of one group follow each other, so one
-   block, as large as the largest of them needs, serves them all. Moves that overlap in time, on
-   threads of their own, have one each. Moves under different streams of a GPU follow each other,
-   too: what one does with its block waits for what the one before did.
-2. Room is made before the ranks agree (`reserve`), so that a lack of memory is an objection and
-   breaks nothing.
+1. Staging belongs to a group and a device, not to a move: moves of one group follow each other, so
+   one block, large enough for each of them, serves them all. Moves that overlap in time, in
+   different threads, have one block each. Moves under different streams of a GPU follow each other,
+   too: a move's work on its block waits for the previous move's work on it.
+2. Memory is allocated before the ranks vote (`reserve`), so that a lack of memory is an objection
+   and breaks nothing.
 3. After a failure messages may still arrive in a block: it is never lent again, and lives as long
    as its group's staging.
-4. What is free goes on to another group that takes the place of one (`take_over`).
+4. A group that replaces another takes over its free blocks (`take_over`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["StagingBlock", "Staging", "staging_of"]
 
 @dataclass(eq=False)
 class StagingBlock:
-    """Memory, and what ends when the move that had it last has done with it: None where it has."""
+    """Memory, and an event that completes when the last move no longer uses it; None if it no longer does."""
 
     memory: Tensor
     used: torch.cuda.Event | None = None
@@ -44,39 +44,39 @@ class Staging:
         self._lost: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Have a free block of so many bytes. Raises what torch raises where memory is short."""
+        """Make sure that a block of `nbytes` is free. Raises torch's error if memory is short."""
         self._free.append(self._take(nbytes))
 
-    def take_over(self, former: Staging) -> None:
-        """Have what was free of another group's."""
-        while former is not self:
+    def take_over(self, other: Staging) -> None:
+        """Take the free blocks of another group's staging."""
+        while other is not self:
             try:
-                self._free.append(former._free.pop())
+                self._free.append(other._free.pop())
             except IndexError:
                 return
 
     def _take(self, nbytes: int) -> StagingBlock:
-        """The latest free block if it is large enough, otherwise a new one in its place."""
-        # Asking first whether there is one would let another thread take it in between.
+        """Take the latest free block, or replace it with a new one if it is too small."""
+        # Popped without a check, between which and the pop another thread might take the block.
         with contextlib.suppress(IndexError):
             block = self._free.pop()
             if block.memory.nbytes >= nbytes:
                 return block
-            # Let go of it before the larger one is made: both need not fit.
+            # Freed before the larger one is made, since both may not fit.
             del block
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return StagingBlock(memory)
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[StagingBlock]:
-        """A block of at least so many bytes, which nobody else has meanwhile."""
+        """Lend a block of at least `nbytes`, exclusively."""
         block = self._take(nbytes)
         try:
             if block.used is not None:
                 torch.cuda.current_stream(self.device).wait_event(block.used)
             yield block
         except BaseException:
-            # Kept alive, since messages may still arrive in it, and out of `_free`.
+            # Kept alive, but not free, since messages may still arrive in it.
             self._lost.append(block.memory)
             raise
         block.used = _record_use(block.memory)
@@ -84,11 +84,11 @@ class Staging:
 
 
 def _record_use(memory: Tensor) -> torch.cuda.Event | None:
-    """What ends when the current stream has done with the memory; None on the CPU, where a call that returns has."""
+    """An event that completes when the current stream no longer uses the memory; None on the CPU."""
     if memory.device.type != "cuda":
         return None
     stream = torch.cuda.current_stream(memory.device)
-    # Where a larger block replaces it, nobody else is given the memory before that.
+    # If a larger block replaces this one, torch does not reuse the memory before the event.
     memory.record_stream(stream)
     event: torch.cuda.Event = stream.record_event()
     return event
@@ -98,6 +98,6 @@ _of_groups: WeakKeyDictionary[Group, dict[torch.device, Staging]] = WeakKeyDicti
 
 
 def staging_of(group: Group, device: torch.device) -> Staging:
-    """The group's staging on the device; it goes when the group does."""
+    """The group's staging on the device, freed with the group."""
     by_device = _of_groups.setdefault(group, {})
     return by_device.setdefault(device, Staging(device))

@@ -1,7 +1,7 @@
-"""What an engine is told, and what a transport package gives.
+"""Task: the interfaces of engines and transport packages.
 
 A `Task` is a rank's part bound to a wire; an `Engine` is made for one and moves its bytes; a `Transport` opens the
-wire that engines stand on.
+wire that engines use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A rank's part, bound to a group and to the wire by which it reaches the others."""
+    """A rank's part of a plan, with the group and the wire to move it on."""
 
     part: RankProgram
     group: compat.Group
@@ -32,11 +32,11 @@ class Task:
 
 
 class Engine(Protocol):
-    """Moves the bytes of one plan; tensors come by local buffer key, have been checked, and all ranks agree."""
+    """Moves the bytes of one plan, once all ranks agree; tensors are checked, and passed by local buffer key."""
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The part's rounds, their messages as they are posted."""
+        """The part's rounds, with messages as the engine posts them."""
 
     @property
     def staging_bytes(self) -> int:
@@ -44,39 +44,36 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """Steps of the part that have begun, in the latest move, and one more where all is done; None: not known."""
+        """Number of the part's steps that the latest move began, plus one if all are done; None if not known."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Makes room for moving tensors that lie in memory like these. No communication.
+        """Make memory for moving tensors of these strides and device. Sends nothing.
 
-        `held` ones, passed as the same mappings, stay where they are from move to move.
+        If `held`, the same mappings are passed to each move, with tensors at the same addresses.
         """
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Moves tensors that lie like those prepared for; each thing that it does is a lap. Raises PeerFailure."""
+        """Move tensors like those prepared for; each phase is a lap of the watch. Raises PeerFailure."""
 
     def let_go(self) -> None:
-        """Keeps nothing of tensors that were held; the next ones are prepared for."""
+        """Drop the tensors that were held; call `prepare` before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
-        """One for the task, which is this one's without what goes to ranks that are gone, and the same tensors.
-
-        No communication.
-        """
+        """An engine for the task, which is this engine's without sends to ranks that are gone. Sends nothing."""
 
 
 class Transport(Protocol):
-    """A transport package: how to open a group, and its engines by name."""
+    """A transport package: a function that opens a group, and the engines by name."""
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
-        """By the name that `compile` takes."""
+        """The engines by the name that `compile` takes."""
 
     @property
     def open_wire(self) -> Callable[[compat.Group, float], Wire]:
-        """The group as a wire on which waiting ends after so many seconds."""
+        """The function that makes a group's wire, given the patience of its waits in seconds."""
 
 
 def transport_of(group: compat.Group) -> Transport:

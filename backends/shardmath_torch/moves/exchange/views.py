@@ -1,12 +1,11 @@
-"""Views: one move's tensors and staging as copies from views to views.
+"""Views: the copies of a move between tensors and staging.
 
-1. Copies move bits: elements as they are where torch copies every bit of them, and words otherwise. Folds compute in
-   the elements' own type.
-2. Of many small tensors making views takes longer than copying them. So a tensor that goes whole is copied as it is,
-   and the other end of the copy, in staging, is found once.
-3. All of this is done in inference mode, so that nothing is recorded.
-4. Views of tensors that stay where they are (`held`) are made once: the next move copies between the same ones, and
-   touches no tensor in Python.
+1. Copies move bits: elements in their own type if torch copies every bit of it, words otherwise. Folds compute in the
+   elements' own type.
+2. For many small tensors, making views takes longer than copying. So a tensor that is moved whole is copied without a
+   view, and its view in staging is made once.
+3. Callers are in inference mode, so that autograd records nothing.
+4. Views of tensors that keep their addresses (`held`) are made once: later moves copy between the same views.
 
 >>> tensors = Typed({"w": torch.tensor([1.0, 2.0])})
 >>> second = StridedView("w", (1,), (1,), 1)
@@ -37,11 +36,11 @@ __all__ = ["Staged", "Typed", "MoveViews", "divide", "fill"]
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 MOST_PIECES = 1 << 17
-"""Views of staging that are kept, at about half a kilobyte each."""
+"""Most views of staging that are kept, at about half a kilobyte each."""
 
 
 class Typed:
-    """Tensors as bits and as elements, each made when it is first asked for."""
+    """Tensors as bits and as elements, each made at its first use."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -49,13 +48,13 @@ class Typed:
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
-        """What the piece has, of a type that torch copies bit by bit; without a copy."""
+        """The piece in a type that torch copies bit by bit, without a copy."""
         tensor = self._find_bits(piece.key)
-        # A piece has the tensor's own strides, so one of its shape is the tensor.
+        # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
 
     def bytes(self, view: StridedView) -> Tensor:
-        """What the contiguous view has; without a copy."""
+        """The bytes of the contiguous view, without a copy."""
         return select(self._find_bits(view.key), view).view(torch.uint8)
 
     def _find_bits(self, key: str) -> Tensor:
@@ -72,31 +71,31 @@ class Typed:
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
-        """What the view has, in its own type; without a copy."""
+        """The view in the tensor's own type, without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
         return select(self._elements[view.key], view)
 
 
 class _Copies(NamedTuple):
-    """Copies of an endpoint, view by view, and what is folded after them."""
+    """An endpoint's copies, view by view, and the folds that follow them."""
 
     into: list[Tensor]
     out_of: list[Tensor]
     folds: list[Fold]
 
     def run(self) -> list[Fold]:
-        """Copy all; give what is to be folded."""
+        """Copy all views, and return the folds."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
         return self.folds
 
 
 class Staged:
-    """Where the pieces of endpoints lie in a block of staging, found once for each, up to MOST_PIECES.
+    """Views of endpoints' pieces in a block of staging, each made once, up to MOST_PIECES.
 
-    Endpoints live as long as what is bound here, so that their identities stay theirs. Of the callers' tensors nothing
-    is kept but names: `wholes` has those of endpoints whose pieces are whole tensors, which are copied as they are.
+    Endpoints are keys by their `id`, since they live at least as long as these views. No tensor of a caller is kept:
+    `wholes` has only the names of whole tensors, for endpoints that consist of such.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -107,32 +106,32 @@ class Staged:
         self._kept = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """The pieces of the endpoint, in the types of these."""
-        found = self._pieces.get(id(endpoint))
-        if found is None:
+        """The endpoint's pieces in staging, each of the type of the tensor at its place in `like`."""
+        views = self._pieces.get(id(endpoint))
+        if views is None:
             message = endpoint.message
             pieces = zip(message.pieces, message.starts, like, strict=True)
-            found = [
+            views = [
                 self._view(tensor.dtype, piece.shape, endpoint.start + start)
                 for piece, start, tensor in pieces
             ]
-            self._kept += len(found)
+            self._kept += len(views)
             if self._kept <= MOST_PIECES:
-                self._pieces[id(endpoint)] = found
-        return found
+                self._pieces[id(endpoint)] = views
+        return views
 
     def _view(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
-        """Elements from byte `start` on."""
+        """A contiguous view of elements from byte `start` on."""
         typed = self._typed.get(dtype)
         if typed is None:
-            # Only full elements are viewed as another type: bytes beyond the last are left out.
+            # The block's size need not be a multiple of the element's: the last bytes are left out.
             fitting = self.memory.nbytes - self.memory.nbytes % dtype.itemsize
             typed = self._typed[dtype] = self.memory[:fitting].view(dtype)
         return typed.as_strided(shape, row_major(shape), start // dtype.itemsize)
 
 
 class MoveViews:
-    """One move's tensors and staging."""
+    """The views of one move's tensors and staging; kept from move to move if tensors are `held`."""
 
     def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
         self._src = Typed(src)
@@ -143,20 +142,20 @@ class MoveViews:
         self._bytes: dict[int, Tensor] = {}
 
     def over(self, memory: Tensor) -> MoveViews:
-        """The same tensors, and this memory as staging."""
-        apart = copy.copy(self)
-        apart.staged = Staged(memory)
-        apart._held = False
-        return apart
+        """Views of the same tensors, with this memory as staging."""
+        views = copy.copy(self)
+        views.staged = Staged(memory)
+        views._held = False
+        return views
 
     def _find_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
-        """The message's bytes: in the tensor where they are contiguous there, otherwise in staging."""
-        known = self._bytes.get(id(endpoint)) if self._held else None
-        if known is None:
-            known = self._locate_bytes(endpoint, arriving)
+        """The message's bytes: in the tensor if they are contiguous there, otherwise in staging."""
+        memory = self._bytes.get(id(endpoint)) if self._held else None
+        if memory is None:
+            memory = self._locate_bytes(endpoint, arriving)
             if self._held:
-                self._bytes[id(endpoint)] = known
-        return known
+                self._bytes[id(endpoint)] = memory
+        return memory
 
     def _locate_bytes(self, endpoint: Endpoint, arriving: bool) -> Tensor:
         if endpoint.contiguous:
@@ -169,19 +168,19 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """The message, into its destination or into staging."""
+        """The receive of the message, into its destination or into staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """The message, out of its source or out of staging."""
+        """The send of the message, from its source or from staging."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """The message, from its source to its destination."""
+        """The copy of the message from its source to its destination, both on this rank."""
         return Keep(source.message, self._find_copies("keep", source, target).run)
 
     def pack(self, endpoint: Endpoint) -> None:
@@ -189,13 +188,13 @@ class MoveViews:
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """What copies the pieces out of staging, and gives what is to be folded."""
+        """The function that copies the pieces out of staging, and returns those to be folded."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(
         self, kind: str, endpoint: Endpoint, target: Endpoint | None = None
     ) -> _Copies:
-        """The copies of an endpoint, made once where tensors are held."""
+        """The copies of an endpoint, made once if tensors are held."""
         key = kind, id(endpoint)
         copies = self._copies.get(key)
         if copies is None:
@@ -220,43 +219,44 @@ class MoveViews:
         return _Copies(bits, self.staged.find(endpoint, bits), [])
 
     def _list_bits(self, endpoint: Endpoint, tensors: Typed) -> list[Tensor]:
-        """The tensors' own pieces, in the order of the message."""
+        """The message's pieces in the tensors, in the order of the message."""
         keys = self.staged.wholes.get(id(endpoint))
         if keys is not None:
             return tensors.take(keys)
         bits = [tensors.bits(view) for view in endpoint.views]
         keys = [view.key for view in endpoint.views]
+        # If every piece is a whole tensor, later moves need no views.
         if all(map(operator.is_, bits, tensors.take(keys))):
             self.staged.wholes[id(endpoint)] = keys
         return bits
 
     def _list_folded(self, endpoint: Endpoint) -> _Copies:
-        """What is copied, and what is folded."""
+        """The copies and folds out of staging, for an endpoint with folds."""
         copies = _Copies([], [], [])
         pieces = endpoint.message.pieces
-        into = [
+        destinations = [
             self._dst.bits(view) if piece.op == "copy" else self._dst.elements(view)
             for view, piece in zip(endpoint.views, pieces, strict=True)
         ]
-        arrived = self.staged.find(endpoint, into)
-        for piece, here, there in zip(pieces, into, arrived, strict=True):
+        arrived = self.staged.find(endpoint, destinations)
+        for piece, into, out_of in zip(pieces, destinations, arrived, strict=True):
             if piece.op == "copy":
-                copies.into.append(here)
-                copies.out_of.append(there)
+                copies.into.append(into)
+                copies.out_of.append(out_of)
             else:
-                copies.folds.append(Fold(piece.addend, piece.op, here, there))
+                copies.folds.append(Fold(piece.addend, piece.op, into, out_of))
         return copies
 
     def _list_kept(self, source: Endpoint, target: Endpoint) -> _Copies:
         copies = _Copies([], [], [])
         ends = zip(source.views, target.views, source.message.pieces, strict=True)
-        for here, there, piece in ends:
+        for src_view, dst_view, piece in ends:
             if piece.op == "copy":
-                copies.into.append(self._dst.bits(there))
-                copies.out_of.append(self._src.bits(here))
+                copies.into.append(self._dst.bits(dst_view))
+                copies.out_of.append(self._src.bits(src_view))
             else:
-                into = self._dst.elements(there)
-                kept = self._src.elements(here)
+                into = self._dst.elements(dst_view)
+                kept = self._src.elements(src_view)
                 copies.folds.append(Fold(piece.addend, piece.op, into, kept))
         return copies
 
@@ -265,7 +265,7 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Give the cells the work's value."""
+    """Set the cells to the work's value."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
@@ -274,7 +274,7 @@ def fill(work: CellWork, tensors: Tensors) -> None:
 def divide(work: CellWork, tensors: Tensors) -> None:
     """Divide the cells by the work's value."""
     tensor = tensors[work.key].detach()
-    # Values of all work are complex, and divisors are counts of addends.
+    # The value is complex by its type, but a divisor is a count of addends.
     divisor = int(work.value.real)
     for box in work.boxes:
         dtypes.divide(tensor[box], divisor)

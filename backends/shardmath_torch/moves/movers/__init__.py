@@ -1,15 +1,15 @@
-"""Movers: a plan made ready once, by which tensors are moved as often as wanted.
+"""Movers: a plan made ready once, for any number of moves.
 
 In reading order:
 
-- `calls`: what a mover is called with;
-- `settings`: what every rank must pass alike;
-- `stages`: what a move does at its two ends;
-- `carriers`: how its bytes come from one to the other;
-- `bound`: which tensors were looked at;
-- `ready`: what a mover is made of, and what of that goes on where it is planned anew;
-- `handles`: moves that go on beside the thread that called;
-- `leaving`: what is done to a mover between its moves;
+- `calls`: a mover's arguments, and their check;
+- `settings`: the arguments of `compile`, and their check;
+- `stages`: work at both ends of a move, besides carrying bytes;
+- `carriers`: bytes carried from sources to destinations;
+- `bound`: the tensors that a mover has checked;
+- `ready`: the parts of a mover, and those kept by a replan;
+- `handles`: moves in background threads;
+- `leaving`: closing a mover, and dropping its tensors;
 - `mover`: a move, from the vote to the last byte in place;
-- `compile`: what ranks agree on before the first.
+- `compile`: the votes that make a mover.
 """

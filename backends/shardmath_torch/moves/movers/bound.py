@@ -1,4 +1,4 @@
-"""Bound: which tensors a mover has looked at, so that it looks at them once."""
+"""Bound: the tensors that a mover has checked, so that it checks the same ones only once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardmath_torch.moves.movers.stages import Stages
 __all__ = ["BoundTensors"]
 
 
-class _Held(NamedTuple):
-    """Mappings that a caller holds on to, and what was bound of them."""
+class _HeldTensors(NamedTuple):
+    """Mappings that a caller keeps unchanged from move to move, and their tensors by local buffer key."""
 
     src: Local
     out: Local
@@ -29,31 +29,31 @@ class _Held(NamedTuple):
 
 
 class BoundTensors:
-    """What a rank has bound for moves by a plan."""
+    """The tensors that a rank has bound for moves by a plan."""
 
     def __init__(self, plan: Movable, rank: int) -> None:
         self._wanted = wanted(plan, rank)
         self._checked: object = None
-        self._held: _Held | None = None
+        self._held: _HeldTensors | None = None
 
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """The call's tensors by local buffer key, bound unless these were already. Raises ExchangeError."""
+        """The call's tensors by local buffer key, checked and bound unless they are already. Raises ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors
         tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         signed = signature(tensors)
         if signed != self._checked or call.held or self._held is not None:
-            # Forgotten first: where the check fails or is interrupted, these are not bound half-way.
+            # Forgotten first, so that an error or interrupt leaves nothing half bound.
             self.let_go()
             check(self._wanted, tensors, device, apart=not carrier.is_beside)
             carrier.prepare(*tensors, call.held)
             self._checked = signed
-            self._held = _Held(src, out, tensors) if call.held else None
+            self._held = _HeldTensors(src, out, tensors) if call.held else None
         return tensors
 
     def let_go(self) -> None:
-        """Keep nothing of tensors: the next move looks at its own."""
+        """Drop all tensors: the next move checks its own."""
         self._checked = self._held = None

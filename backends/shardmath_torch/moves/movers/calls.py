@@ -1,4 +1,4 @@
-"""Calls: what a mover is called with, and how often ranks agree on it."""
+"""Calls: a mover's arguments, their check, and the part of them on which ranks vote."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardmath_torch.moves.observing.bars import Progress, check_progress
 __all__ = ["EVERY", "ONCE", "Call", "Checked", "CallKind", "check_call", "keep"]
 
 EVERY, ONCE = "every", "once"
-"""How often ranks agree: before every move, or before the first of its kind."""
+"""How often ranks vote: before every move, or only before the first of its kind."""
 
 
 _T = TypeVar("_T")
 
 
 def keep(given: _T) -> _T | dict[Any, Any]:
-    """A mapping as it is now; anything else as it is."""
-    # What cannot be copied is looked at, and objected to, when ranks vote.
+    """A copy of a mapping; anything else unchanged."""
+    # A mapping that cannot be copied is rejected when ranks vote.
     with suppress(Exception):
         if isinstance(given, Mapping):
             return dict(given)
@@ -33,7 +33,7 @@ def keep(given: _T) -> _T | dict[Any, Any]:
 
 
 class CallKind(NamedTuple):
-    """What all ranks must do alike in a move, but for its number and purpose."""
+    """The options of a move that must be equal on all ranks, besides its number and purpose."""
 
     word: str
     acknowledge: bool
@@ -41,7 +41,7 @@ class CallKind(NamedTuple):
     in_block: bool
 
     def claim(self, number: int, what: str) -> str:
-        """What a rank is about to do: its move of that number, of a plan and a mover in words."""
+        """The claim of a move: its number, its options, and `what`, the words for plan and mover."""
         claim = f"{self.word} {number} of {what}"
         if self.acknowledge:
             claim += ", acknowledged"
@@ -53,12 +53,14 @@ class CallKind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a mover is called with.
+    """The arguments of a mover's call.
 
-    `held` tensors stay where they are from move to move. `objection` is what speaks against the move, as far as the
-    caller knows. `label` is this rank's own word for the move; `purpose` is what all ranks must say that it is for.
-    `how` is the carrier's own. `thread` is what claims say of the thread that called, where another
-    moves for it.
+    - `label`: this rank's word for the move.
+    - `purpose`: what the move is for, equal on all ranks.
+    - `objection`: why the caller knows that the move cannot be made; "" if it can.
+    - `held`: tensors keep their addresses from move to move.
+    - `how`: an option of the carrier.
+    - `thread`: the calling thread's part of claims, if another thread moves for it.
     """
 
     src: Local = None
@@ -77,27 +79,24 @@ class Call(NamedTuple):
 
     @property
     def patience(self) -> float | None:
-        """Seconds to wait for all ranks to make the call, where that is given."""
+        """Seconds to wait for all ranks to make the call; None for the mover's timeout, or if invalid."""
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
-        """The same tensors, whatever the caller puts into its mappings from now on."""
+        """A copy of the call, unaffected by later changes to the caller's mappings."""
         if self.held:
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """What others must do alike. Of what means nothing it says nothing: that is objected to."""
+        """The options on which ranks vote. Invalid ones count as not given, since the vote has an objection then."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)
 
 
 class Checked(NamedTuple):
-    """A call that was looked at: its tensors, by local buffer key, and what speaks against it.
-
-    `out` are the destinations as the caller gave them.
-    """
+    """A checked call: its tensors by local buffer key, the objection, and `out` as the caller passed it."""
 
     src: Tensors
     dst: Tensors
@@ -106,7 +105,7 @@ class Checked(NamedTuple):
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
-    """Raise ExchangeError for arguments that mean nothing, or nothing here."""
+    """Raise ExchangeError for invalid arguments."""
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):

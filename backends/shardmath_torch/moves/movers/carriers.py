@@ -1,10 +1,10 @@
-"""Carriers: how the bytes of a move come from sources to destinations.
+"""Carriers: the transfer of a move's bytes from sources to destinations.
 
-1. A carrier is made ready before ranks vote; what it raises then is an objection. What it raises while it carries is
-   its rank's failure.
-2. It carries into the destination itself, or beside it (`Arrived.put`): then the destination changes once all ranks
-   have promised.
-3. `Whole` carries all bytes of a plan, by an engine. What carries less of them has a place of its own (`changes`).
+1. A carrier is prepared before ranks vote; an error then is an objection. An error while it carries is its rank's
+   failure.
+2. It carries into the destination, or next to it: then `Arrived.put` changes the destination once all ranks have
+   promised.
+3. `Whole` carries all bytes of a plan, by an engine. Carriers of changes only are in `changes`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """What has come, by local buffer key, and what puts it in place, however often it is called."""
+    """The arrived tensors, by local buffer key, and a function that puts them in place, which may be repeated."""
 
     tensors: Tensors
     put: Callable[[], None]
 
 
 class Carrier(Protocol):
-    """Carries the bytes of one plan. `is_beside`: next to the destination, and not into it."""
+    """Carries the bytes of one plan: next to the destination if `is_beside`, else into it."""
 
     @property
     def is_beside(self) -> bool: ...
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of a move of all bytes, their messages as they are posted."""
+        """The rounds of a move of all bytes, with messages as the engine posts them."""
 
     @property
     def staging_bytes(self) -> int:
@@ -46,38 +46,38 @@ class Carrier(Protocol):
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes beside the destination, held between moves."""
+        """Bytes of shadows next to the destination, held between moves."""
 
     def word(self, how: object) -> str:
-        """What moves, as claims have it, where a caller asks for it like this; of anything, also what means nothing."""
+        """The verb of claims for a move with this option, which may be invalid."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Get ready for tensors that lie in memory like these. `held` ones stay there from move to move."""
+        """Prepare for tensors of these strides and device; `held` ones keep their addresses from move to move."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Get ready for one move of such tensors, as a caller asks for it."""
+        """Prepare for one move of such tensors, with the caller's option."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
-        """Carry them; each thing that is done is a lap. Raises PeerFailure."""
+        """Run the transfers; each phase is a lap of the watch. Raises PeerFailure."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """One for a part of the same tensors, by the engine that is made of this one's; None where there is none."""
+        """A carrier for a part of the same tensors, by `make_engine` of this carrier's; None if it cannot be kept."""
 
     def let_go(self) -> None:
-        """Keep nothing of the tensors that were prepared for, nor what a move needs, until there is another."""
+        """Drop the tensors that were prepared for, and memory for moves, until the next one."""
 
     def list_torn(self) -> tuple[str, ...]:
-        """The destinations that may be neither old nor new, where `carry` was left."""
+        """The destinations that may be neither old nor new, after `carry` raised."""
 
     def end(self) -> None:
-        """What was carried is in place. Raises nothing."""
+        """Note that the carried bytes are in place. Never raises."""
 
     def forget(self) -> None:
-        """What lies at destinations is not known any more: carry all of it next. All ranks forget alike."""
+        """Carry all bytes with the next move, since the destinations' content is not known. Called on all ranks."""
 
 
 class Whole:
-    """Carries all bytes; beside the destinations that have shadows."""
+    """Carries all bytes: into shadows for destinations that have them, else into the destinations."""
 
     def __init__(self, part: RankProgram, engine: Engine, shadows: Shadows | None = None) -> None:
         self._part = part
@@ -112,9 +112,9 @@ class Whole:
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         self._into = dst
         if self._shadows is not None:
-            beside = self._shadows.receive_into(self._shadows.select(dst))
-            # The very mapping where all have shadows: by it the engine knows what is held.
-            self._into = beside if len(beside) == len(dst) else {**dst, **beside}
+            received = self._shadows.receive_into(self._shadows.select(dst))
+            # If all have shadows, the shadows' own mapping, by which the engine recognizes held tensors.
+            self._into = received if len(received) == len(dst) else {**dst, **received}
         self._engine.prepare(src, self._into, held=held)
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
@@ -151,6 +151,6 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Memory beside a rank's destinations, but for those that are nobody's but our `own`."""
+    """Shadows for a rank's destinations, except those in `own`, the stages' private memory."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

@@ -1,20 +1,20 @@
-"""`compile` a plan, or a program made of one, once; `move` tensors many times.
+"""Compile: `compile` a plan, or a program made of one, once; `move` tensors many times.
 
 1. Ranks are global ranks of torch.distributed, or places in a joint group (`joint`). Every rank of
-   the plan is in the group; ranks that the plan does not name take part in agreement and move nothing.
-2. Both calls are collective over the group, and every rank makes those of one group in one order.
-   Before a byte moves all ranks agree (`agree`): an objection of one is an ExchangeError on all,
-   and no destination has changed.
+   the plan is in the group; other ranks of the group vote, and move nothing.
+2. Both calls are collective over the group, and every rank makes a group's calls in the same order.
+   Before a byte moves all ranks vote (`agree`): an objection of one is an ExchangeError on all, and
+   no destination has changed.
 3. `timeout` is how long a rank waits for another without progress; after that, or as soon as a
    connection breaks, every survivor raises an ExchangeError that names the rank that failed first,
-   where that can be found out (`failure`). The mover is then broken, and so is the group: its
-   pending messages had to be cancelled. So they are when a move or a compile is left by any other
-   exception once it has begun to vote, as by Ctrl-C (`turns`).
-4. Threads: one at a time has a group. Ranks pair calls by their order and the thread's name, so two
-   threads that share a group and come in other orders on other ranks get an ExchangeError on all; a
-   group for each thread never does.
-5. A plan is cut into messages here, at a pace on which all agree; a program's messages are part of
-   what it is.
+   if that can be found out (`failure`). The mover and its group are then broken, since the messages
+   in flight had to be cancelled. The same happens if any other exception, as Ctrl-C, ends a move or
+   a compile after its vote has begun (`turns`).
+4. Threads take turns on a group. Ranks pair calls by their order and the thread's name, so if two
+   threads share a group and call in different orders on different ranks, all raise an
+   ExchangeError; with a group per thread they never do.
+5. A plan is cut into messages here, at a pace on which all ranks agree; a program has its messages
+   already.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ from shardmath_torch.moves.movers.stages import Stage, list_own
 __all__ = ["AgreeFirst", "MakeCarrier", "Mover", "compile", "make_ready", "make_whole"]
 
 SAID = struct.Struct("<QB")
-"""What a rank tells the others: how many moves it has committed, and how its part follows the former one."""
+"""A ballot's `said`: the number of moves that the rank has committed, and how its part follows the previous one."""
 
 NOT_AT_ALL, AT_ONCE, BY_ADDEND = range(3)
-"""How a part follows the former one: not; all addends at once; or one after the other."""
+"""How a part follows the previous one: not; with all addends at once; or one addend after another."""
 
 AgreeFirst: TypeAlias = Callable[[object, compat.Group | None, "Settings"], None]
-"""What else ranks agree on before they agree on a plan. Collective."""
+"""A collective call in which ranks agree on something else before they agree on a plan."""
 
 MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
-"""Of a rank's task, the engine that would move all of it, and shadows where it is put in place at the end."""
+"""Makes a carrier of a rank's task, an engine that moves all of it, and shadows if the move is committed."""
 
 
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
-    """What carries all bytes."""
+    """Make the carrier of all bytes."""
     return Whole(task.part, engine, shadows)
 
 
@@ -90,19 +90,21 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """The plan or program made ready on this rank. Collective over `group` (default: all ranks).
+    """Make the plan or program ready on this rank. Collective over `group` (default: all ranks).
 
-    `timeout` is in seconds; `max_inflight_bytes` (1 GiB if not given) bounds a rank's staging memory. A program has a
-    bound of its own, for the bytes of its messages; staging begins each at a multiple of 16 bytes. `engine` is
-    "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto". `thread` stands for
-    the calling thread's name, by which ranks see that their calls belong together: give one where threads of different
-    names move together, such as the main thread of trainers and a worker thread of engines. With `commit="all"` every
-    rank receives beside its destination, in as many bytes once more (`Plan.shadow_bytes`), and all put it in place, or
-    none does: a failure leaves destinations as they were. With `agree="once"` ranks vote before the first move of its
-    kind alone (`acknowledge`, `check` and whether it is in a block), and what one objects to later breaks the group.
-    Raises ExchangeError on every rank where ranks pass different
-    plans or settings, where the group lacks a rank of the plan, where torch lacks arithmetic that the plan needs, or
-    for a `max_inflight_bytes` that is not the program's own.
+    - `timeout`: in seconds.
+    - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
+      messages' bytes; in staging each message begins at a multiple of 16 bytes.
+    - `engine`: "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto".
+    - `thread`: replaces the calling thread's name, by which ranks pair calls. Pass one if threads of different names
+      move together, as the main thread of trainers and a worker thread of engines.
+    - `commit="all"`: every rank receives next to its destination, in as many bytes again (`Plan.shadow_bytes`), and all
+      ranks put theirs in place, or none does: a failure leaves destinations as they were.
+    - `agree="once"`: ranks vote only before the first move of a kind (`acknowledge`, `check`, inside of a block), and
+      a later objection breaks the group.
+
+    Raises ExchangeError on every rank if ranks pass different plans or settings, the group lacks a rank of the plan,
+    torch lacks arithmetic that the plan needs, or `max_inflight_bytes` differs from the program's.
     """
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
     return Mover(make_ready(plan, group, settings))
@@ -116,17 +118,17 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """What ranks agree on, for a mover of these stages. Collective over the group; raises as `compile` does.
+    """Agree on a plan, for a mover with these stages. Collective over the group; raises as `compile` does.
 
-    Whoever has agreed on something else before gives that as `agree_first`, for the plans that follow.
+    If ranks agreed on something else before, `agree_first` repeats that at each replan.
     """
     maker = _Maker(settings, stages, make_carrier, agree_first)
-    return _make_ready(group, _Asked(plan, maker))
+    return _make_ready(group, _Request(plan, maker))
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """How plans are made ready, this one and those that follow."""
+    """The settings and functions that make a plan ready, and later plans of the same mover."""
 
     settings: Settings
     stages: tuple[Stage, ...]
@@ -141,18 +143,18 @@ class _Maker:
         former: Former,
         take: Callable[[Ready], None],
     ) -> None:
-        """As `Again` has it."""
+        """Make another plan ready, as `Again` describes."""
         settings = self.settings
         if timeout is not None:
             settings = settings._replace(timeout=timeout)
         if self.agree_first is not None:
             self.agree_first(plan, group, settings)
         maker = replace(self, settings=settings)
-        _make_ready(group, _Asked(plan, maker, former), take)  # type: ignore[arg-type]
+        _make_ready(group, _Request(plan, maker, former), take)  # type: ignore[arg-type]
 
 
-class _Asked(NamedTuple):
-    """What is to be made ready, and how; `former` is what a mover was, which goes on by this plan."""
+class _Request(NamedTuple):
+    """A plan to make ready, and how; `former` is the state of the mover that continues by this plan."""
 
     plan: Plan | Transposed | Program
     maker: _Maker
@@ -161,24 +163,24 @@ class _Asked(NamedTuple):
 
 
 def _make_ready(
-    group: compat.Group | None, asked: _Asked, take: Callable[[Ready], None] | None = None
+    group: compat.Group | None, request: _Request, take: Callable[[Ready], None] | None = None
 ) -> Ready:
-    """As `make_ready` has it; `take` is called under the group's turn."""
-    plan = asked.plan
-    settings = asked.maker.settings
+    """Agree on the request in a turn of the group, and call `take` with the result within the turn."""
+    plan = request.plan
+    settings = request.maker.settings
     settings = settings._replace(max_inflight_bytes=_read_limit(plan, settings.max_inflight_bytes))
     if is_text(settings.engine, "auto"):
         settings = settings._replace(engine=DEFAULT_ENGINE)
-    # The vote that refuses a bad time needs a time as well.
+    # The vote that rejects a bad timeout needs a valid one.
     waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
     if is_time(settings.timeout):
         settings = settings._replace(timeout=float(settings.timeout))
         waiting = settings
     party = join(compat.group_of(group), waiting.patience, waiting.grace)
-    asked = asked._replace(settings=settings)
+    request = request._replace(settings=settings)
 
     def act() -> Ready:
-        ready = _agree(party.with_own_key(), asked)
+        ready = _agree(party.with_own_key(), request)
         if take is not None:
             take(ready)
         return ready
@@ -190,7 +192,7 @@ def _make_ready(
 
 
 def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
-    """The limit as an int, or as it is where it is none; that of the program or ours where it is not given."""
+    """The given limit, as an int if it is an integer; if None, the program's limit or the default."""
     number: object = given
     if isinstance(number, np.integer):
         return int(number)
@@ -199,26 +201,27 @@ def _read_limit(plan: Plan | Transposed | Program, given: int | None) -> int:
     return plan.max_inflight_bytes if isinstance(plan, Program) else INFLIGHT_BYTES
 
 
-class _Made(NamedTuple):
-    """What this rank does, and what carries it; `keeps_bound` is that of `Ready`."""
+class _PartCarrier(NamedTuple):
+    """This rank's part, and its carrier; `keeps_bound` as in `Ready`."""
 
     part: RankProgram
     carrier: Carrier
     keeps_bound: bool
 
 
-class _Mine(NamedTuple):
-    """What this rank will do, but for the pace: an outline, or what follows the former part at the former pace."""
+class _Proposal(NamedTuple):
+    """This rank's part before ranks agree on a pace: an outline, or the previous part continued at its pace."""
 
     peers: int
     outline: Outline | None = None
-    followed: _Made | None = None
+    followed: _PartCarrier | None = None
 
 
-class _Told(NamedTuple):
-    """What ranks have told each other.
+class _FirstVote(NamedTuple):
+    """Results of the first vote.
 
-    The most peers of any rank, the most moves that one has committed, and whether all follow at their former pace.
+    `peers` is the most of any rank, `version` the most moves that one has committed, and `all_follow` whether all
+    parts follow their previous ones at one pace.
     """
 
     claim: str
@@ -227,135 +230,139 @@ class _Told(NamedTuple):
     all_follow: bool
 
 
-def _agree(party: Party, asked: _Asked) -> Ready:
-    """What a mover is made of, on which ranks agree by one vote, two or three."""
-    mine, told = _tell(party, asked)
-    made = mine.followed if told.all_follow else _make_all(party, asked, mine, told)
+def _agree(party: Party, request: _Request) -> Ready:
+    """Agree on the parts of a mover, by one to three votes."""
+    proposal, first = _vote_first(party, request)
+    made = proposal.followed if first.all_follow else _make_all(party, request, proposal, first)
     assert made is not None, "who objects does not get past a vote"
-    # Who has left has nothing to do at its ends, as long as it is in the group.
-    has_left = isinstance(asked.plan, Plan) and party.rank in asked.plan.left
+    # A rank that has left the plan, but is in the group, has no stages.
+    has_left = isinstance(request.plan, Plan) and party.rank in request.plan.left
     return Ready(
-        given=asked.plan,
+        given=request.plan,
         party=party,
         part=made.part,
         carrier=made.carrier,
-        stages=() if has_left else asked.maker.stages,
-        thread=asked.settings.thread,
-        agree=asked.settings.agree,
-        peers=told.peers,
-        version=told.version,
+        stages=() if has_left else request.maker.stages,
+        thread=request.settings.thread,
+        agree=request.settings.agree,
+        peers=first.peers,
+        version=first.version,
         keeps_bound=made.keeps_bound,
-        again=asked.maker.again,
+        again=request.maker.again,
     )
 
 
-def _tell(party: Party, asked: _Asked) -> tuple[_Mine, _Told]:
-    """The first vote: what this rank will do, and what is to be known of all."""
-    # What fails here is an objection: the others wait for this rank's vote.
-    mine, objection = attempt(lambda: _check_and_outline(party, asked))
+def _vote_first(party: Party, request: _Request) -> tuple[_Proposal, _FirstVote]:
+    """Vote on the request, and learn the other ranks' peers, versions and paces."""
+    # An error here becomes an objection: the others wait for this rank's vote.
+    proposal, objection = attempt(lambda: _check_and_outline(party, request))
     claim = "compile"
     peers = 0
-    if mine is not None:
-        # Only now is all that is worded here what it should be.
-        settings = asked.settings
-        claim = f"compile({name_given(asked.plan)}, {settings.text}){in_thread(settings.thread)}"
-        peers = mine.peers
-    version = 0 if asked.former is None else asked.former.version
-    said = SAID.pack(version, _tell_follow(mine))
+    if proposal is not None:
+        # Only a valid plan and valid settings can be put into words.
+        settings = request.settings
+        claim = f"compile({name_given(request.plan)}, {settings.text}){in_thread(settings.thread)}"
+        peers = proposal.peers
+    version = 0 if request.former is None else request.former.version
+    said = SAID.pack(version, _encode_follow(proposal))
     ballots = party.vote(Ballot(claim, objection=objection, peers=peers, said=said))
-    assert mine is not None, "who objects does not get past the vote"
+    assert proposal is not None, "who objects does not get past the vote"
     versions, follow = zip(*(SAID.unpack(ballot.said) for ballot in ballots), strict=True)
-    # All find the same. Whose former pace is another one cannot go on at it.
+    # All ranks see the same ballots, so all find the same. Previous parts continue only at one pace.
     paces = {(ballot.peers, how) for ballot, how in zip(ballots, follow, strict=True)}
     all_follow = len(paces) == 1 and NOT_AT_ALL not in follow
     most_peers = max(ballot.peers for ballot in ballots)
-    return mine, _Told(claim, most_peers, max(versions), all_follow)
+    return proposal, _FirstVote(claim, most_peers, max(versions), all_follow)
 
 
-def _tell_follow(mine: _Mine | None) -> int:
-    """How this rank's part follows the former one."""
-    if mine is None or mine.followed is None:
+def _encode_follow(proposal: _Proposal | None) -> int:
+    """The code for how this rank's part follows the previous one."""
+    if proposal is None or proposal.followed is None:
         return NOT_AT_ALL
-    pace = mine.followed.part.pace
+    pace = proposal.followed.part.pace
     return BY_ADDEND if pace is not None and pace.by_addend else AT_ONCE
 
 
-def _make_all(party: Party, asked: _Asked, mine: _Mine, told: _Told) -> _Made | None:
-    """What this rank does, as all do at one pace; by one vote or two."""
-    # One addend after the other takes more rounds, so all ranks do it only where one has to.
+def _make_all(
+    party: Party, request: _Request, proposal: _Proposal, first: _FirstVote
+) -> _PartCarrier | None:
+    """Make this rank's part at the pace of all ranks, by one vote or two."""
+    # One addend after another takes more rounds, so all ranks do it only if one has to.
     for by_addend in (False, True):
-        make = functools.partial(_make, party, asked, mine, told.peers, by_addend)
+        make = functools.partial(_make, party, request, proposal, first.peers, by_addend)
         made, objection = attempt(make)
         is_unordered = made is not None and not made.part.keeps_order
-        ballots = party.vote(Ballot(told.claim, objection=objection, is_unordered=is_unordered))
+        ballots = party.vote(Ballot(first.claim, objection=objection, is_unordered=is_unordered))
         if not any(ballot.is_unordered for ballot in ballots):
             break
     return made
 
 
-def _make(party: Party, asked: _Asked, mine: _Mine, peers: int, by_addend: bool) -> _Made:
-    """This rank's part, and what carries it: the former ones, as far as they go on."""
-    followed = _follow(party, asked, peers, by_addend)
+def _make(
+    party: Party, request: _Request, proposal: _Proposal, peers: int, by_addend: bool
+) -> _PartCarrier:
+    """Make this rank's part and carrier, keeping the previous ones if they still apply."""
+    followed = _follow(party, request, peers, by_addend)
     if followed is not None:
         return followed
-    plan = asked.plan
-    outline = mine.outline or outline_part(plan, party.rank)
-    limit = _limit_of(asked)
+    plan = request.plan
+    outline = proposal.outline or outline_part(plan, party.rank)
+    limit = _limit_of(request)
     part = outline.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     assert part.keeps_order or not isinstance(plan, Program), "phases bring addends in order"
-    return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
+    return _PartCarrier(part, _make_carrier(party, request, part), keeps_bound=False)
 
 
-def _follow(party: Party, asked: _Asked, peers: int, by_addend: bool) -> _Made | None:
-    """What this rank did, as it goes on by the plan at this pace; None where it has to be made anew."""
-    plan, former = asked.plan, asked.former
+def _follow(party: Party, request: _Request, peers: int, by_addend: bool) -> _PartCarrier | None:
+    """The previous part, continued by the plan at this pace; None if a new part is needed."""
+    plan, former = request.plan, request.former
     if former is None or isinstance(plan, Program):
         return None
-    limit = _limit_of(asked)
+    limit = _limit_of(request)
     pace = set_pace(plan.ranks, peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     part = former.follow(plan, pace)
     if part is None:
         return None
     carrier = former.keep_carrier(Task(part, party.group, party.wire))
     if carrier is not None:
-        return _Made(part, carrier, keeps_bound=True)
-    return _Made(part, _make_carrier(party, asked, part), keeps_bound=False)
+        return _PartCarrier(part, carrier, keeps_bound=True)
+    return _PartCarrier(part, _make_carrier(party, request, part), keeps_bound=False)
 
 
-def _limit_of(asked: _Asked) -> int:
-    limit = asked.settings.max_inflight_bytes
+def _limit_of(request: _Request) -> int:
+    limit = request.settings.max_inflight_bytes
     assert limit is not None, "read before ranks vote"
     return limit
 
 
-def _make_carrier(party: Party, asked: _Asked, part: RankProgram) -> Carrier:
-    """What carries the part, on tensors of which nothing is known."""
+def _make_carrier(party: Party, request: _Request, part: RankProgram) -> Carrier:
+    """Make a carrier of the part, bound to no tensors yet."""
     task = Task(part, party.group, party.wire)
-    engine = transport_of(party.group).ENGINES[asked.settings.engine](task)
+    engine = transport_of(party.group).ENGINES[request.settings.engine](task)
     shadows = None
-    if asked.settings.commit == ALL:
-        shadows = make_shadows(part, list_own(asked.maker.stages))
-    return asked.maker.make_carrier(task, engine, shadows)
+    if request.settings.commit == ALL:
+        shadows = make_shadows(part, list_own(request.maker.stages))
+    return request.maker.make_carrier(task, engine, shadows)
 
 
-def _check_and_outline(party: Party, asked: _Asked) -> _Mine:
-    """What this rank will do, but for the pace. Raises ShardError to object."""
-    plan, settings, former = asked.plan, asked.settings, asked.former
+def _check_and_outline(party: Party, request: _Request) -> _Proposal:
+    """Check the request, and outline this rank's part. Raises ShardError to object."""
+    plan, settings, former = request.plan, request.settings, request.former
     check_plan(plan)
     check_settings(party, plan, settings)
     if former is not None and former.objection:
         raise ExchangeError(former.objection)
     if former is not None and block_of(party.group) is not None:
-        raise ExchangeError("in smt.commit movers go on as they are; leave it, and replan then")
+        raise ExchangeError("in smt.commit movers cannot be replanned; leave it, and replan then")
     if former is not None:
         peers = former.count_peers(plan)
         pace = former.part.pace
         if peers is not None and pace is not None:
-            return _Mine(peers, followed=_follow(party, asked, peers, pace.by_addend))
-    mine = outline_part(plan, party.rank)
-    check_arithmetic(mine)
+            return _Proposal(peers, followed=_follow(party, request, peers, pace.by_addend))
+    outline = outline_part(plan, party.rank)
+    check_arithmetic(outline)
     if not isinstance(plan, Program):
-        # A limit without room is found here, in every rank's own words.
-        limit = _limit_of(asked)
-        set_pace(plan.ranks, peers=mine.peers, max_inflight_bytes=limit, by_addend=False)
-    return _Mine(mine.peers, outline=mine)
+        # Raises if the limit is too small, so that each rank objects with its own numbers.
+        limit = _limit_of(request)
+        set_pace(plan.ranks, peers=outline.peers, max_inflight_bytes=limit, by_addend=False)
+    return _Proposal(outline.peers, outline=outline)

@@ -1,12 +1,11 @@
-"""Handles: moves that go on beside the thread that called.
+"""Handles: moves in background threads.
 
-1. Each has a thread of its own, which waits for those that the group's earlier calls have left under way: so ranks
-   pair calls in the order in which they were made, whatever goes on beside. Other calls on the group wait likewise
-   (`turns`).
-2. On a GPU a move begins after what its caller had queued before the call, and what the caller queues after `wait`
-   comes after the move. Both are orders of streams: nobody waits on the host for either.
-3. Ctrl-C reaches the thread that waits, and never the move. Left unfinished at the end of the process, a move is called
-   off a few seconds later: the group is broken, and the others are told.
+1. Each move has its own thread, which waits for the group's earlier background moves: so ranks pair calls in the order
+   in which they were made. Other calls on the group wait for background moves, too (`turns`).
+2. On a GPU a move begins after the work that its caller queued before the call, and work that the caller queues after
+   `wait` comes after the move. Both are orders of streams, for which the host does not wait.
+3. Ctrl-C reaches the thread that waits, and never the move. A move that is unfinished when the process exits is called
+   off a few seconds later: the group is broken, and the cause is reported to the others.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ __all__ = ["Handle", "find_objection", "start"]
 
 @public
 class Handle:
-    """A move that is under way: what `move(..., async_op=True)` returns.
+    """A move in the background, as returned by `move(..., async_op=True)`.
 
-    Of one that fails and that nobody waits for there is a RuntimeWarning.
+    If it fails and nobody waits for it, there is a RuntimeWarning.
     """
 
     def __init__(self, party: Party, act: Callable[[], None]) -> None:
@@ -46,55 +45,55 @@ class Handle:
 
         def run() -> None:
             turns.heard.is_beside = True
-            self._run(act, former)
+            self._run(act, previous)
 
         def call_off() -> None:
             party.give_up("its process ended in the middle of a move")
 
         self._errand = Errand(run, call_off)
-        former = turns.put_beside(self._errand)
+        previous = turns.put_beside(self._errand)
 
     def __repr__(self) -> str:
         state = "is under way" if not self.done() else "failed" if self._error else "is done"
         return f"<a move that {state}>"
 
     def __del__(self) -> None:
-        # There is none where the handle could not be made.
+        # Without the attribute if `__init__` raised.
         error = getattr(self, "_error", None)
         if error is not None and not self._was_told:
             what = "a move failed that was made with async_op=True, and nobody waited for it"
             warnings.warn(f"{what}: {message_of(error)}", RuntimeWarning, stacklevel=2)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the move has ended, well or not."""
         return self._errand.is_over
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once it has ended here, as the call without `async_op` would. Raises what that would, each time.
+        """Wait until the move has ended on this rank; raises as the call without `async_op` would, each time.
 
-        `timeout` in seconds: an ExchangeError after it, while the move goes on. So it does where the wait is left by
-        Ctrl-C; wait again.
+        Raises ExchangeError after `timeout` seconds; the move continues, as it does if Ctrl-C ends the wait, and may be
+        waited for again.
         """
         if timeout is not None and not is_time(timeout):
             raise ExchangeError(word_bad_time(timeout))
         if self._errand.is_mine:
-            raise ExchangeError("a move waits for itself; wait in the thread that has made it")
+            raise ExchangeError("a move waits for itself; wait in the thread that called it")
         if not self._errand.wait(timeout):
             what = f"the move is under way after {shown(timeout)} s"
-            raise ExchangeError(f"{what}; wait again, and leave its tensors alone meanwhile")
+            raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")
         if not self.done():
             raise ExchangeError("this process was forked from the one that moves; wait there")
         self._order.follow()
         self._was_told = True
         if self._error is not None:
-            # One object raised twice would grow by a trace each time.
+            # Without its trace, which would grow each time the exception is raised.
             raise self._error.with_traceback(None)
 
-    def _run(self, act: Callable[[], None], former: Errand | None) -> None:
-        """Move, after the former one."""
+    def _run(self, act: Callable[[], None], previous: Errand | None) -> None:
+        """Move, after the previous background move."""
         try:
-            if former is not None:
-                former.wait()
+            if previous is not None:
+                previous.wait()
             with self._order.begin():
                 act()
         except BaseException as error:
@@ -102,12 +101,12 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Why a move of the calling thread cannot go on beside it; "" where it can."""
+    """Why a move of the calling thread cannot run in the background; "" if it can."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)}; pass True or False"
     if not compat.has_own_connections(party.group):
         what = "async_op=True on the default process group, whose collectives others call meanwhile"
-        return f"{what}; compile on a group of its own, dist.new_group()"
+        return f"{what}; compile on a separate group, dist.new_group()"
     if block_of(party.group) is not None:
         return "in smt.commit moves follow each other; leave async_op out"
     try:
@@ -118,25 +117,25 @@ def find_objection(party: Party, thread: str | None, async_op: object) -> str:
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:
-    """Do it beside, after all that this group's earlier calls have left under way."""
+    """Start `act` in the background, after the group's earlier background moves."""
     handle = Handle(party, act)
     handle._errand.start()
     return handle
 
 
 class _Order:
-    """What comes before a move, and what after it; on a CPU calls alone are in order."""
+    """The order of a move and its caller's work on the device; on a CPU the order of calls is enough."""
 
     def begin(self) -> AbstractContextManager[None]:
-        """What the move happens within."""
+        """A context for the move, ordered after the caller's earlier work."""
         return nullcontext()
 
     def follow(self) -> None:
-        """What the calling thread does from now on comes after the move."""
+        """Order the calling thread's further work after the move."""
 
 
 class _OrderOfStreams(_Order):
-    """On a GPU: a stream of the move's own, between events of its caller's."""
+    """The order on a GPU, by a separate stream for the move, between two events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""Leaving: what is done to a mover between its moves. It lets go of tensors, and says goodbye when it is closed.
+"""Leaving: operations on a mover between its moves, which drop its tensors or close it with a goodbye.
 
-All of it waits for moves that go on, of other threads and beside, and is an error in the middle of one, as from a
-progress callback.
+All operations wait for moves of other threads and in the background. In the middle of a move, as in a progress
+callback, they raise ExchangeError.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """What is closed at the end of a `with` block, at the latest; where an error ends the block, the others hear it."""
+    """An object closed at the end of a `with` block, at the latest; an error that ends it is sent to the others."""
 
     @property
     @abstractmethod
     def _name(self) -> str:
-        """What ranks call it."""
+        """The object's name in claims and errors."""
 
     @abstractmethod
     def _part(self, why: str) -> None:
-        """Close, and say why."""
+        """Close, and send the reason to the others."""
 
     def close(self) -> None:
-        """Say goodbye: this rank makes no more moves with this, and lets go of what it holds for them. Not collective.
+        """Make no more moves with this on this rank, tell the others, and release memory. Not collective.
 
-        Calls of other ranks raise an ExchangeError that says that this one left, at once, also those that wait for it.
-        The group stays whole here, and its other movers go on. If this process serves the group's store, it first
-        waits at most 1 s for the others to hear; if not, as long for a store that does not answer, once. Closing twice
-        does nothing. Raises ExchangeError in the middle of a move, and where what has moved waits for the end of a
+        Calls of other ranks, waiting ones too, raise at once an ExchangeError that names this rank. The group stays
+        whole here, and its other movers continue. If this process serves the group's store, it waits at most 1 s for
+        the others to read the goodbye; otherwise it waits as long, once, for a store that does not answer. Closing
+        twice does nothing. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a
         `smt.commit`.
         """
         self._part(f"it closed {self._name}")
@@ -51,12 +51,12 @@ class Leaves(ABC):
         if error is None:
             self.close()
             return
-        said = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
-        self._part(f"its block of {self._name} ended by {said}")
+        cause = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+        self._part(f"its block of {self._name} ended by {cause}")
 
 
 class Leaving(Leaves):
-    """What belongs to its process group on this rank, and moves there until it is closed."""
+    """Base of movers: an object bound to its process group on this rank, until it is closed."""
 
     _party: Party
     _landing: Landing
@@ -66,22 +66,22 @@ class Leaving(Leaves):
     _closed = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ExchangeError: what copies would share, and not know of each other, is how tensors lie in memory."""
+        """Raises ExchangeError: copies would share bound tensors without knowing of each other."""
         what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
         raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
 
     def _drop(self) -> None:
-        """Keep nothing of tensors."""
+        """Drop all tensors."""
         self._bound.let_go()
         self._carrier.let_go()
         for stage in self._stages:
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Keep nothing of the tensors that were held, nor of memory beside: the next move makes its own.
+        """Drop held tensors and shadows; the next move allocates again. Not collective.
 
-        Not collective. What else is kept of them `besides` lets go. Raises ExchangeError in the middle of a move, and
-        where what has moved waits for the end of a `smt.commit`.
+        `besides` drops the caller's own references. Raises ExchangeError in the middle of a move, and while moved bytes
+        wait for the end of a `smt.commit`.
         """
         with self._party.alone():
             self._landing.check_free(None)
@@ -99,14 +99,14 @@ class Leaving(Leaves):
             besides()
 
     def find_waiting(self) -> str:
-        """Why nothing may be done to it where what has moved waits for the end of a `smt.commit`; else ""."""
+        """Why the mover may not change while its bytes wait for the end of a `smt.commit`; "" if none wait."""
         return self._landing.word_waiting(None)
 
     def check_open(self) -> None:
-        """Raise ExchangeError for a mover that was closed."""
+        """Raise ExchangeError if the mover was closed."""
         if self._closed:
             raise ExchangeError(self._word_closed())
 
     def _word_closed(self) -> str:
-        """Why a mover that was closed does nothing more; else ""."""
+        """The error of a closed mover; "" if it is open."""
         return f"{self._name} was closed; compile another on all ranks" if self._closed else ""

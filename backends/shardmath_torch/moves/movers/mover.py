@@ -1,19 +1,18 @@
-"""A mover: a plan or program made ready on this rank, which moves tensors as often as wanted.
+"""Mover: a plan or program made ready on this rank, for any number of moves.
 
 1. Every call is a turn of the group: ranks vote on it, and then move. A rank's wrong tensor is an
    objection, hence an error on all ranks, and no destination has changed.
-2. That a sender's call returns says that its bytes have left, not that they arrived. With
-   `acknowledge=True` ranks vote once more at the end, so whose call returns knows that every
-   destination has all its bytes. With `check="digest"` they compare what source and destination hold, too
-   (`digests.checking`).
-3. A plan's failures are told in its own words: which tensor was to come from whom, or to go to whom.
-4. A mover is made of a carrier and of stages. Carried beside the destination (`commit="all"`), bytes are put in place
-   once all ranks have promised that all is there (`commits`). Carried into it, `torn` says after a failure which
-   destinations may be neither old nor new.
-5. What stages make of what has arrived they make before a rank promises: where that fails, it is an objection, and
-   nothing is put in place.
-6. Ranks that agree once (`agree="once"`) vote on the first move of its kind. After that nobody is asked, so what
-   speaks against a move on one rank is its failure, and breaks the group.
+2. When a sender's call returns, its bytes have left, but may not have arrived. With `acknowledge=True` ranks vote
+   again at the end, so a call that returns proves that every destination has all its bytes. With `check="digest"`
+   they also compare the contents of source and destination (`digests.checking`).
+3. A failure names the plan's tensor that the failed rank was to send or receive.
+4. A mover consists of a carrier and stages. With `commit="all"` bytes arrive next to the destination, and are put in
+   place once all ranks have promised that theirs arrived (`commits`). Otherwise bytes arrive in the destination, and
+   after a failure `torn` lists the destinations that may be neither old nor new.
+5. Stages compute with the arrived tensors before a rank promises: an error there is an objection, and nothing is put in
+   place.
+6. With `agree="once"` ranks vote only on the first move of a kind. After that, an objection of one rank is its failure,
+   and breaks the group.
 """
 
 from __future__ import annotations
@@ -57,12 +56,11 @@ __all__ = ["Mover", "ask_again", "forget", "move_by", "replan_by"]
 
 @public
 class Mover(Leaving):
-    """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, as often as wanted.
+    """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, any number of times.
 
     A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings,
-    None where this rank is not on that side. Destination cells that are not the tensor's own
-    (padding) are left as they are. `plan` is the plan, of a program the one that it carries out.
-    Raises ExchangeError.
+    and None if this rank is not on that side. Padding in a destination is left as it is. `plan` is
+    the plan, or the one that the program carries out. Raises ExchangeError.
     """
 
     def __init__(self, ready: Ready) -> None:
@@ -70,7 +68,7 @@ class Mover(Leaving):
         self._take(ready)
 
     def _take(self, ready: Ready) -> None:
-        """Be a mover of that from now on."""
+        """Move by `ready` from now on."""
         self.plan, self.rounds = ready.part.plan, ready.part.rounds
         self._ready = ready
         self._party = ready.party
@@ -93,14 +91,14 @@ class Mover(Leaving):
 
     @property
     def thread(self) -> str | None:
-        """The name by which ranks pair its calls, where `compile` was given one."""
+        """The name by which ranks pair its calls, if `compile` was given one."""
         return self._ready.thread
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes that its messages take which cannot be sent or received in place; 0 before the first move.
+        """Bytes of staging, for messages that cannot be sent or received in place; 0 before the first move.
 
-        The memory is the group's: all its movers use the same.
+        The group's movers share this memory.
         """
         return self._carrier.staging_bytes
 
@@ -111,7 +109,7 @@ class Mover(Leaving):
 
     @property
     def version(self) -> int:
-        """How many moves were committed, and are in place here: the same on all ranks but one `in_doubt`.
+        """Number of moves committed and in place here, equal on all ranks except one `in_doubt`.
 
         Always 0 without commit="all".
         """
@@ -119,25 +117,25 @@ class Mover(Leaving):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the others may have one version more, since the group's store could not be asked."""
+        """Whether the others may have one version more, since the group's store did not answer."""
         return self._landing.standing.in_doubt
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """After a move that failed: this rank's destinations, by local buffer key, that may be neither old nor new.
+        """Local buffer keys of destinations here that may be neither old nor new, after a move that failed.
 
-        The key is that of the dict that is passed as `out`, and "" where that is one tensor.
+        The keys are those of the dict passed as `out`, or "" for one tensor.
         """
         return self._landing.standing.torn
 
     @property
     def last(self) -> Moved | None:
-        """What the latest move that ended well did on this rank: bytes, messages, seconds by phase and peer."""
+        """The latest successful move's bytes, messages, and seconds by phase and peer, on this rank."""
         return self._ledger.last
 
     @property
     def member(self) -> Member:
-        """The mover as `commit` sees it. Raises ExchangeError for one that was closed."""
+        """The mover as `commit` sees it. Raises ExchangeError if the mover was closed."""
         self.check_open()
         party, agrees_once = self._party, self._ready.agree == ONCE
         is_beside = self._landing.is_beside
@@ -145,7 +143,7 @@ class Mover(Leaving):
 
     @property
     def _name(self) -> str:
-        """What ranks call it."""
+        """The mover's name in claims and errors."""
         return f"{name_given(self._ready.given)} (mover {self._party.key})"
 
     def __call__(
@@ -160,20 +158,19 @@ class Mover(Leaving):
         async_op: bool = False,
         progress: Progress | None = None,
     ) -> Handle | None:
-        """Moves `src`, this rank's source tensors, into `out`, its destination tensors.
+        """Move `src`, this rank's source tensors, into `out`, its destination tensors.
 
-        `timeout`: seconds to wait for all ranks to make this call, where that may be longer than
-        what `compile` was given, as when an engine waits for the next refit; each rank may pass its
-        own. `acknowledge`, on all ranks alike: return only once every rank has all its bytes.
-        `label` is this rank's own word for the move, in logs, traces and `last`. `check="digest"`, on all
-        ranks alike, compares what the destination then holds with the source, and the source with what it was
-        before: an ExchangeError on all ranks names the tensor and the box that differs, and the destination is
-        as it came. It reads the source twice and the destination once. With `async_op=True` the call returns a
-        handle at once: the tensors are the move's until `handle.wait()` has returned, which raises what the
-        call would.
-
-        `progress` is called with this rank's bytes that have moved and all that are to move, both ways together, as
-        messages come and leave, by the thread that moves. What it raises is raised once the move has ended.
+        - `timeout`: seconds to wait for all ranks to make this call, if that may take longer than `compile`'s timeout,
+          as when an engine waits for the next refit; may differ between ranks.
+        - `acknowledge`: return only once every rank has all its bytes; equal on all ranks.
+        - `label`: this rank's word for the move, in logs, traces and `last`.
+        - `check="digest"`: compare the destination with the source, and the source with its earlier content; equal on
+          all ranks. On a difference, all ranks raise an ExchangeError that names the tensor and the box, and the
+          destination stays as it arrived. Reads the source twice and the destination once.
+        - `async_op=True`: return a handle at once. Leave the tensors alone until `handle.wait()` has returned, which
+          raises the call's errors.
+        - `progress`: called with this rank's bytes moved and bytes in all, both ways together, as messages are received
+          and sent, by the thread that moves. Its exceptions are raised once the move has ended.
         """
         call = Call(src, out, timeout, acknowledge, label, check, progress)
         return move_by(self, call, async_op)
@@ -185,47 +182,47 @@ class Mover(Leaving):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Goes on with another plan: collective over `group` (default: the mover's own), like compiling it there.
+        """Continue with another plan: collective over `group` (default: the mover's own), like compiling it there.
 
-        Ranks that join compile the plan, with the arguments that this mover was compiled with, where the others call
-        this. What did not change is kept: connections, staging, and where only ranks of the plan have left, or are
-        back (`shardmath.without`), messages and what was bound to tensors. `timeout` is that from now on, in seconds.
-        Raises ExchangeError, on every rank, as `compile` does; then this goes on as it was.
+        Ranks that join compile the plan, with the arguments of this mover's `compile`, while the others call this.
+        Unchanged parts are kept: connections, staging, and if ranks of the plan have only left, or come back
+        (`shardmath.without`), messages and views of tensors. `timeout` replaces the mover's, in seconds.
+        Raises ExchangeError, on every rank, as `compile` does; then the mover stays as it was.
         """
         replan_by(self, plan, group, timeout)
 
     @property
     def _former(self) -> Former:
-        """What there is to go on from."""
+        """The state that a replan continues from."""
         ready = self._ready
         device = ready.party.wire.device
         objection = self._word_closed() or self._landing.word_waiting(None)
         return Former(ready.part, ready.carrier, device, ready.peers, self.version, objection)
 
     def _find_objection_beside(self, async_op: object) -> str:
-        """Why a move of the calling thread cannot go on beside it; "" where it can. Raises as `_run` does at once."""
+        """Why a move cannot run in the background of the calling thread; "" if it can. Raises inside of a call."""
         self._party.turns.refuse_nested()
         return find_objection(self._party, self.thread, async_op)
 
     def _start(self, call: Call) -> Handle:
-        """Move on a thread beside, in the name of this one."""
-        mine = call.keep()._replace(thread=in_thread(self.thread))
-        return start(self._party, lambda: self._run(mine))
+        """Move in a background thread, with claims that name the calling thread."""
+        copied = call.keep()._replace(thread=in_thread(self.thread))
+        return start(self._party, lambda: self._run(copied))
 
     def _run(self, call: Call) -> None:
-        """The move, timed."""
+        """Make the move, timed."""
         with self._ledger.time(call.label, call.progress) as watch:
             self._take_turn(call, watch)
 
     def _take_turn(self, call: Call, watch: Stopwatch) -> None:
-        """The move, as a turn of the group."""
+        """Make the move as a turn of the group."""
         self.check_open()
         if not compat.is_there(self._party.group):
             what = f"the process group of this mover was {compat.word_gone(self._party.group)}"
             raise ExchangeError(f"{what}; compile again on a group that is there")
         block = block_of(self._party.group)
         with self._landing.telling(self._party.turns):
-            found = self._party.together(
+            difference = self._party.together(
                 lambda: self._move(call, block, watch),
                 lambda failure, rank: describe_crossing(self._ready.given, failure.tensor, rank),
                 "mover",
@@ -233,49 +230,49 @@ class Mover(Leaving):
             )
         if block is not None and block.objection:
             raise ExchangeError(block.objection)
-        # All ranks have moved, and found the same: the group goes on.
-        if found:
-            raise ExchangeError(found)
+        # All ranks have moved, and found the same difference: the group stays whole.
+        if difference:
+            raise ExchangeError(difference)
 
     def _move(self, call: Call, block: CommitBlock | None, watch: Stopwatch) -> str:
-        """Vote, and then move. What was found wrong where the move is compared; "" for nothing."""
+        """Vote, and then move; return the difference that `check` found, or ""."""
         watch.lap(laps.QUEUED)
         self.check_open()
-        ready = self._check(call, block, watch)
+        checked = self._check(call, block, watch)
         kind = call.kind(self._carrier.word(call.how), block is not None)
-        mine = self._make_ballot(call, kind, ready)
+        mine = self._make_ballot(call, kind, checked)
         watch.name = mine.claim
         watch.lap(laps.PREPARED)
         self._agree(mine, kind, call.patience)
         watch.lap(laps.AGREED, self._party.turns.latest)
-        # From here on every rank moves, so all count alike, also where the move fails.
+        # From here on every rank moves, so all count the move, even if it fails.
         self._moves += 1
         if self._stages:
             self._party.answer_for(lambda: stages.begin(self._stages))
             watch.lap(laps.PREPARED)
-        compared = Check(self.plan, self._party.rank, ready.src, ready.dst)
+        comparison = Check(self.plan, self._party.rank, checked.src, checked.dst)
         if kind.check:
-            self._party.answer_for(compared.begin)
+            self._party.answer_for(comparison.begin)
             watch.lap(laps.COMPARED)
-        self._carry(ready, call.held, mine, block, watch)
+        self._carry(checked, call.held, mine, block, watch)
         if kind.acknowledge:
             receipt = mine._replace(claim=f"{mine.claim}: all is there")
             self._party.vote(receipt)
             watch.lap(laps.AGREED)
-        found = ""
+        difference = ""
         if kind.check:
-            self._party.answer_for(compared.end)
-            found = compared.compare(self._party)
+            self._party.answer_for(comparison.end)
+            difference = comparison.compare(self._party)
             watch.lap(laps.COMPARED)
-        # Within the turn: who is interrupted here breaks the group, and does not go on knowing less than the others.
+        # Within the turn: an interrupt here breaks the group, so that no rank continues without having ended the move.
         if block is None:
             self._end()
-        if found:
+        if difference:
             self._carrier.forget()
-        return found
+        return difference
 
     def _agree(self, mine: Ballot, kind: CallKind, patience: float | None) -> None:
-        """Vote, unless this was agreed on. Raises Refused where a rank objects, and PeerFailure."""
+        """Vote, unless ranks agreed on this kind earlier. Raises Refused if a rank objects, and PeerFailure."""
         if kind not in self._agreed:
             self._party.vote(mine, patience)
             if self._ready.agree == ONCE:
@@ -284,58 +281,63 @@ class Mover(Leaving):
         mark = zlib.crc32(mine.claim.encode(errors="backslashreplace"))
         self._party.go_on(Unasked(mark, patience))
         if mine.objection:
-            # Others move already.
+            # The others move already.
             raise PeerFailure(self._party.rank, mine.objection)
 
     def _carry(
-        self, ready: Checked, held: bool, mine: Ballot, block: CommitBlock | None, watch: Stopwatch
+        self,
+        checked: Checked,
+        held: bool,
+        mine: Ballot,
+        block: CommitBlock | None,
+        watch: Stopwatch,
     ) -> None:
         """Carry the bytes, and put them in place."""
-        carry = functools.partial(self._carrier.carry, ready.src, ready.dst, held, watch)
+        carry = functools.partial(self._carrier.carry, checked.src, checked.dst, held, watch)
         if not self._landing.is_beside:
             self._party.answer_for(lambda: self._write(carry, watch))
             return
-        come: list[Arrived] = []
-        self._party.answer_for(lambda: come.append(carry()))
-        ((tensors, put),) = come
-        make = functools.partial(stages.finish, self._stages, tensors)
-        keys = stages.name_torn(self._stages, tuple(ready.dst))
-        watched = functools.partial(witness, ready.dst, ready.out)
-        arrival = Arrival(keys, make, put, self._end, watched)
+        results: list[Arrived] = []
+        self._party.answer_for(lambda: results.append(carry()))
+        ((tensors, put),) = results
+        finish = functools.partial(stages.finish, self._stages, tensors)
+        keys = stages.name_torn(self._stages, tuple(checked.dst))
+        watched = functools.partial(witness, checked.dst, checked.out)
+        arrival = Arrival(keys, finish, put, self._end, watched)
         self._landing.commit(self._party, mine, arrival, self.member, block)
         watch.lap(laps.COMMITTED)
 
     def _write(self, carry: Callable[[], Arrived], watch: Stopwatch) -> None:
-        """Carry into the destination itself."""
-        torn = self._carrier.list_torn
+        """Carry the bytes into the destination, and finish the stages; on an error, note the torn destinations."""
+        list_torn = self._carrier.list_torn
         try:
             arrived = carry()
-            # A carrier that has brought all leaves nothing torn; stages still may.
-            torn = tuple
+            # Once all bytes have arrived, only stages may leave torn destinations.
+            list_torn = tuple
             for pair in stages.finish(self._stages, arrived.tensors):
                 put_in_place([pair])
             if self._stages:
                 watch.lap(laps.FINALIZED)
         except BaseException:
-            self._landing.standing.torn = stages.name_torn(self._stages, torn())
+            self._landing.standing.torn = stages.name_torn(self._stages, list_torn())
             raise
 
     def _end(self) -> None:
-        """All is in place: whoever has waited for that goes on."""
+        """Tell carrier and stages that all bytes are in place."""
         self._landing.standing.torn = ()
         self._carrier.end()
         stages.end(self._stages)
 
-    def _make_ballot(self, call: Call, kind: CallKind, ready: Checked) -> Ballot:
-        """What this rank is about to do. Nothing in it is known to be what it should be, but for the objection."""
+    def _make_ballot(self, call: Call, kind: CallKind, checked: Checked) -> Ballot:
+        """This rank's ballot, made even of invalid arguments, which the objection reports."""
         claim = kind.claim(self._moves + 1, self._name)
         claim += in_thread(self.thread) if call.thread is None else call.thread
-        return Ballot(claim, call.purpose, call.records_gradient, ready.objection)
+        return Ballot(claim, call.purpose, call.records_gradient, checked.objection)
 
     def _check(self, call: Call, block: CommitBlock | None, watch: Stopwatch) -> Checked:
-        """What is to be moved, or what speaks against it.
+        """The call's tensors, or an objection.
 
-        Nothing is raised: the other ranks wait for this one's vote, in which it objects.
+        Errors become objections, since the other ranks wait for this rank's vote.
         """
         try:
             if call.objection:
@@ -355,12 +357,12 @@ class Mover(Leaving):
 
 
 def forget(mover: Mover) -> None:
-    """Carry all of it with the next move: called by all ranks alike, in a turn."""
+    """Carry all bytes with the next move. Called by all ranks, in a turn."""
     mover._carrier.forget()
 
 
 def ask_again(mover: Mover) -> None:
-    """Vote on the next move of any kind: called by all ranks alike."""
+    """Vote on the next move of any kind. Called by all ranks."""
     mover._agreed.clear()
 
 
@@ -371,30 +373,30 @@ def replan_by(
     timeout: float | None,
     besides: Callable[[], None] = lambda: None,
 ) -> None:
-    """As `Mover.replan`; what else goes on by the new plan `besides` changes, once all have agreed."""
+    """Replan as `Mover.replan` does; `besides` changes the caller's own state once all have agreed."""
     party = mover._party
-    found = party.group if group is None else group
-    elsewhere = found is not party.group
-    if not elsewhere:
-        # There others object in their turn; here they know of it.
+    new_group = party.group if group is None else group
+    is_other = new_group is not party.group
+    if not is_other:
+        # On another group a closed mover is an objection in the vote; in its own, all ranks know of it.
         mover.check_open()
 
     def take(ready: Ready) -> None:
         mover._take(ready)
         besides()
 
-    # The turn of another group says nothing of moves in this one, which go on by what is here now.
-    with party.alone() if elsewhere else nullcontext():
-        mover._ready.again(plan, found, timeout, mover._former, take)
+    # A turn of the other group does not keep this group's moves out while the mover changes.
+    with party.alone() if is_other else nullcontext():
+        mover._ready.again(plan, new_group, timeout, mover._former, take)
 
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:
-    """A move as the call has it, of which some is for callers within the library alone."""
+    """Move as the call says, whose further fields are for callers within the library."""
     if async_op is not False:
         objection = mover._find_objection_beside(async_op)
         if not objection:
             return mover._start(call)
-        # Said in the vote, since others wait for it, and by this thread, which then knows that it was refused.
+        # Voted, since the others wait for this rank, and in this thread, whose count of refusals it must raise.
         call = call._replace(objection=objection)
     mover._run(call)
     return None

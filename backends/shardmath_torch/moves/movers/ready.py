@@ -1,9 +1,9 @@
-"""Ready: what a mover is made of, and what of that goes on where it is planned anew.
+"""Ready: the parts of a mover, and those that a replan keeps.
 
-1. Ranks that have left, or are back, change nothing between the others: a rank's part follows (`membership.keeping`),
-   and where only some have left, so does all that was bound to its tensors.
-2. Any other plan is made ready as the first one was. Of the former one only connections and staging are kept, where
-   it is of the same group, and all that templates save.
+1. Ranks that left or came back change nothing between the others: a rank's part follows the previous one
+   (`membership.keeping`), and if ranks only left, so do its views of tensors.
+2. Any other plan is made ready like a first one, and keeps only connections and staging, if its group is the same, and
+   what templates save.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ __all__ = ["Again", "Former", "Ready"]
 
 
 class Former(NamedTuple):
-    """What a rank did, and had agreed on: the most peers of any rank, and how many moves were committed.
+    """A mover's state before a replan.
 
-    `objection` is what speaks against going on from here.
+    `peers` is the most of any rank, `version` the number of moves committed, and `objection` why the mover cannot
+    continue, "" if it can.
     """
 
     part: RankProgram
@@ -44,37 +45,37 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """As many peers as this rank says it has, that its part can follow the plan; None where it cannot.
+        """The number of peers to vote with, so that this rank's part can follow the plan; None if it cannot.
 
-        Not fewer than before: with fewer, all would go at another pace.
+        Never fewer than before, since a smaller number would change the pace of all ranks.
         """
-        found = compare(self.part, plan)
-        if found is None or not isinstance(plan, Plan):
+        change = compare(self.part, plan)
+        if change is None or not isinstance(plan, Plan):
             return None
-        if not found.back or self.part.rank in found.gone:
+        if not change.back or self.part.rank in change.gone:
             return self.peers
         return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
-        """This rank's part of the plan; None where it has to be made anew."""
+        """This rank's part of the plan, following the previous one; None if a new part is needed."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
-        """What carries the part that followed, with all that was bound; None where it has to be made anew."""
-        found = compare(self.part, task.part.plan)
-        if found is None or found.back or self.part.rank in found.gone:
+        """A carrier for the part that followed, bound to the same tensors; None if a new one is needed."""
+        change = compare(self.part, task.part.plan)
+        if change is None or change.back or self.part.rank in change.gone:
             return None
         if task.wire.device != self.device:
             return None
-        gone = found.gone
+        gone = change.gone
         return self.carrier.keep(task.part, lambda engine: engine.keep(task, gone))
 
 
 class Ready(NamedTuple):
-    """What ranks have agreed on, and what it is on this one: all that a mover is made of.
+    """The parts of a mover on this rank, on which all ranks have agreed.
 
-    `peers` is the most of any rank, `version` how many moves were committed before, on whichever rank that is most.
-    `keeps_bound`: the carrier is ready for the tensors of the former one. `again` makes another of another plan.
+    `peers` is the most of any rank, and `version` the most moves committed before on any rank. `keeps_bound` is whether
+    the carrier is bound to the previous one's tensors. `again` makes another plan ready.
     """
 
     given: Plan | Transposed | Program
@@ -90,15 +91,15 @@ class Ready(NamedTuple):
     again: Again
 
     def open_ledger(self) -> Ledger:
-        """For the times of its moves."""
+        """A ledger for the mover's moves."""
         name, rank = name_given(self.given), self.party.rank
         return Ledger(name, self.given, rank, lambda: self.carrier.posted)
 
 
 class Again(Protocol):
-    """Makes ready another plan, in the place of a former one, by the settings of the first.
+    """Makes another plan ready, with the first one's settings, to continue from `former`.
 
-    `take` is called once all have agreed: left in the middle of it, as by Ctrl-C, this rank has failed.
+    Calls `take` once all ranks agree; an exception in it, as Ctrl-C, is this rank's failure.
     """
 
     def __call__(

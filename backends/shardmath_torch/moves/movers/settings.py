@@ -1,4 +1,4 @@
-"""Settings: what every rank must pass alike with a plan, and what speaks against a plan or a setting."""
+"""Settings: the arguments of `compile`, which must be equal on all ranks, and their check."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ DEFAULT_ENGINE = "exchange"
 DEFAULT_TIMEOUT_S = 60.0
 
 DIRECT, ALL = "direct", "all"
-"""How bytes come to the destination: as they arrive, or on all ranks at the end, or on none."""
+"""When bytes reach the destination: as they arrive, or at the end on all ranks or none."""
 
 LONGEST_GRACE_S = 5.0
-"""For finding out who failed, however long ranks wait for each other."""
+"""Most time for finding out who failed, however long ranks wait for each other."""
 
 SHOWN = 16
-"""Ranks that an error shows."""
+"""Most ranks that an error shows."""
 
 
 class Settings(NamedTuple):
-    """What every rank must pass alike, with the plan or program."""
+    """The arguments of `compile`, besides plan and group."""
 
     timeout: float = DEFAULT_TIMEOUT_S
     max_inflight_bytes: int | None = None
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """How agreement words them; a thread stands apart, since its name need not be given."""
+        """The settings in words, for claims, without the thread, which claims name separately."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
@@ -67,31 +67,31 @@ class Settings(NamedTuple):
     @property
     def patience(self) -> float:
         """Seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
-        # A fifth of the grace is for what comes after it: letting go, and telling the caller.
+        # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 
     @property
     def grace(self) -> float:
-        """Seconds for asking the others, once something failed."""
+        """Seconds for reading the others' reports after a failure."""
         return min(LONGEST_GRACE_S, self.timeout / 5)
 
 
 def is_text(given: object, text: str) -> bool:
-    """Whether that is given; asked so that an array, too, has an answer."""
+    """Whether `given` equals the text; False for an array, which `==` would compare by element."""
     return isinstance(given, str) and given == text
 
 
 def check_plan(plan: object) -> None:
-    """Raise ExchangeError for what is neither a plan nor a program."""
+    """Raise ExchangeError for an object that is neither a plan nor a program."""
     if not isinstance(plan, Plan | Transposed | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
-        # In words, since the class would bring all formats and transforms along.
+        # Not checked by its class, whose import would load all formats and transforms.
         fix += "; compile_transformed takes a Transformed"
         raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
 
 
 def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError for settings that are of no use for this plan in this group."""
+    """Raise ExchangeError for settings that are invalid for this plan in this group."""
     _check_numbers(plan, settings)
     _check_commit(party, settings)
     _check_agree(settings)
@@ -100,7 +100,7 @@ def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Se
 
 
 def _check_numbers(plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError for a time, a name or a limit that is of no use."""
+    """Raise ExchangeError for an invalid timeout, thread name or limit."""
     if not is_time(settings.timeout):
         raise ExchangeError(word_bad_time(settings.timeout))
     if not isinstance(settings.thread, str | None):
@@ -112,16 +112,15 @@ def _check_numbers(plan: Plan | Transposed | Program, settings: Settings) -> Non
         what = f"max_inflight_bytes={shown(limit)} is not a number of bytes"
         raise ExchangeError(f"{what}; pass an int from 1 on")
     if isinstance(plan, Program) and limit != plan.max_inflight_bytes:
-        own = f"the program has {plan.max_inflight_bytes} of its own"
-        fix = "leave it out, or schedule the plan with it"
-        raise ExchangeError(f"max_inflight_bytes={limit}, {own}; {fix}")
+        what = f"max_inflight_bytes={limit}, the program has {plan.max_inflight_bytes} of its own"
+        raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
     if isinstance(plan, Program) and plan.max_ops_per_group > MOST_OPS:
-        own = f"the program has up to {plan.max_ops_per_group} messages of a rank in a round"
-        raise ExchangeError(f"{own}; schedule the plan with max_ops_per_group={MOST_OPS} or less")
+        what = f"the program has up to {plan.max_ops_per_group} messages of a rank in a round"
+        raise ExchangeError(f"{what}; schedule the plan with max_ops_per_group={MOST_OPS} or less")
 
 
 def _check_commit(party: Party, settings: Settings) -> None:
-    """Raise ExchangeError for a way to commit that there is not, and where nobody could decide."""
+    """Raise ExchangeError for an unknown `commit`, and for "all" on a group without a store."""
     if not any(is_text(settings.commit, known) for known in (DIRECT, ALL)):
         raise ExchangeError(f"commit={shown(settings.commit)}; pass {DIRECT!r} or {ALL!r}")
     if settings.commit == ALL and compat.store_of(party.group) is None:
@@ -130,7 +129,7 @@ def _check_commit(party: Party, settings: Settings) -> None:
 
 
 def _check_agree(settings: Settings) -> None:
-    """Raise ExchangeError for a way to agree that there is not."""
+    """Raise ExchangeError for an unknown `agree`."""
     if not any(is_text(settings.agree, known) for known in (EVERY, ONCE)):
         raise ExchangeError(f"agree={shown(settings.agree)}; pass {EVERY!r} or {ONCE!r}")
 
@@ -138,7 +137,7 @@ def _check_agree(settings: Settings) -> None:
 def _check_engine(party: Party, settings: Settings) -> None:
     """Raise ExchangeError for an engine that the group's transport does not have."""
     engines = transport_of(party.group).ENGINES
-    # An array is not hashable, hence asked for its type first.
+    # The type first, since an array is not hashable.
     if not isinstance(settings.engine, str) or settings.engine not in engines:
         known = ", ".join(map(repr, ("auto", *engines)))
         backend = compat.backend_of(party.group)
@@ -147,21 +146,20 @@ def _check_engine(party: Party, settings: Settings) -> None:
 
 
 def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
-    """Raise ExchangeError where the group lacks a rank of the plan."""
+    """Raise ExchangeError if the group lacks a rank of the plan."""
     outside = sorted(set(plan.ranks) - set(party.ranks))
     if outside:
-        there = list(plan.ranks)[:SHOWN]
-        here = list(party.ranks)[:SHOWN]
-        what = (
-            f"the plan has ranks {there}, the group {here}: {outside[:SHOWN]} are not in the group"
+        ranks = (
+            f"the plan has ranks {list(plan.ranks)[:SHOWN]}, the group {list(party.ranks)[:SHOWN]}"
         )
+        what = f"{ranks}: {outside[:SHOWN]} are not in the group"
         raise ExchangeError(f"{what}; compile on a group that has all of them")
 
 
-def check_arithmetic(mine: Outline) -> None:
-    """Every operation that this rank will do must exist in torch for the dtype that it is done in."""
-    plan = plan_of(mine.given)
-    for name, op in sorted(mine.operations):
+def check_arithmetic(outline: Outline) -> None:
+    """Raise ExchangeError if torch lacks an operation of this rank for its dtype."""
+    plan = plan_of(outline.given)
+    for name, op in sorted(outline.operations):
         dtype = plan.dst[name][0].dtype
         if dtypes.missing(dtype, op):
             what = f"tensor {name!r} needs {op!r} of {dtype}, which torch does not have"

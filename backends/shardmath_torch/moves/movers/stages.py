@@ -1,14 +1,13 @@
-"""Stages: what a move does at its two ends, besides carrying bytes.
+"""Stages: work at the two ends of a move, besides carrying bytes.
 
-    bind      before ranks vote: of the tensors that were given, those that travel
-    begin     once all have agreed
-    finish    once all has arrived here: what is to be stored of it
-    end       once that is in place
+    bind      before ranks vote: map the given tensors to those that travel
+    begin     once all ranks agree
+    finish    once all bytes arrived here: compute the values to store
+    end       once the values are in place
 
-1. What `bind` raises is an objection: an error on all ranks, and nothing has moved.
-2. What `begin` and `finish` raise is this rank's failure; that of `finish` is an objection, too, where destinations
-   change on all ranks or on none.
-3. Stages follow one another: each binds what the one before has bound, and they finish the other way round.
+1. An error of `bind` is an objection: all ranks raise, and nothing has moved.
+2. An error of `begin` or `finish` is this rank's failure; with `commit="all"`, an error of `finish` is an objection.
+3. Each stage binds the result of the one before; they finish in reverse order.
 """
 
 from __future__ import annotations
@@ -22,36 +21,36 @@ __all__ = ["Stage", "Stages", "begin", "bind", "end", "finish", "list_own", "nam
 
 
 class Stage:
-    """One that does nothing, of which others differ."""
+    """A stage that does nothing; subclasses override methods."""
 
     @property
     def own(self) -> frozenset[str]:
-        """The plan's destinations that are memory of the stage's, which nobody sees: they are received into at once."""
+        """The plan's destinations in the stage's private memory, which need no shadows."""
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The tensors that travel of those given. What it raises speaks against the move."""
+        """Map the given tensors to those that travel. An exception is an objection."""
         return src, out
 
     def begin(self) -> None:
-        """All have agreed."""
+        """Begin the move, on which all ranks agree."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """What is to be stored besides, made of what has arrived, by local buffer key."""
+        """The further values to store, computed from the arrived tensors by local buffer key."""
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """What has arrived, as the stage before has it: with what this one has made of it."""
+        """The arrived tensors for the stage before, with the values that this stage computed."""
         return arrived
 
     def end(self) -> None:
-        """All is in place."""
+        """End the move, whose values are in place."""
 
     def let_go(self) -> None:
-        """Keep nothing of the tensors that were bound, nor what a move needs, until there is another."""
+        """Drop the bound tensors, and memory for moves, until the next one."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The given destinations that a failure leaves torn, where it does so with these of the plan's."""
+        """The given destinations that are torn if these destinations of the plan are."""
         return keys
 
 
@@ -59,38 +58,38 @@ Stages = Sequence[Stage]
 
 
 def bind(stages: Stages, src: Local, out: Local) -> tuple[Local, Local]:
-    """The tensors that travel after all stages."""
+    """Map the given tensors to those that travel, through all stages."""
     for stage in stages:
         src, out = stage.bind(src, out)
     return src, out
 
 
 def begin(stages: Stages) -> None:
-    """All have agreed on the move."""
+    """Begin all stages."""
     for stage in stages:
         stage.begin()
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """What all stages store, one by one, so that one at a time takes memory."""
+    """The values of all stages to store, lazily, so that one at a time takes memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)
 
 
 def end(stages: Stages) -> None:
-    """The move is over, and in place."""
+    """End all stages."""
     for stage in stages:
         stage.end()
 
 
 def list_own(stages: Stages) -> frozenset[str]:
-    """The plan's destinations that are memory of some stage."""
+    """The plan's destinations in stages' private memory."""
     return frozenset(key for stage in stages for key in stage.own)
 
 
 def name_torn(stages: Stages, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The destinations as the caller gave them."""
+    """Map the plan's torn destinations to the caller's, through all stages."""
     for stage in reversed(stages):
         keys = stage.name_torn(keys)
     return keys

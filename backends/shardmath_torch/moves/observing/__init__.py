@@ -1,14 +1,14 @@
-"""Observing: what a move does on this rank, and how long each part of it takes.
+"""Observing: bytes, messages and times of a move on this rank.
 
 In reading order:
 
-- `laps`: what a call's time goes into, by name;
-- `traffic`: what a rank sends and receives, by peer;
-- `moved`: what a move did, for people and programs;
-- `logs`: a line per move;
-- `bars`: progress, told to a callback and shown on a terminal;
-- `spelling`: what was timed of a call, as spans;
-- `tracers`: what is timed inside of a trace;
-- `stopwatch`: one call, timed;
-- `tracing`: `trace`, which writes what was timed inside it.
+- `laps`: the phases of a call, by name;
+- `traffic`: messages and bytes that a rank sends and receives, by peer;
+- `moved`: the summary of a move, for people and programs;
+- `logs`: a log line per move;
+- `bars`: progress, for a callback and on a terminal;
+- `spelling`: a timed call as spans of a trace;
+- `tracers`: the calls timed inside of a trace;
+- `stopwatch`: the timing of one call;
+- `tracing`: `trace`, which writes the calls timed inside of it.
 """

@@ -1,10 +1,11 @@
-"""Bars: how much of a call is done, told to the caller's function, and shown on a terminal.
+"""Bars: the progress of a call, reported to the caller's function, and shown on a terminal.
 
-1. The function is called with this rank's bytes that are done and those that are to be done, the last time with twice
-   the same. Of a move (`Meter`), that is both ways together: when ranks have agreed, and as each message has come or
-   left. Of files (`Tally`), it is at least every TELL_BYTES or TELL_S while they are read or written.
-2. In a move other ranks wait for it. So what it raises waits: it is called no more, the move goes on to its end, and
-   then raises that. Ctrl-C does not wait. In a step on files it is raised, and the ranks tell each other.
+1. The function is called with this rank's bytes done and bytes in all; in the last call both are equal. For a move
+   (`Meter`) bytes are counted both ways together: it is called after the vote, and as each message has been received or
+   sent. For files (`Tally`) it is called at least every TELL_BYTES or TELL_S while they are read or written.
+2. In a move other ranks wait for this one. So if the function raises, it is not called again, and its exception is
+   raised once the move has ended. Ctrl-C is raised at once. In a step on files an exception is raised at once, and the
+   ranks tell each other.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from shardmath_torch.moves.observing.laps import AGREED, ARRIVED, LEFT
 __all__ = ["TELL_BYTES", "Meter", "Progress", "Tally", "check_progress", "progress_bar"]
 
 Progress: TypeAlias = Callable[[int, int], object]
-"""Called with this rank's bytes that are done, and with all that are to be done."""
+"""Called with this rank's bytes done, and its bytes in all."""
 
 TELL_BYTES = 8 << 20
-"""Of files: bytes go in parts of at most so many, and after at least so many the function is called. So there are less
-than twice as many between two calls."""
+"""Bytes of files after which the function is called, and most bytes of one copy. So there are less than twice as many
+between two calls."""
 
 TELL_S = 0.2
-"""The most time of a call on files between two times at which the function is called."""
+"""Time after which a call on files calls the function again."""
 
 SHOW_EVERY_S = 0.02
-"""Between two times at which a bar is told: it is drawn less often, and messages may be many."""
+"""Least time between two updates of a bar: it is drawn less often, and there may be many messages."""
 
 
 def check_progress(progress: object) -> None:
-    """Raise ExchangeError for what cannot be called."""
+    """Raise ExchangeError for an object that cannot be called."""
     if progress is not None and not callable(progress):
         what = f"progress={shown(progress)} cannot be called"
         raise ExchangeError(f"{what}; pass a function of two numbers, or leave it out")
 
 
 class Meter:
-    """The bytes of one call; `failure` is what the caller's function raised."""
+    """The bytes of one call, reported to the caller's function; `failure` is the exception that it raised."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -63,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Take note of a lap."""
+        """Count and report a lap that ended."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -71,12 +72,12 @@ class Meter:
             self._tell()
 
     def expect(self, total: int) -> None:
-        """So many bytes go, and not what was said before."""
+        """Replace the bytes in all."""
         self._total = total
         self._tell()
 
     def finish(self) -> None:
-        """All is done, also where the engine has no messages to tell of. Raises what the function has raised."""
+        """Report all bytes done, even by an engine without messages. Raises the function's exception."""
         if self._done < self._total:
             self._done = self._total
             self._tell()
@@ -93,7 +94,7 @@ class Meter:
 
 
 class Tally:
-    """The bytes of one call that reads or writes files; nothing if nobody wants to know."""
+    """The bytes of one call that reads or writes files, reported to the caller's function if there is one."""
 
     def __init__(self, progress: Progress | None) -> None:
         check_progress(progress)
@@ -104,13 +105,13 @@ class Tally:
         self._told_at = 0.0
 
     def begin(self, total: int) -> None:
-        """So many bytes are to be done. Said once."""
+        """Set the bytes in all. Only the first call has an effect."""
         if self._total is None:
             self._total = total
             self._tell()
 
     def add(self, nbytes: int) -> None:
-        """So many more are done, or none, and it takes long."""
+        """Count `nbytes` more as done; with 0, report progress if the last report is old."""
         self._done += nbytes
         is_last = nbytes > 0 and self._done == self._total
         is_late = time.monotonic() - self._told_at >= TELL_S
@@ -118,8 +119,8 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """`target.copy_(source)`, of the same shape, and the bytes of the source are done unless not `counts`."""
-        for into, part in _cut(target, source):
+        """Do `target.copy_(source)`, of the same shape, in parts, counting the source's bytes if `counts`."""
+        for into, part in _split(target, source):
             into.copy_(part)
             self.add(part.nbytes if counts else 0)
         return target
@@ -130,25 +131,26 @@ class Tally:
             self._progress(self._done, self._total)
 
 
-def _cut(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in parts of TELL_BYTES of the source at most."""
+def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Split both equally, into parts of at most TELL_BYTES of the source."""
     if source.nbytes <= TELL_BYTES:
         yield target, source
         return
     dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
     size = source.shape[dim]
     rows = max(1, TELL_BYTES * size // source.nbytes)
-    for both in zip(target.split(rows, dim), source.split(rows, dim), strict=True):
-        yield from _cut(*both)
+    for parts in zip(target.split(rows, dim), source.split(rows, dim), strict=True):
+        # A single row may still be too large: then the next dimension is split.
+        yield from _split(*parts)
 
 
 @contextmanager
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:
-    """A bar of rich, as any `progress=` takes it, for one call after another; nothing if `console` is not a terminal.
+    """A progress bar by rich, to pass as `progress=` to any number of calls; not shown if `console` is not a terminal.
 
-    The console is stderr by default. Several ranks that share a terminal draw over each other: let one of them show it.
+    The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """
     screen = console or Console(stderr=True)
     columns = (

@@ -1,8 +1,8 @@
-"""Laps: what a call's time goes into, by name.
+"""Laps: the phases of a call, by name.
 
-1. A lap is named as it ends, and the next begins then: laps of a call add up to all of its time.
-2. What happens in the engine, between the vote and the end of all messages, are laps of its own
-   (`WORK`): a trace shows them as one phase "moving", and one by one beside it.
+1. A lap is named as it ends, and the next begins then: the laps of a call add up to its time.
+2. The engine's laps, between the vote and the end of all messages, are those in `WORK`: a trace
+   shows them as one phase "moving", and one by one next to it.
 
 >>> NAMES[PACKED], sum(NAMES[lap] in WORK for lap in range(LAPS))
 ('packing', 7)
@@ -46,7 +46,7 @@ NAMES = (
     "comparing",
     "failing",
 )
-"""Of each lap; messages that arrive and messages that leave are both waited for."""
+"""Names by lap; waits for messages to arrive and to leave have the same name."""
 
 LAPS = len(NAMES)
 
@@ -54,4 +54,4 @@ QUEUED, PREPARED, AGREED, PACKED, POSTED, KEPT, ARRIVED, LEFT = range(8)
 UNPACKED, FOLDED, FINALIZED, COMMITTED, COMPARED, FAILED = range(8, LAPS)
 
 WORK = frozenset({"packing", "posting", "keeping", "waiting", "unpacking", "folding"})
-"""What happens in the engine."""
+"""Names of the engine's laps."""

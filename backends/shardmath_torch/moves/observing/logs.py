@@ -1,8 +1,7 @@
 """Logs: a line per move, on the logger "shardmath" at INFO.
 
-1. Nothing is shown unless the program says so, as by `logging.basicConfig(level=logging.INFO)`: nothing is configured
-   here.
-2. A line is made only where somebody listens. What a listener raises is its own affair, as `logging` has it.
+1. Nothing is shown unless the program configures logging, as by `logging.basicConfig(level=logging.INFO)`.
+2. A line is made only if INFO is enabled. Errors of handlers are handled by `logging`.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ LOGGER = logging.getLogger("shardmath")
 LOGGER.addHandler(logging.NullHandler())
 
 MOST_SAID = 300
-"""Characters of what a failure says: it is raised in full."""
+"""Most characters of a failure's message in a line; the exception has all of it."""
 
 
 def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None) -> None:
-    """A line about a move on this rank, which `tell` gives; `failure` is what ended it, None where it ended well."""
+    """Log a move of this rank, summed up by `tell`; `failure` is the exception that ended it, None if it succeeded."""
     if not LOGGER.isEnabledFor(logging.INFO):
         return
     moved = tell()
     if failure is not None:
-        # What several ranks say is on several lines.
-        said = " ".join(word_error(failure).split())
+        # Objections of several ranks are on several lines, which become one.
+        message = " ".join(word_error(failure).split())
         line = "rank %d: %s failed: %s; %s"
-        LOGGER.info(line, rank, moved.title, said[:MOST_SAID], moved.phases)
+        LOGGER.info(line, rank, moved.title, message[:MOST_SAID], moved.phases)
         return
     sent, received = moved.sent, moved.received
     LOGGER.info(

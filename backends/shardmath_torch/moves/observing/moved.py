@@ -1,4 +1,4 @@
-"""Moved: what a move did on this rank, and in what time.
+"""Moved: the bytes, messages and times of a move on this rank.
 
 >>> traffic = Traffic({1: Amount(2, 4_000_000)}, {}, Amount(1, 1_000_000))
 >>> seconds = {"preparing": 1e-5, "agreeing": 5e-4, "packing": 3e-4, "waiting": 7e-4}
@@ -28,11 +28,11 @@ HEAD = ("rank", "sent", "messages", "received", "messages", "waited for")
 @public
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move did on this rank: bytes and messages by peer, seconds by phase and by peer.
+    """The summary of a move on this rank: bytes and messages by peer, seconds by phase and by peer.
 
-    `seconds` add up to the time of the call. `waited`: by peer, how long this rank did nothing but wait for its
-    messages to come or leave. Messages are waited for one after another, so that who is late counts, and who was late
-    at the same time does not.
+    `seconds` add up to the time of the call. `waited` is the time, by peer, that this rank spent waiting for the peer's
+    messages to arrive or leave. Messages are waited for one after another, so if several peers are late at once, only
+    the first one waited for counts.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Moved:
 
     @property
     def kept(self) -> Amount:
-        """What stayed on this rank."""
+        """Messages and bytes that stayed on this rank."""
         return self.traffic.kept
 
     @property
@@ -68,7 +68,7 @@ class Moved:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes sent or received, whichever are more, per second of moving; 0.0 where nothing moved."""
+        """Bytes sent or received, whichever are more, per second of moving; 0.0 if nothing moved."""
         most = max(self.sent.nbytes, self.received.nbytes)
         return most / self.moving_s if self.moving_s else 0.0
 
@@ -85,7 +85,7 @@ class Moved:
 
     @property
     def title(self) -> str:
-        """Which move, and what for."""
+        """The move's name and label."""
         return f"{self.name}, {self.label!r}" if self.label else self.name
 
     @property
@@ -99,7 +99,7 @@ class Moved:
         return ", ".join(f"{name} {show_seconds(took)}" for name, took in self.seconds.items())
 
     def _list_peers(self) -> Iterator[tuple[object, ...]]:
-        """A row for each peer."""
+        """A table row per peer."""
         sent, received, _ = self.traffic
         for peer in sorted({*sent, *received}):
             out = sent.get(peer, Amount())

@@ -1,15 +1,15 @@
-"""Spelling: what was timed of a call, as spans.
+"""Spelling: a timed call as spans of a trace.
 
-| track | what is on it |
+| track | spans |
 |---|---|
 | moves | each call |
-| phases | what it went through; all that the engine does is "moving" |
-| rounds | the program's rounds, as this rank went through them |
-| work | what this rank did in them, one thing after another |
-| to 3, from 3 | messages, from when they were posted, or the one before was over, until this rank saw them over |
+| phases | the call's phases; the engine's laps together are "moving" |
+| rounds | the program's rounds, as this rank ran them |
+| work | the engine's laps, one after another |
+| to 3, from 3 | messages, from their posting, or the end of the one before, until this rank saw their end |
 
-1. Calls of other threads than the main one have tracks of their own, which name the thread.
-2. A message has one link at both ends: the vote, the step, its ranks, and the how many-eth it is between them.
+1. Calls of other threads than the main one have separate tracks, which name the thread.
+2. A message has the same link at both ends: the vote, the step, its ranks, and its number between them in that step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOVING = "moving"
 
 
 class Mark(NamedTuple):
-    """A lap that ended: what it is of (a message, the step of a round, the key of a vote), and when."""
+    """A lap that ended, its subject (a message, the step of a round, the key of a vote), and the time."""
 
     lap: int
     about: object
@@ -45,9 +45,9 @@ class Mark(NamedTuple):
 
 @dataclass
 class Timed:
-    """One call on this rank that is traced; times are those of `time.perf_counter`.
+    """A traced call on this rank; times are by `time.perf_counter`.
 
-    `thread` is what its tracks are marked by, "" for calls of the main thread.
+    `thread` is added to its tracks' names, "" for calls of the main thread.
     """
 
     rank: int
@@ -59,17 +59,17 @@ class Timed:
 
     @property
     def ended_s(self) -> float:
-        """When it was over."""
+        """The time of the call's end."""
         return self.marks[-1].at_s if self.marks else self.began_s
 
     @property
     def agreed(self) -> Vote | None:
-        """Its first vote, after which bytes move; None where there was none."""
+        """The call's first vote, after which bytes move; None if there was no vote."""
         return next(find_votes([self], unasked=True), None)
 
 
 class _Lap(NamedTuple):
-    """A mark, and when its lap began."""
+    """A mark, and the time when its lap began."""
 
     mark: Mark
     began_s: float
@@ -80,7 +80,7 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """The votes of the calls; `unasked`: those, too, that were left out, at which ranks did not meet."""
+    """The votes of the calls; if `unasked`, also turns on which ranks agreed earlier, without a vote."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):
@@ -112,7 +112,7 @@ def _place(call: Timed) -> Place:
 
 
 def _find_peer(span: Span) -> tuple[int, str]:
-    """Messages of one peer stand beside each other."""
+    """A sort key that puts messages to and from one peer next to each other."""
     way, peer = span.track.split()
     return int(peer), way
 
@@ -127,7 +127,7 @@ def _list_laps(call: Timed) -> list[_Lap]:
 
 
 def _spell_phases(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
-    """What the call went through; laps of one phase are one."""
+    """The call's phases; consecutive laps of one phase make one span."""
     phases: list[list[_Lap]] = []
     names: list[str] = []
     for lap in laps:
@@ -137,13 +137,13 @@ def _spell_phases(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
         else:
             names.append(name)
             phases.append([lap])
-    for name, same in zip(names, phases, strict=True):
-        began = same[0].began_s
-        yield Span(_place(call), "phases", name, began, same[-1].mark.at_s - began)
+    for name, phase in zip(names, phases, strict=True):
+        began = phase[0].began_s
+        yield Span(_place(call), "phases", name, began, phase[-1].mark.at_s - began)
 
 
 def _spell_rounds(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
-    """Rounds end with a lap that has their step."""
+    """The rounds, each of which ends with a folding lap that has its step."""
     began: float | None = None
     for lap in laps:
         if lap.name not in WORK:
@@ -158,7 +158,7 @@ def _spell_rounds(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
 
 
 def _spell_work(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
-    """What the engine did."""
+    """The engine's laps."""
     for lap in laps:
         if lap.name not in WORK:
             continue
@@ -170,9 +170,9 @@ def _spell_work(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
 
 
 def _spell_messages(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
-    """From when each message was posted until it was seen to have come or left."""
+    """The messages, each from its posting until its arrival or departure was seen."""
     posted: dict[int, float] = {}
-    over: dict[str, float] = {}
+    ended: dict[str, float] = {}
     count: Counter[str] = Counter()
     vote = call.agreed
     for lap in laps:
@@ -180,17 +180,17 @@ def _spell_messages(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
         if not isinstance(message, Message):
             continue
         if lap.mark.lap == POSTED:
-            # A message is one object as long as its rounds are there, and in one of them.
+            # By identity: a message is one object, in one round, as long as the mark refers to it.
             posted[id(message)] = lap.began_s
         elif lap.mark.lap in (ARRIVED, LEFT) and id(message) in posted:
             track = name_track(message, call.rank)
-            # Those of one pair go one after another, whenever they were posted.
-            began = max(posted.pop(id(message)), over.get(track, 0.0))
-            over[track] = lap.mark.at_s
-            link = f"{message.step} {message.src_rank}>{message.dst_rank}"
-            count[link] += 1
-            known = f"{vote.name if vote else ''} {link} {count[link]}"
-            yield _spell_message(call, message, began, lap.mark.at_s, known)
+            # Messages of one pair move one after another, whenever they were posted.
+            began = max(posted.pop(id(message)), ended.get(track, 0.0))
+            ended[track] = lap.mark.at_s
+            pair = f"{message.step} {message.src_rank}>{message.dst_rank}"
+            count[pair] += 1
+            link = f"{vote.name if vote else ''} {pair} {count[pair]}"
+            yield _spell_message(call, message, began, lap.mark.at_s, link)
 
 
 def _spell_message(call: Timed, message: Message, began: float, ended: float, link: str) -> Span:

@@ -1,14 +1,14 @@
-"""Stopwatch: one call, timed.
+"""Stopwatch: the timing of one call.
 
 with ledger.time(label, progress) as watch:
     ...
-    watch.lap(PREPARED)         # all that was done since the lap before was preparing
+    watch.lap(PREPARED)         # the time since the previous lap was preparing
     ...
     watch.lap(AGREED)
 
-1. A lap costs a fifth of a microsecond, so that seconds by phase and peer are always there (`Ledger.last`). Each
-   message's times are noted only inside `trace`.
-2. However the call ends, it is logged, and shown in the trace. `last` is of the latest that ended well.
+1. A lap costs a fifth of a microsecond, so seconds by phase and peer are always available (`Ledger.last`). Times of
+   single messages are noted only inside of `trace`.
+2. Every call is logged and traced, however it ends. `last` is the latest successful one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardmath_torch.moves.observing.traffic import Traffic, add_up, count_traff
 __all__ = ["Ledger", "Stopwatch"]
 
 Hear: TypeAlias = Callable[[int, object, float], None]
-"""Called with a lap that ended, what it is of, and when."""
+"""Called with a lap that ended, its subject, and the time."""
 
 
 class Ledger:
-    """What the calls of one mover on this rank have in common, and the latest of them.
+    """Common facts of one mover's calls on this rank, and the latest call.
 
-    `given` is what each call carries out, None for what is a part of it; `list_rounds` gives what its engine posts.
-    Moves are `logged`.
+    `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
+    the rounds that its engine posts. Calls are `logged`.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """What each call sends and receives."""
+        """The traffic of a call that moves all bytes."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
 
     @property
     def last(self) -> Moved | None:
-        """The latest call that ended well; None where none has."""
+        """The latest successful call; None if there is none."""
         return None if self._last is None else self._last.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """A call that now begins. What is wrong with its arguments is found elsewhere."""
+        """Make the stopwatch of a call. Invalid arguments are ignored here: another check rejects them."""
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:
-        """The call has ended well."""
+        """Note a call that succeeded."""
         self._last = call
 
 
 class Stopwatch:
-    """One call: entered as it begins, and left as it ends; `name` says which it is."""
+    """The timing of one call, used as a context manager around it; `name` is the call's name."""
 
-    # What most calls are without stands here, since setting it in each takes as long as a lap.
+    # Defaults for most calls are in the class, since setting them per call takes as long as a lap.
     name = ""
     _hearers: tuple[Hear, ...] = ()
     _meter: Meter | None = None
@@ -91,7 +91,7 @@ class Stopwatch:
 
     def __init__(self, ledger: Ledger, label: object, progress: object) -> None:
         self._ledger = ledger
-        # A subclass may say anything of itself.
+        # Not `str(label)`, which a subclass may override.
         self._label = str.__str__(label) if isinstance(label, str) else ""
         self._seconds = [0.0] * LAPS
         self._waited: dict[int, float] = {}
@@ -119,7 +119,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """A lap ends, of a message, of the round of a step, or of a vote by its key."""
+        """End a lap, about a message, a round by its step, or a vote by its key."""
         now = perf_counter()
         self._seconds[lap] += now - self._at
         self._at = now
@@ -127,7 +127,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """A lap ends that was waiting for the peer."""
+        """End a lap that was spent waiting for the peer."""
         before = self._at
         self.lap(lap, message)
         self._waited[peer] = self._waited.get(peer, 0.0) + self._at - before
@@ -150,14 +150,14 @@ class Stopwatch:
         if self._ledger.logged:
             log_move(self._ledger.rank, self.sum_up, error)
         meter = self._meter
-        # The ledger keeps this until the next call, and nothing of a trace or of the caller's with it.
+        # The ledger keeps this object until the next call, so it must not hold the trace or the caller's function.
         self._hearers = ()
         self._timed = self._meter = None
         if meter is not None and error is None:
             meter.finish()
 
     def _end_trace(self, timed: Timed, error: BaseException | None) -> None:
-        """Say in the trace what the call was."""
+        """Name and describe the call in the trace."""
         timed.name = self._title
         sent = add_up(self.traffic.sent)
         received = add_up(self.traffic.received)
@@ -176,11 +176,11 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """What it sends and receives: what its mover does in every call, where nothing else was said."""
+        """The call's traffic: by `say_traffic`, or else the ledger's."""
         return self._ledger.traffic if self._own is None else self._own
 
     def say_traffic(self, traffic: Traffic) -> None:
-        """What it sends and receives is this."""
+        """Set the call's traffic, if it differs from the ledger's."""
         self._own = traffic
         if self._meter is not None:
             self._meter.expect(traffic.nbytes)
@@ -190,7 +190,7 @@ class Stopwatch:
         return self.name or self._ledger.name
 
     def sum_up(self) -> Moved:
-        """What it did."""
+        """Sum up the call."""
         seconds: dict[str, float] = {}
         for name, took in zip(NAMES, self._seconds, strict=True):
             if took:

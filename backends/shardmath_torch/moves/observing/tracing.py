@@ -1,14 +1,14 @@
-"""Tracing: `trace`, which writes what is timed of the moves inside it.
+"""Tracing: `trace`, which writes the times of the moves inside of it.
 
     with smt.trace("move.json"):        # every rank writes a file: move.rank0.json, move.rank1.json, ...
         move(mine, out=theirs)
 
     python -m shardmath trace move.rank*.json --out move.json
 
-1. It is no collective: a rank traces or does not. Its calls in all threads are timed, and kept in memory until the end.
-2. Beside what was measured stands what the program's model says (`shardmath.display.traces.model`), from the vote on.
-3. The file is made at the end, not while anything moves; also where the block is left by an exception: it shows how
-   far each move came.
+1. It is not collective: each rank may trace or not. Calls in all threads are timed, and kept in memory until the end.
+2. Next to the measured times are the times by the program's model (`shardmath.display.traces.model`), from the vote on.
+3. The file is written at the end, not while anything moves, even if an exception ends the block: it shows how far each
+   move came.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from shardmath_torch.moves.observing.tracers import TRACERS, Tracer
 __all__ = ["trace"]
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id")
-"""Drawn by Linux at every start: processes that read the same have one clock."""
+"""A random text that Linux draws at every boot: processes with equal texts share a clock."""
 
 
 @contextmanager
 def trace(
     path: str | os.PathLike[str], *, topology: Topology | None = None, model: bool = True
 ) -> Iterator[None]:
-    """Times the moves inside, message by message, and writes a file that Perfetto (ui.perfetto.dev) opens.
+    """Time the moves inside, message by message, and write a file that Perfetto (ui.perfetto.dev) opens.
 
-    Of "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges those of all ranks. Beside each
-    move stands what its program, or its plan on `topology` (default: the plan's own, or `shardmath.Topology()`), does
-    in the model that `certify` has, whose rounds say how many ranks a node has; `model=False` leaves that out.
-    Raises ExchangeError where the file cannot be written, and inside another one.
+    For "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges the files of all ranks. Next to
+    each move are the times of its program, or of its plan on `topology` (default: the plan's own, or
+    `shardmath.Topology()`), by the model of `certify`, whose rounds tell how many ranks a node has; `model=False`
+    leaves these out. Raises ExchangeError if the file cannot be written, and inside of another trace.
     """
     if topology is not None:
         checked(topology)
     if TRACERS:
         raise ExchangeError("this process is in a smt.trace; leave that one first")
     file = _name_file(path)
-    # Now, and not after the moves.
+    # Before the moves, so that an error does not come after them.
     _write_first(file)
     tracer = Tracer()
     TRACERS.append(tracer)
-    left: BaseException | None = None
+    cause: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        left = error
+        cause = error
         raise
     finally:
         TRACERS.remove(tracer)
-        _write_last(_make_trace(tracer, topology, model), file, left)
+        _write_last(_make_trace(tracer, topology, model), file, cause)
 
 
 def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> Trace:
-    """All that was timed, and what models say of it."""
+    """The spans of all timed calls, and of their models."""
     calls = [call for call, _ in tracer.calls]
     spans = [span for call in calls for span in spell(call)]
     if with_model:
@@ -83,19 +83,19 @@ def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> 
 
 
 def _list_modelled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
-    """What each call that came past its vote should have done."""
+    """The model's spans for each call that came past its vote."""
     models: dict[str, tuple[Span, ...]] = {}
     free: dict[str, float] = {}
     for call, given in tracer.calls:
         agreed = call.agreed
-        # An adjoint's rounds are no program's.
+        # There is no model for adjoints, whose rounds are not a program's.
         if agreed is None or given is None or isinstance(given, Transposed):
             continue
         if given.digest not in models:
-            own = isinstance(given, Program)
-            where = given.topology if own else topology or given.topology or H100
-            models[given.digest] = model(given, topology=where, ranks=[call.rank]).spans
-        # A model may take longer than the move, and the next one's stands behind it.
+            is_program = isinstance(given, Program)
+            modelled = given.topology if is_program else topology or given.topology or H100
+            models[given.digest] = model(given, topology=modelled, ranks=[call.rank]).spans
+        # A model may take longer than the move: then the next move's model comes after it.
         begin = max(agreed.at_s, free.get(call.thread, 0.0))
         for span in models[given.digest]:
             track = f"{span.track} {call.thread}".rstrip()
@@ -105,9 +105,9 @@ def _list_modelled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
 
 
 def _name_file(path: object) -> Path:
-    """The path of this rank's file. Raises ExchangeError for what is no path."""
+    """The path of this rank's file. Raises ExchangeError for an object that is not a path to a file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ExchangeError(f"{shown(path)} is no path; give one such as 'move.json'")
+        raise ExchangeError(f"{shown(path)} is not a path; give one such as 'move.json'")
     given = Path(path)
     if not given.name:
         raise ExchangeError(f"{shown(path)} names no file; give a path such as 'move.json'")
@@ -123,18 +123,18 @@ def _write_first(file: Path) -> None:
         ) from error
 
 
-def _write_last(trace: Trace, file: Path, left: BaseException | None) -> None:
-    """Write the trace. What the block was left by says more than that this cannot be done."""
+def _write_last(trace: Trace, file: Path, cause: BaseException | None) -> None:
+    """Write the trace. If that fails after an exception ended the block, only add a note to the exception."""
     try:
         write(trace, file)
     except ShardError as error:
-        if left is None:
+        if cause is None:
             raise ExchangeError(message_of(error)) from error
-        left.add_note(f"smt.trace: {message_of(error)}")
+        cause.add_note(f"smt.trace: {message_of(error)}")
 
 
 def _name_machine() -> str:
-    """A name that machines with other clocks do not have."""
+    """A name that no machine with another clock has."""
     try:
         return MACHINE.read_text().strip()
     except OSError:

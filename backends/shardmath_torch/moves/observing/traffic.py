@@ -1,4 +1,4 @@
-"""Traffic: what a rank sends and receives in a move, by peer; what it keeps stays under its own number.
+"""Traffic: messages and bytes that a rank sends, receives and keeps in a move, by peer.
 
 >>> from shardmath import Layout, Mesh, plan
 >>> from shardmath.plans.programs.part import make_parts
@@ -20,14 +20,14 @@ __all__ = ["Traffic", "Amount", "add_up", "count_traffic"]
 
 
 class Amount(NamedTuple):
-    """So many messages, and their bytes without what aligns them."""
+    """A number of messages, and their bytes without padding."""
 
     messages: int = 0
     nbytes: int = 0
 
 
 class Traffic(NamedTuple):
-    """What goes to other ranks and comes from them, by rank, and what stays."""
+    """Amounts sent to other ranks and received from them, by rank, and the amount that stays."""
 
     sent: Mapping[int, Amount]
     received: Mapping[int, Amount]
@@ -35,12 +35,12 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both ways."""
+        """Bytes sent and received together."""
         return add_up(self.sent).nbytes + add_up(self.received).nbytes
 
 
 def add_up(amounts: Mapping[int, Amount]) -> Amount:
-    """All of them together."""
+    """The sum of the amounts."""
     messages = sum(amount.messages for amount in amounts.values())
     return Amount(messages, sum(amount.nbytes for amount in amounts.values()))
 
@@ -50,12 +50,12 @@ def count_traffic(rounds: Iterable[Round]) -> Traffic:
     sent: dict[int, Amount] = {}
     received: dict[int, Amount] = {}
     kept: dict[int, Amount] = {}
-    for one in rounds:
-        for message in one.sends:
+    for part in rounds:
+        for message in part.sends:
             _add(sent, message.dst_rank, message)
-        for message in one.receives:
+        for message in part.receives:
             _add(received, message.src_rank, message)
-        for message in one.keeps:
+        for message in part.keeps:
             _add(kept, message.src_rank, message)
     return Traffic(dict(sorted(sent.items())), dict(sorted(received.items())), add_up(kept))
 
