@@ -2,13 +2,13 @@
 
 1. `save` writes each element once, whoever holds it; `load` reads what this rank needs and nothing else. Meshes and
    numbers of processes may differ as they like.
-2. Both are collective, and what goes wrong on one rank is a CheckpointError on all, naming it. So is Ctrl-C, which
-   that rank itself goes on with.
+2. Both are collective. An error on one rank raises CheckpointError on all ranks, naming the one that failed. Ctrl-C
+   raises KeyboardInterrupt on the rank where it was pressed, CheckpointError on the others.
 3. The folder holds safetensors files, an index in JSON, and torch's own `.metadata`, so that
-   torch.distributed.checkpoint reads it too. Nothing is ever unpickled but that file of a checkpoint of torch's own,
-   and of that only what is on a list (`unpickled`).
-4. A save that ends in the middle leaves what was in the folder before; one that ends well removes what we saved before.
-5. Replicas are taken to be equal, bit by bit: any of them may be written, or parts of several.
+   torch.distributed.checkpoint reads it too. The only file ever unpickled is the `.metadata` of a checkpoint that torch
+   wrote, and only classes on a list are accepted in it (`unpickled`).
+4. A save that is interrupted leaves the folder's earlier save as it was; one that succeeds removes the earlier save.
+5. Replicas are assumed equal, bit by bit: any of them may be written, or parts of several.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Saves tensors to the folder `path`, or the URL of one, in place of what was saved there before.
+    """Save tensors to the folder `path`, or the URL of one, replacing what was saved there before.
 
-    `tensors` are this rank's local tensors, `layouts` everybody's layouts, the same on all ranks, both by name; a
+    `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
-    None is for bytes (or a 1-d tensor of uint8) that each rank has of its own; a rank without any leaves the name out.
+    None is for bytes (or a 1-d tensor of uint8) that differ per rank; a rank without any leaves the name out.
     `paths` is for torch's own tools, which make nested state dicts: `{"model.w": ("model", "w")}` is found by the key
-    "model", as `{"model": {"w": ...}}`; an integer is the number of an item of a list, as in torch's own paths; a name
-    that is not in it is one key. `progress` is called with this rank's bytes that are written and all that it writes.
+    "model", as `{"model": {"w": ...}}`; an integer is an index into a list, as in torch's own paths; a name without a
+    path is one key. `progress` is called with the bytes that this rank has written and the bytes that it will write.
 
     Collective over `group` (default: all ranks), which has every rank of the layouts. Raises CheckpointError on every
-    rank: for tensors that do not fit their layouts, for elements that nobody holds, for a tensor that is Partial, where
-    ranks disagree, or for what the system refuses.
+    rank if a tensor does not fit its layout or is Partial, if no rank holds some element, if ranks disagree, or if the
+    folder cannot be written.
     """
 
     prepare = functools.partial(_prepare_save, path, tensors, layouts, paths, group, progress)
@@ -96,7 +96,7 @@ def save(
 
 
 class _SaveJob(NamedTuple):
-    """All that is known before data are written."""
+    """A save that has been checked: tensors, planner and writer."""
 
     tensors: dict[str, Any]
     planner: SavePlanner
@@ -111,7 +111,7 @@ def _prepare_save(
     group: Group | None,
     progress: Progress | None,
 ) -> _SaveJob:
-    """Checks what is given, and does nothing yet."""
+    """Check the arguments and make the job. Writes nothing."""
     windows = check_layouts(layouts)
     check_ranks(windows, group)
     check_paths({} if paths is None else paths, layouts)
@@ -121,14 +121,14 @@ def _prepare_save(
     return _SaveJob(dict(tensors), planner, writer)
 
 
-class _Told(CheckpointError):
-    """What torch is told of an error, and tells the other ranks."""
+class _ReportedError(CheckpointError):
+    """The text of an error, in an exception that torch can pickle and send to the other ranks."""
 
 
-class _Teller:
-    """A planner or writer as torch calls it: what it raises is kept in `raised`, and told in words.
+class _ErrorReporter:
+    """A planner or writer for torch to call: its errors are kept in `raised`, and raised again as text.
 
-    torch pickles what is raised, and an exception that does not survive that would break the group.
+    torch pickles exceptions, and one that cannot be pickled would break the group.
     """
 
     def __init__(self, ours: SavePlanner | Writer, raised: list[BaseException]) -> None:
@@ -138,33 +138,33 @@ class _Teller:
     def __getattr__(self, name: str) -> Any:
         act = getattr(self._ours, name)
 
-        # torch looks at what the methods take
+        # torch inspects the methods' signatures
         @functools.wraps(act)
-        def tell(*args: Any, **kwargs: Any) -> Any:
+        def report(*args: Any, **kwargs: Any) -> Any:
             try:
                 return act(*args, **kwargs)
-            except _Told:  # the planner's, which the writer has asked
+            except _ReportedError:  # from the planner, which the writer has called
                 raise
             except BaseException as error:
                 self._raised.append(error)
-                raise _Told(show_error(error)) from None
+                raise _ReportedError(show_error(error)) from None
 
-        return tell
+        return report
 
 
 def _write(job: _SaveJob, group: Group | None) -> None:
-    """Has torch go through the steps of a save. Raises CheckpointError, and KeyboardInterrupt where it was pressed."""
+    """Run torch's steps of a save. Raises CheckpointError, or KeyboardInterrupt on the rank where it was pressed."""
     raised: list[BaseException] = []
-    writer: Any = _Teller(job.writer, raised)
-    planner: Any = _Teller(job.planner, raised)
+    writer: Any = _ErrorReporter(job.writer, raised)
+    planner: Any = _ErrorReporter(job.planner, raised)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
             with in_step(group):
                 dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
-            _end_told(error, raised, group)
-        except Exception as error:  # torch raises errors of all kinds where bytes do not come
+            _raise_failure(error, raised, group)
+        except Exception as error:  # torch raises errors of all kinds if a message does not arrive
             if is_alone():
                 raise
             lost = step_lost("save", word_lost(error, group, "save"))
@@ -173,20 +173,20 @@ def _write(job: _SaveJob, group: Group | None) -> None:
             raise lost from (raised[-1] if raised else error)
 
 
-def _end_told(
-    told: CheckpointException, raised: list[BaseException], group: Group | None
+def _raise_failure(
+    failed: CheckpointException, raised: list[BaseException], group: Group | None
 ) -> NoReturn:
-    """Ends the save where all ranks have heard why: by this rank's interrupt, if it has one."""
+    """Raise the error of a save whose failures all ranks know: this rank's interrupt, or a CheckpointError."""
     number, _ = share_of(group)
-    if number in told.failures:
-        own, _ = told.failures[number]
-        if not isinstance(own, _Told):  # between two calls of ours, as Ctrl-C may be
-            raised.append(own)
+    if number in failed.failures:
+        local_error, _ = failed.failures[number]
+        if not isinstance(local_error, _ReportedError):  # Ctrl-C between two calls of ours
+            raised.append(local_error)
     if raised and not isinstance(raised[-1], Exception):
         mark_told(raised[-1], group)
         raise raised[-1] from None
-    failures = {rank: show_error(failure[0]) for rank, failure in told.failures.items()}
-    raise step_failed("save", failures, group) from (raised[-1] if raised else told)
+    failures = {rank: show_error(failure[0]) for rank, failure in failed.failures.items()}
+    raise step_failed("save", failures, group) from (raised[-1] if raised else failed)
 
 
 def load(
@@ -199,21 +199,21 @@ def load(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """This rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
+    """Return this rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
 
-    `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote, its
-    HuggingFaceStorageWriter with `save_distributed` too, or safetensors as Hugging Face keeps them;
-    `names` says, as {wanted: stored}, what is stored under another name; several may be stored under one. A tuple of
-    layouts gives `name[0]`, `name[1]` and so on; a layout of None the bytes that this rank saved, as uint8, or if it
-    saved none those of the lowest rank. A rank that is not on a layout's mesh gets nothing of it, and ranks may ask for
-    different layouts. `progress` is called with this rank's bytes that are read and all that it reads.
+    `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote (also by its
+    HuggingFaceStorageWriter with `save_distributed`), or safetensors files as Hugging Face keeps them.
+    `names` maps wanted names to stored ones, if they differ; several may be stored under one. A tuple of layouts gives
+    `name[0]`, `name[1]` and so on; a layout of None gives the bytes that this rank saved, as uint8, or if it saved
+    none, the bytes of the lowest rank that did. A rank that is not on a layout's mesh gets no tensor for it, and ranks
+    may ask for different layouts. `progress` is called with the bytes that this rank has read and will read.
 
-    What `save` wrote has a checksum for every 4 MiB of a box: of what any rank reads, each is looked at by one of the
-    ranks that read it, unless not `verify`.
+    What `save` wrote has a checksum for every 4 MiB of a box. With `verify`, each checksum of a chunk that is read is
+    checked by one of the ranks that read it.
 
     Collective over `group` (default: all ranks), which waits as long as the group does. Raises CheckpointError on every
-    rank: for names, shapes or types that are not those of the checkpoint, for elements that it lacks or has twice, for
-    files that are missing or damaged, and for metadata of torch that say something else than what is stored.
+    rank if names, shapes or types differ from the checkpoint's, if it lacks elements or has them twice, if files are
+    missing or damaged, or if torch's metadata contradict what is stored.
     """
     prepare = functools.partial(
         _prepare_load, path, layouts, names, group, device, progress, verify
@@ -222,12 +222,12 @@ def load(
         job = on_all("load", prepare, group, claim=functools.partial(_describe_load, verify))
         touched = job.reader.touched
         number, count = share_of(group)
-        said = [] if touched is None else gather_all("load", touched, count, group)
-        return on_all("load", lambda: _fill(job, device, said, number), group)
+        marks = [] if touched is None else gather_all("load", touched, count, group)
+        return on_all("load", lambda: _fill(job, device, marks, number), group)
 
 
 class _LoadJob(NamedTuple):
-    """All that is known before data are read; and which checkpoint it is."""
+    """A load that has been checked, with room for its tensors; `digest` identifies the checkpoint."""
 
     reader: Reader
     planner: LoadPlanner
@@ -245,7 +245,7 @@ def _prepare_load(
     progress: Progress | None,
     verify: bool,
 ) -> _LoadJob:
-    """Checks what is given and what is stored, makes room, and finds out what to read."""
+    """Check the arguments and the checkpoint, allocate the tensors, and plan what to read."""
     check_layouts(layouts)
     check_names(names)
     _check_device(device)
@@ -265,14 +265,14 @@ def _prepare_load(
 
 
 def _describe_load(verify: bool, job: _LoadJob) -> dict[str, str]:
-    """What has to be the same on all ranks; they may want other tensors."""
+    """What must be the same on all ranks; the tensors that they load may differ."""
     return {"the checkpoint": job.digest, "verify": str(verify)}
 
 
 def _find_wanted(
     checkpoint: Checkpoint, layouts: Layouts, names: Mapping[str, str], rank: int
 ) -> tuple[dict[str, LayoutOrWindows], dict[str, str]]:
-    """The layouts of all that is wanted, bytes of ranks among it, and under which names it is stored."""
+    """The layout and the stored name of each wanted tensor; per-rank bytes are tensors of uint8."""
     wanted: dict[str, LayoutOrWindows] = {}
     stored: dict[str, str] = {}
     for name, held in layouts.items():
@@ -285,29 +285,29 @@ def _find_wanted(
 
 
 def _fill(
-    job: _LoadJob, device: torch.device | str, said: Sequence[bytes], number: int
+    job: _LoadJob, device: torch.device | str, marks: Sequence[bytes], number: int
 ) -> dict[str, Tensor]:
-    """Reads the data, and checks this rank's share of the checksums, if all ranks have said which they touch."""
-    if said:
-        job.reader.divide_checks(said, number)
+    """Read the data, and check this rank's share of the checksums; `marks` are the chunks that each rank reads."""
+    if marks:
+        job.reader.divide_checks(marks, number)
     job.reader.read_data(job.plan, job.planner).wait()
     return {key: tensor.to(device) for key, tensor in job.tensors.items()}
 
 
-# What is given
+# Arguments
 
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
-    """The windows of each tensor, without bytes of ranks' own.
+    """The windows of each tensor; names with a layout of None, for per-rank bytes, are left out.
 
-    Raises CheckpointError for what is not a mapping from names to Layouts, tuples of them, or None.
+    Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """
     given = mapping(layouts, "layouts is ", "names to layouts", CheckpointError)
     held = {}
-    for name, one in given.items():
+    for name, layout in given.items():
         text(name, "a tensor's name", CheckpointError)
-        if one is not None:
-            held[name] = one
+        if layout is not None:
+            held[name] = layout
     return read_windows(held, CheckpointError)
 
 
@@ -315,7 +315,7 @@ WANTED = "wanted names to stored ones"
 
 
 def check_names(names: object) -> None:
-    """Raises CheckpointError for what does not say {wanted: stored}."""
+    """Raise CheckpointError unless `names` is None or maps wanted names to stored ones."""
     if names is None:
         return
     given = mapping(names, "names is ", WANTED, CheckpointError)
@@ -326,7 +326,7 @@ def check_names(names: object) -> None:
 
 
 def _check_device(device: torch.device | str) -> None:
-    """Raises CheckpointError for a device on which nothing can be, before anything is read."""
+    """Raise CheckpointError for a device that cannot hold a tensor, before anything is read."""
     try:
         torch.empty(0, device=device)
     except Exception as error:  # torch raises errors of all kinds here
@@ -335,11 +335,11 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def check_ranks(side: Mapping[str, Windows], group: Group | None) -> None:
-    """Raises CheckpointError unless every rank that holds something is here to save it."""
-    here = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
+    """Raise CheckpointError unless every rank of the layouts is in the group."""
+    members = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
     for name, windows in side.items():
         for layout in windows:
-            outside = sorted(set(layout.mesh.ranks) - here)
+            outside = sorted(set(layout.mesh.ranks) - members)
             if outside:
-                what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(here)[:8]}"
+                what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(members)[:8]}"
                 raise CheckpointError(f"{what}; give a group of all ranks that hold it")

@@ -1,13 +1,13 @@
-"""Which saves into a folder are going on, and what those that ended have left there.
+"""Commits: which saves into a folder are running, which one counts, and which files are leftovers.
 
-1. A save's draft of `.metadata` is there from before its first data file until it counts or has failed: while there is
-   a draft, its files belong to a save that may be going on. To make a save count takes its draft away, in one step,
-   and needs that it is there: it is written through the handle that claimed it, never made anew.
-2. Whoever writes the draft holds a lock on it, which ends with the process. A draft without a lock is a dead save's.
-3. A dead save's draft is removed first. From then on it can never count, even if it was not dead and only seemed so;
-   it would fail. Then is read which save counts, and only then are files removed, never those of that one.
-4. Where nothing can be locked, as in an object store, all drafts are taken for those of saves that are going on: what
-   a crash leaves there stays until its draft is removed by hand.
+1. A save's draft of `.metadata` exists from before its first data file until the save counts or has failed: files of a
+   save that has a draft may belong to a running save. Committing a save renames its draft, in one step, and fails if
+   the draft is gone: the draft is written through the handle that claimed it, never created again.
+2. The writer of a draft holds a lock on it, which ends with the process. A draft without a lock is a dead save's.
+3. A dead save's draft is removed first. From then on that save can never count: if it was alive after all, it fails.
+   Next is read which save counts, and only then are files of dead saves removed, never those of the one that counts.
+4. If nothing can be locked, as in an object store, all drafts are assumed to be running saves': what a crash leaves
+   there stays until its draft is removed by hand.
 """
 
 from __future__ import annotations
@@ -55,38 +55,38 @@ OURS, DATA, UNFINISHED = "shardmath-", ".safetensors", ".unfinished"
 _DATA = rf"-\d{{5,}}-of-\d{{5,}}(-\d+)?{re.escape(DATA)}({re.escape(UNFINISHED)})?"
 _DRAFT = rf"({re.escape(METADATA)}|\.json){re.escape(UNFINISHED)}"
 FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
-"""How our files are called: by the save, and for data the rank's number, and the file's; and until all are written."""
+"""Names of our files: the save's digits; for data files the rank and file number; `.unfinished` until committed."""
 
 
 def name_draft(save: str) -> str:
-    """What a save's draft of `.metadata` is called."""
+    """The file name of a save's draft of `.metadata`."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
 class Claim(NamedTuple):
-    """A save that is going on: its digits, its draft, and the handle that holds the lock, None in a service."""
+    """A running save: its digits, its draft, and the handle that holds the lock (None in an object store)."""
 
     save: str
     draft: Place
     handle: int | None
 
     def release(self) -> None:
-        """The lock is over, and the draft with it if it is still there."""
+        """Remove the draft, if it is still there, and release the lock."""
         try:
             self.draft.unlink(missing_ok=True)
         finally:
-            # a draft that stays under a lock would be taken for that of a save that is going on
+            # a draft that stays locked would pass for a running save's
             if self.handle is not None:
                 locks.close(self.handle)
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process makes the save, not one that it was forked from."""
+        """Whether this process began the save, rather than one that it was forked from."""
         return self.handle is None or locks.is_held(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begins a save. Raises CheckpointError for a folder with an export, which no later one could replace then."""
+    """Begin a save. Raises CheckpointError for a folder with an export, which no later export could replace."""
     if isinstance(folder, Path) and has_export(folder):
         what = f"{folder} has an export, which could not be replaced beside a save"
         raise CheckpointError(f"{what}; give another folder, or move the export away")
@@ -100,7 +100,7 @@ def claim(folder: Place, save: str) -> Claim:
         with _close_on_error(handle):
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            # before it was locked, it may have been taken for a dead save's and removed
+            # before it was locked, another save may have taken it for dead and removed it
             if _is_open_as(draft, handle):
                 return Claim(save, draft, handle)
             locks.close(handle)
@@ -116,7 +116,7 @@ def _close_on_error(handle: int) -> Iterator[None]:
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
-    """Whether the file of that name is the one that the handle has open."""
+    """Whether the handle has the file of that name open."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:
@@ -124,9 +124,9 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Makes the save the one that counts: its draft, with this text, replaces `.metadata`.
+    """Make the save the one that counts: its draft, with this text, replaces `.metadata`.
 
-    Raises CheckpointError for a draft that another has removed, and changes nothing then.
+    Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
     file = held.draft.parent / METADATA
     if isinstance(held.draft, Remote) or isinstance(file, Remote):
@@ -135,7 +135,7 @@ def make_count(held: Claim, text: bytes) -> None:
         file.write_bytes(text)
         return
     assert held.handle is not None, "a draft of the file system is held open"
-    # by its name, a draft that has been removed would be made anew, and count without data
+    # opened by name, a removed draft would be created again, and count without data
     with open(held.handle, "wb", closefd=False) as stream:
         stream.truncate()
         stream.write(text)
@@ -150,7 +150,7 @@ def make_count(held: Claim, text: bytes) -> None:
 
 
 def _taken_for_dead(draft: Place) -> CheckpointError:
-    """The error of a save whose draft is gone."""
+    """The error for a save whose draft is gone."""
     what = (
         f"{draft} is gone: another rank has given this save up, "
         "or another save, which its lock did not reach, has taken it for dead"
@@ -161,12 +161,12 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Removes what saves have left that neither count nor are going on: of (i, n), the i-th of n shares of it."""
+    """Remove files of dead saves that do not count: the i-th of n shares of them, if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
-    with contextlib.ExitStack() as taken:
-        dead = {save for save in saves if _end_if_dead(folder / name_draft(save), taken)}
-        # read after the dead have lost their drafts: from then on none of them can come to count
+    with contextlib.ExitStack() as locked:
+        dead = {save for save in saves if _remove_if_dead(folder / name_draft(save), locked)}
+        # read after the drafts of the dead are removed: from then on none of them can come to count
         dead.discard(find_counting(folder) or "")
         for file, save in files:
             if save in dead and _is_in_share(file.name, share):
@@ -175,7 +175,7 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
 
 
 def _list_ours(folder: Place) -> list[tuple[Place, str]]:
-    """Our files in the folder, each with the save's digits."""
+    """Files in the folder that saves wrote, each with the save's digits."""
     found: list[tuple[Place, str]] = []
     for file in folder.glob(f"{OURS}*"):
         match = FILE.fullmatch(file.name)
@@ -184,8 +184,8 @@ def _list_ours(folder: Place) -> list[tuple[Place, str]]:
     return found
 
 
-def _end_if_dead(draft: Place, taken: contextlib.ExitStack) -> bool:
-    """Whether a save has ended, or ends by this: its draft is removed, under a lock that others may share."""
+def _remove_if_dead(draft: Place, locked: contextlib.ExitStack) -> bool:
+    """Remove a draft that nobody writes, under a shared lock. Returns whether the save has ended."""
     if isinstance(draft, Remote):
         return not draft.is_file()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -195,7 +195,7 @@ def _end_if_dead(draft: Place, taken: contextlib.ExitStack) -> bool:
         return True
     except OSError:
         return False
-    taken.callback(locks.close, handle)
+    locked.callback(locks.close, handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -205,7 +205,7 @@ def _end_if_dead(draft: Place, taken: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """The digits of the save that counts; None if that is not one of ours."""
+    """The digits of the save that counts; None if `save` did not write it, or nothing is there."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -217,19 +217,19 @@ def find_counting(folder: Place) -> str | None:
 
 
 def _is_in_share(name: str, share: tuple[int, int]) -> bool:
-    """By its name alone: every rank lists the folder for itself, and others remove files meanwhile."""
+    """Whether this rank removes the file, by its name only: ranks list the folder while others remove files."""
     number, count = share
     return zlib.crc32(name.encode()) % count == number
 
 
 def _remove(file: Place) -> None:
-    """A file of ours; a folder that is called like one is not."""
+    """Remove a file, if it is there; a folder of that name stays."""
     with contextlib.suppress(IsADirectoryError):
         file.unlink(missing_ok=True)
 
 
 def withdraw(held: Claim) -> None:
-    """Ends a save that has failed: removes its files, if it does not count. What cannot be removed stays."""
+    """End a failed save: remove its files, unless it counts. What cannot be removed stays."""
     if not held.is_ours:
         return
     folder = held.draft.parent

@@ -1,4 +1,4 @@
-"""Our index of a checkpoint: a JSON text, written by us, and read as if a stranger had written it.
+"""Index: the JSON text that `save` writes about a checkpoint, and that is read as untrusted input.
 
 1. It lies sealed behind torch's metadata in `.metadata` (`sealed`), and as `shardmath.json`:
 
@@ -9,9 +9,9 @@
        "blobs"      by name and rank: the stored name of what the rank saved as bytes
        "sum"        a checksum of the text before it
 
-2. What is read is looked at before it is used: counts are counts, boxes have their tensor's dimensions and as many
-   checksums as their bytes, files lie in the checkpoint's folder. What torch and strangers wrote is looked at by the
-   same functions.
+2. What is read is checked before it is used: counts are counts, boxes have their tensor's dimensions and as many
+   checksums as their bytes need, files lie in the checkpoint's folder. The same functions check checkpoints that torch
+   and others wrote.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VERSION = 2
 
 
 def to_json(checkpoint: Checkpoint, save: str) -> str:
-    """The index of a checkpoint of ours."""
+    """The index of a checkpoint, signed; `save` is the save's digits."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors: dict[str, list[object]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -69,7 +69,7 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
 
 
 def read_index(file: Place, text: bytes) -> dict[str, Any]:
-    """The index in a text. Raises CheckpointError for what is not one, or one of another version."""
+    """The index in a JSON text. Raises CheckpointError for another text, or an index of another version."""
     try:
         found: Any = read_json(text)
         version, _ = found["shardmath"], found["files"]
@@ -83,9 +83,9 @@ def read_index(file: Place, text: bytes) -> dict[str, Any]:
 
 
 def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
-    """The checkpoint that an index is of.
+    """The checkpoint that an index describes.
 
-    Raises CheckpointError for files elsewhere, and what Python raises for all else that is not as it should be.
+    Raises CheckpointError for files outside the folder, and whatever Python raises for other malformed entries.
     """
     files: list[Place] = []
     lengths: dict[Place, int] = {}
@@ -111,7 +111,7 @@ def _read_tensor(
 
 
 def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredBox:
-    """A box of a tensor of so many dimensions."""
+    """A box of a tensor with `ndim` dimensions. Raises ValueError for a malformed one."""
     file, start, offsets, sizes, sums = box
     begins = as_counts(offsets)
     extents = as_counts(sizes)
@@ -125,7 +125,7 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 
 
 def as_blobs(found: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[int, str]]:
-    """The stored names of ranks' bytes, by name and rank. Raises CheckpointError where one is not stored."""
+    """The stored names of ranks' bytes, by name and rank. Raises CheckpointError if one is not stored."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():
@@ -139,16 +139,15 @@ def as_blobs(found: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[
 
 
 def as_count(n: object) -> int:
-    """A number of bytes, elements or files. Raises ValueError for anything else."""
+    """The value, checked to be a number of bytes, elements or files. Raises ValueError for any other."""
     if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{shown(n)} is not a count")
     return n
 
 
 def as_counts(sizes: Any) -> tuple[int, ...]:
-    """A shape, or where a box begins. Raises ValueError for anything else."""
-    listed = isinstance(sizes, list | tuple)
-    if not listed or len(sizes) > MOST_DIMENSIONS:
+    """The values, checked to be a shape, or offsets. Raises ValueError for any others."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
         raise ValueError(f"{shown(sizes)} are not sizes of up to {MOST_DIMENSIONS} dimensions")
     return tuple(map(as_count, sizes))
 
@@ -160,13 +159,13 @@ def _as_name(name: object) -> str:
 
 
 def _as_rank(rank: object) -> int:
-    """A rank, which is text where it is a key of JSON."""
+    """A rank; as a key of JSON it is text. Raises ValueError for any other value."""
     number = int(rank) if isinstance(rank, str) else rank
     return as_count(number)
 
 
 def file_in(folder: Place, name: object) -> Place:
-    """A file of the folder, or of a folder in it. Raises CheckpointError for a name that leads out of it."""
+    """The file of that name in the folder, at any depth. Raises CheckpointError for a name that leads out of it."""
     if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
         what = f"{folder} names a data file {shown(name)}"
         raise CheckpointError(f"{what}; a checkpoint's files lie in its folder")

@@ -1,11 +1,10 @@
-"""Loading: which bytes of a checkpoint are a rank's.
+"""Loading: which bytes of a checkpoint a rank needs.
 
-1. Every rank finds out by itself: its boxes, of any layout, against the boxes that are stored. No rank plans for
-   others, and nothing is sent.
-2. Numbers of 8 and 4 bits are bytes, and may be wanted as uint8 where they are stored as what they are, and the other
-   way round: formats compute with uint8, and files differ. The bytes are taken as they are, never converted.
-3. `LoadPlanner` is what torch.distributed.checkpoint calls a planner; it works with torch's own storage readers, too,
-   for tensors.
+1. Every rank plans for itself, by intersecting its boxes, under any layout, with the stored boxes. Nothing is sent.
+2. FP8 and FP4 numbers may be loaded as uint8, and uint8 as FP8 or FP4: formats compute with uint8, and files differ.
+   The bytes are copied, never converted.
+3. `LoadPlanner` is a planner of torch.distributed.checkpoint; it works with torch's own storage readers, too, for
+   tensors.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ __all__ = ["LoadPlanner", "has_same_bytes", "local_layouts"]
 
 
 def has_same_bytes(dtype: str, other: str) -> bool:
-    """Whether elements of one type are taken for those of the other as they are: equal types, or few bits and uint8.
+    """Whether elements of one dtype load as the other without conversion: equal dtypes, or FP8 or FP4 and uint8.
 
     >>> has_same_bytes("uint8", "float8_e8m0fnu"), has_same_bytes("float8_e5m2", "float8_e4m3fn")
     (True, False)
     """
     if dtype == other:
         return True
-    few = other if dtype == "uint8" else dtype
-    return "uint8" in (dtype, other) and few.startswith(("float8", "float4"))
+    narrow = other if dtype == "uint8" else dtype
+    return "uint8" in (dtype, other) and narrow.startswith(("float8", "float4"))
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """(name, local buffer key, layout) of all that the rank holds."""
+    """(name, local buffer key, layout) of each tensor or window that the rank holds."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
 
 
 class LoadPlanner(theirs.LoadPlanner):
-    """Which stored boxes this rank reads for tensors under these layouts. For torch.distributed.checkpoint.load.
+    """A planner for torch.distributed.checkpoint.load: the stored boxes that this rank reads under these layouts.
 
-    The state dict holds this rank's local tensors, by local buffer key; they are filled in place. `names` says under
-    which name a tensor is stored, where that differs. Raises CheckpointError where the checkpoint has a tensor with
-    another shape or type, or lacks it.
+    The state dict holds this rank's local tensors, by local buffer key; they are filled in place. `names` gives the
+    stored name of a tensor, if it differs. Raises CheckpointError if the checkpoint lacks a tensor, or has it with
+    another shape or dtype.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata: Mapping[str, object] = {}
 
     def make_room(self) -> dict[str, Tensor]:
-        """Zeros for all that this rank loads, by local buffer key."""
+        """Tensors of zeros for all that this rank loads, by local buffer key."""
         held = local_layouts(self._windows, self._rank)
         return {key: make_room(layout, self._rank) for _, key, layout in held}
 
@@ -86,27 +85,27 @@ class LoadPlanner(theirs.LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the local tensors, and what is stored."""
+        """Take the local tensors and the checkpoint's metadata."""
         assert metadata is not None, "a checkpoint has metadata"
         self._tensors = state_dict
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The stored boxes that have anything of this rank's, and what of them."""
+        """A read for each intersection of a stored box with a box that this rank holds."""
         items: list[ReadItem] = []
-        tables: dict[str, _Table] = {}
+        tables: dict[str, _BoxTable] = {}
         for name, key, layout in local_layouts(self._windows, self._rank):
             stored_name = self._names.get(name, name)
             stored = self._find_stored(stored_name)
             _check_alike(name, layout, stored)
-            # one for all windows of a tensor, and all tensors that are loaded from it
+            # one table serves all windows of a tensor, and all tensors that are loaded from it
             if stored_name not in tables:
-                tables[stored_name] = _make_table(stored_name, stored)
+                tables[stored_name] = _make_box_table(stored_name, stored)
             items += _list_reads(key, layout, self._rank, tables[stored_name])
         return LoadPlan(items)
 
     def _find_stored(self, name: str) -> TensorStorageMetadata:
-        """What the metadata say of a tensor. Raises CheckpointError where it is not there."""
+        """The metadata of a stored tensor. Raises CheckpointError if it is not there."""
         found = self._metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
             count = len(self._metadata)
@@ -114,69 +113,68 @@ class LoadPlanner(theirs.LoadPlanner):
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The same: ranks need not know of each other."""
+        """The plans, unchanged: ranks need not know of each other."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The same."""
+        """The plan, unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never asked for."""
+        """Raise CheckpointError: objects are not loaded."""
         name = read_item.dest_index.fqn
         raise CheckpointError(f"{name!r} is not a tensor; load it with the layout None")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The cells that an item goes to."""
+        """A view of the local cells that an item is read into."""
         local = self._tensors[read_item.dest_index.fqn].detach()
         stored = self._find_stored(read_item.storage_index.fqn)
-        # As what is stored: whoever copies into the cells would convert.
+        # in the stored dtype, or copying into the cells would convert
         if local.dtype != stored.properties.dtype:
             local = local.view(stored.properties.dtype)
         box = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        cells = tuple(slice(at, at + n) for at, n in box)
+        cells = tuple(slice(start, start + length) for start, length in box)
         return local[cells]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: it is the cells themselves."""
+        """Do nothing: the tensor is a view of the cells."""
 
 
 def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> None:
-    """Raises CheckpointError for a layout that is not of what is stored, or has addends."""
+    """Raise CheckpointError for a layout of another shape or dtype than is stored, or with Partial."""
     shape = tuple(stored.size)
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     if layout.shape != shape or not has_same_bytes(layout.dtype, dtype):
-        here = f"{dtype}{shown(list(shape))}"
-        what = f"tensor {name!r} is stored as {here}, its layout says {layout}"
+        what = f"tensor {name!r} is stored as {dtype}{shown(list(shape))}, its layout says {layout}"
         raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")
     if layout.partial:
         what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
         raise CheckpointError(f"{what}; load it divided or replicated, and move it then")
 
 
-class _Table(NamedTuple):
-    """The stored boxes of a tensor that have elements: a row for each, where it begins and where it ends."""
+class _BoxTable(NamedTuple):
+    """The stored boxes of a tensor that have elements: a row of each array per box, starts and stops by dimension."""
 
     name: str
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
 
 
-def _make_table(name: str, stored: TensorStorageMetadata) -> _Table:
-    """A tensor may be in thousands of boxes: each box of a rank is held against all of them at once."""
+def _make_box_table(name: str, stored: TensorStorageMetadata) -> _BoxTable:
+    """A table of the stored boxes: a tensor may have thousands, and numpy intersects a rank's box with all at once."""
     rows = []
     for chunk in stored.chunks:
         if 0 not in chunk.sizes:
             rows.append((chunk.offsets, chunk.sizes))
     ndim = len(stored.size)
     table = np.array(rows, np.int64).reshape(len(rows), 2, ndim)
-    return _Table(name, table[:, 0], table.sum(axis=1))
+    return _BoxTable(name, table[:, 0], table.sum(axis=1))
 
 
-def _list_reads(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[ReadItem]:
-    """What of the stored boxes the rank holds under the layout."""
+def _list_reads(key: str, layout: Layout, rank: int, table: _BoxTable) -> Iterator[ReadItem]:
+    """A read for each intersection of a stored box with a box that the rank holds under the layout."""
     for local, held in list_boxes(layout, rank):
-        for origin, into, within, lengths in _meet(local, held, table):
+        for origin, into, within, lengths in _intersect(local, held, table):
             yield ReadItem(
                 LoadItemType.TENSOR,
                 dest_index=MetadataIndex(key, into),
@@ -187,10 +185,11 @@ def _list_reads(key: str, layout: Layout, rank: int, table: _Table) -> Iterator[
             )
 
 
-def _meet(local: Slices, held: Slices, table: _Table) -> Iterator[tuple[list[int], ...]]:
-    """What the stored boxes have of a box that is held, which lies in the local tensor at `local`.
+def _intersect(local: Slices, held: Slices, table: _BoxTable) -> Iterator[tuple[list[int], ...]]:
+    """The intersections of the stored boxes with the box `held`, which lies at `local` in the local tensor.
 
-    Of each: where the stored box begins, where the part begins in the local tensor and in the stored box, its sizes.
+    Of each: offsets of the stored box in the tensor, of the intersection in the local tensor and in the stored box, and
+    the intersection's sizes.
     """
     start = np.array([cut.start for cut in held], np.int64)
     stop = np.array([cut.stop for cut in held], np.int64)

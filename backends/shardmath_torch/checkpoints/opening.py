@@ -1,11 +1,12 @@
-"""Opening: what lies in a folder, found out from indices and headers alone.
+"""Opening: what a folder holds, read from indices and headers only.
 
-1. Read are ours, those of torch.distributed.checkpoint, and safetensors: Hugging Face's, or torch's shards of them.
-2. Ours is a folder with torch's own `.metadata`, the index behind it in the same file (`sealed`). `shardmath.json` is
-   a copy of the index: one that says otherwise of the same save is an error, one of another save is older. It counts
-   where there is no `.metadata`. Where torch has saved over a checkpoint of ours, its `.metadata` has no index of ours,
-   and names none of our files: one that does has been cut.
-3. Whatever a stranger's file makes Python raise is a CheckpointError that names the path.
+1. Three kinds open: what `save` wrote, what torch.distributed.checkpoint wrote, and safetensors files (Hugging Face's,
+   or torch's shards of them).
+2. `save` writes torch's own `.metadata`, with its index at the end of the same file (`sealed`). `shardmath.json` is a
+   copy of the index: one that differs and is of the same save raises, one of another save is older and is ignored. It
+   is used only if there is no `.metadata`. If torch has saved over a checkpoint, its `.metadata` has no index and names
+   no file of `save`'s: one that does name such a file has been cut.
+3. Whatever error an untrusted file makes Python raise becomes a CheckpointError that names the path.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTens
 __all__ = ["BLOBS", "open_checkpoint"]
 
 BLOBS = ("shardmath.blobs",)
-"""Where in torch's metadata the stored names of ranks' own bytes are: among the paths of names, so itself no name."""
+"""The key of per-rank bytes' stored names in torch's planner data; a tuple, as other keys there are tensor names."""
 
 _DAMAGE = (
     AttributeError,
@@ -51,12 +52,12 @@ _DAMAGE = (
     TypeError,
     ValueError,
 )
-"""What reading something that is not as it should be may raise."""
+"""The errors that reading a malformed file may raise."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at `path`: ours, torch.distributed.checkpoint's, or safetensors as in `weights` and `hf_sharded`;
-    `path` may be a URL that fsspec serves.
+    """The checkpoint at `path`, written by `save` or torch.distributed.checkpoint, or safetensors as in `weights` and
+    `hf_sharded`. `path` may be a URL that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
@@ -71,12 +72,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _make_absolute(path: Place) -> Place:
-    """The same place wherever the process goes later."""
+    """The place by its absolute path, which a later change of directory leaves valid."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def _open(path: Place) -> Checkpoint:
-    """By whichever of its files is there: `.metadata`, then the copy of our index, then safetensors."""
+    """Open by the first that is there: `.metadata`, the copy of the index, safetensors files."""
     metadata = _read_if_there(path / METADATA)
     copy = _read_if_there(path / INDEX)
     if metadata is None and copy is None:
@@ -86,14 +87,14 @@ def _open(path: Place) -> Checkpoint:
         return _open_by_copy(path, copy)
     sealed = unseal(metadata, path / METADATA)
     if sealed is None:
-        return _open_torchs(path, metadata)
+        return _open_torch(path, metadata)
     index = read_index(path / METADATA, sealed.json.encode())
     _check_copy(path / INDEX, copy, sealed)
     return from_index(path, index, _digest(metadata))
 
 
 def _open_by_copy(path: Place, copy: bytes) -> Checkpoint:
-    """By the copy of the index alone, which has a checksum of its own."""
+    """Open by the copy of the index only, which has its own checksum."""
     index = read_index(path / INDEX, copy)
     if not holds(copy.decode()):
         what = f"{path / INDEX} is damaged: its checksum does not hold"
@@ -102,13 +103,13 @@ def _open_by_copy(path: Place, copy: bytes) -> Checkpoint:
 
 
 def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
-    """Raises CheckpointError where the copy of the index is one of the same save, and says something else."""
+    """Raise CheckpointError if the copy of the index is of the same save and differs from the sealed one."""
     if copy is None or copy == sealed.json.encode():
         return
     try:
         save = read_index(file, copy)["save"]
     except CheckpointError:
-        return  # nothing that could be taken for an index
+        return  # it does not pass for an index
     if save == sealed.save:
         what = f"{file} and {METADATA} differ, one is damaged"
         raise CheckpointError(f"{what}; fetch them again, or remove the damaged one")
@@ -119,7 +120,7 @@ def _digest(text: bytes) -> str:
 
 
 def _read_if_there(file: Place) -> bytes | None:
-    """All of the file; None where there is none of that name."""
+    """The bytes of the file; None if it does not exist. Raises CheckpointError if it cannot be read."""
     if not file.is_file():
         return None
     try:
@@ -132,17 +133,17 @@ def _read_if_there(file: Place) -> bytes | None:
 # torch.distributed.checkpoint
 
 
-_Begins: TypeAlias = tuple[str, tuple[int, ...] | None]
-"""The name of a tensor and where one of its boxes begins; None for an object, which is in no boxes."""
-_Infos: TypeAlias = Mapping[_Begins, Any]
-"""Where torch says that a box lies."""
+_BoxKey: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""The name of a tensor and the offsets of one of its boxes; None for an object, which has no boxes."""
+_Infos: TypeAlias = Mapping[_BoxKey, Any]
+"""torch's record of where each box lies."""
 
 
-def _open_torchs(path: Place, text: bytes) -> Checkpoint:
-    """By a `.metadata` that has no index of ours."""
+def _open_torch(path: Place, text: bytes) -> Checkpoint:
+    """Open by a `.metadata` without an index, as torch writes it."""
     file = path / METADATA
     metadata = read_metadata(text, file)
-    _check_spread(file, metadata, len(text))
+    _check_box_count(file, metadata, len(text))
     infos = _list_infos(file, metadata)
     files = _Files(path)
     tensors: dict[str, StoredTensor] = {}
@@ -150,24 +151,24 @@ def _open_torchs(path: Place, text: bytes) -> Checkpoint:
         tensors[name] = _read_entry(files, name, entry, infos)
     blobs = as_blobs(_find_blobs(metadata), tensors)
     found = Checkpoint(path, tensors, blobs, {}, _digest(text))
-    _check_torchs(file, found)
+    _check_not_cut(file, found)
     return found
 
 
 def _list_infos(file: Place, metadata: Metadata) -> _Infos:
-    """Where boxes lie. Raises CheckpointError for metadata that do not say that."""
+    """torch's record of each box. Raises CheckpointError for metadata without such records."""
     if not isinstance(metadata.storage_data, dict):
         what = f"{file} does not say where data lies"
         raise CheckpointError(f"{what}; save again with FileSystemWriter")
-    infos: dict[_Begins, Any] = {}
+    infos: dict[_BoxKey, Any] = {}
     for index, info in metadata.storage_data.items():
         offsets = None if index.offset is None else as_counts(index.offset)
         infos[index.fqn, offsets] = info
     return infos
 
 
-def _check_spread(file: Place, metadata: Metadata, most: int) -> None:
-    """Raises CheckpointError for more boxes than the file has bytes: lists that a pickle has once, many names share."""
+def _check_box_count(file: Place, metadata: Metadata, most: int) -> None:
+    """Raise CheckpointError for more boxes than the file has bytes, as a pickle has if names share a list of boxes."""
     count = sum(map(len, _find_blobs(metadata).values()))
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
@@ -177,15 +178,15 @@ def _check_spread(file: Place, metadata: Metadata, most: int) -> None:
         raise CheckpointError(f"{what}, which torch never writes; save again")
 
 
-def _check_torchs(file: Place, found: Checkpoint) -> None:
-    """Raises CheckpointError for metadata without marks of ours that speak of our data: they are cut.
+def _check_not_cut(file: Place, found: Checkpoint) -> None:
+    """Raise CheckpointError for metadata without an index that name a data file of `save`'s: they have been cut.
 
-    torch never writes files that are called like ours, even where its storage is used with our planners.
+    torch never gives a file such a name, even if its storage writer is used with SavePlanner.
     """
     named: dict[Place, None] = {}
     for tensor in found.tensors.values():
         named |= dict.fromkeys(box.file for box in tensor.pieces)
-    ours = next((each for each in named if FILE.fullmatch(each.name)), None)
+    ours = next((data for data in named if FILE.fullmatch(data.name)), None)
     if ours is not None:
         what = f"{file} is damaged: it names {ours.name}"
         why = "and ends before the checksums that belong to it"
@@ -194,7 +195,7 @@ def _check_torchs(file: Place, found: Checkpoint) -> None:
 
 
 def _find_blobs(metadata: Metadata) -> dict[Any, Any]:
-    """What `.metadata` says of ranks' own bytes, under the key that we write, or wrote before paths lay beside it."""
+    """The stored names of per-rank bytes in `.metadata`, under the key that `save` writes, or the one it once wrote."""
     extra = metadata.planner_data
     if isinstance(extra, dict):
         for key in (BLOBS, BLOBS[0]):
@@ -205,14 +206,14 @@ def _find_blobs(metadata: Metadata) -> dict[Any, Any]:
 
 
 class _Files:
-    """Files of a folder by the names that torch's storage info has for them, each made once: names may be long."""
+    """Files of a folder by the names in torch's records, each path checked and made once, as many boxes share it."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._found: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """The file of a box of the tensor."""
+        """The file of a box of the tensor. Raises CheckpointError for a box that extensions of torch transformed."""
         if getattr(info, "transform_descriptors", None):
             what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
             why = "extensions of torch that are not read here; save it without them"
@@ -224,7 +225,7 @@ class _Files:
 
 
 def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> StoredTensor:
-    """A tensor of torch's metadata; an object as the bytes of its pickle."""
+    """A tensor of torch's metadata; for an object, the bytes of its pickle."""
     if isinstance(entry, TensorStorageMetadata):
         shape = as_counts(entry.size)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -241,47 +242,47 @@ def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> Store
 def _list_boxes(
     files: _Files, name: str, entry: TensorStorageMetadata, infos: _Infos
 ) -> Iterator[StoredBox]:
-    """The boxes; of an empty one and another that begin at one place, torch keeps a single archive: the other's."""
+    """The boxes. If an empty box has the offsets of another, torch keeps one archive, the other's."""
     ndim = len(entry.size)
     chunks = []
     for chunk in entry.chunks:
         chunks.append((as_counts(chunk.offsets), as_counts(chunk.sizes)))
-    full = {at for at, sizes in chunks if 0 not in sizes}
-    for at, sizes in chunks:
-        if not len(at) == len(sizes) == ndim:
-            raise ValueError(f"{name!r} has a box {at} {sizes} in {ndim} dimensions")
-        if 0 in sizes and at in full:
+    full = {offsets for offsets, sizes in chunks if 0 not in sizes}
+    for offsets, sizes in chunks:
+        if not len(offsets) == len(sizes) == ndim:
+            raise ValueError(f"{name!r} has a box {offsets} {sizes} in {ndim} dimensions")
+        if 0 in sizes and offsets in full:
             continue
-        info = infos[name, at]
+        info = infos[name, offsets]
         file = files.find(name, info)
         start, length = as_count(info.offset), as_count(info.length)
-        yield StoredBox(at, sizes, file, start, length, archive=True)
+        yield StoredBox(offsets, sizes, file, start, length, archive=True)
 
 
 # Hugging Face
 
 
 def _open_weights(path: Place) -> Checkpoint:
-    """By the headers of safetensors files."""
+    """Open by the headers of safetensors files."""
     if _is_unfinished(path):
         what = f"{path} has data of a save that did not end, and no index"
         raise CheckpointError(f"{what}; save again, or give another")
     sharded = read_sharded(path)
     if sharded is None:
         sharded = _read_whole(path)
-    tensors = {name: _in_boxes(parts) for name, parts in sharded.items()}
-    said = repr(sorted(map(_say, tensors, tensors.values())))
-    return Checkpoint(path, tensors, {}, {}, _digest(said.encode()))
+    tensors = {name: _to_stored(parts) for name, parts in sharded.items()}
+    identity = repr(sorted(map(_identify, tensors, tensors.values())))
+    return Checkpoint(path, tensors, {}, {}, _digest(identity.encode()))
 
 
-def _say(name: str, tensor: StoredTensor) -> tuple[object, ...]:
-    """What ranks that open the same files agree on: not the folder, which may be mounted elsewhere."""
+def _identify(name: str, tensor: StoredTensor) -> tuple[object, ...]:
+    """What is the same on all ranks that open the same files; not the folder, which may be mounted elsewhere."""
     boxes = [(box.offsets, box.sizes, box.file.name, box.start) for box in tensor.pieces]
     return (name, tensor.shape, tensor.dtype, *boxes)
 
 
 def _is_unfinished(path: Place) -> bool:
-    """Whether there are data files of ours in a folder without an index, and no model beside them."""
+    """Whether a folder, known to have no index, has data files of `save`'s and no model."""
     if not path.is_dir():
         return False
     if not any(FILE.fullmatch(file.name) for file in path.glob(f"{OURS}*")):
@@ -290,7 +291,7 @@ def _is_unfinished(path: Place) -> bool:
 
 
 def _read_whole(path: Place) -> dict[str, Parts]:
-    """Tensors that are in one box each, as Hugging Face keeps them."""
+    """The tensors of Hugging Face's files, in one box each."""
     found: dict[str, Parts] = {}
     for name, entry in open_weights(path).entries.items():
         origin = (0,) * len(entry.shape)
@@ -299,8 +300,8 @@ def _read_whole(path: Place) -> dict[str, Parts]:
     return found
 
 
-def _in_boxes(parts: Parts) -> StoredTensor:
-    """The tensor that a folder has in these parts."""
+def _to_stored(parts: Parts) -> StoredTensor:
+    """The stored tensor that these parts make up."""
     boxes = []
     for offsets, entry in parts.boxes:
         box = StoredBox(offsets, entry.shape, entry.file, entry.start, entry.nbytes)

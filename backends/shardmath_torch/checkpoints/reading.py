@@ -1,10 +1,9 @@
 """Reading: how bytes of files get into a rank's tensors.
 
-1. Files are mapped, and of a stored box those rows are copied that a rank needs. What lies as it is wanted is read
-   straight into the tensor. Of a service's file, as much of a box is fetched as lies around what is needed.
-2. Of the chunks that have a checksum, those are checked that are this rank's to check (`verifying`).
-3. `Reader` is what torch.distributed.checkpoint calls a storage reader; it works with torch's own planners, too, for
-   tensors.
+1. Local files are mapped, and the rows that a rank needs are copied. Bytes that are stored in the wanted order are read
+   straight into the tensor. From an object store, each box is fetched from the first needed byte to the last.
+2. Of the chunks that have a checksum, this rank checks its share (`verifying`).
+3. `Reader` is a storage reader of torch.distributed.checkpoint; it works with torch's own planners, too, for tensors.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ _NOTHING = Checkpoint(Path(), {}, {}, {})
 
 
 class Reader(storage.StorageReader):
-    """A checkpoint of ours, of torch, or of Hugging Face. For torch.distributed.checkpoint.load.
+    """A reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
 
-    `share` (i, n) is which part of a checkpoint of torch this rank looks through for wrong metadata; `verify` says
-    whether checksums are looked at. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
+    `share` is (i, n) if this rank compares the i-th of n shares of torch's archives with the metadata; `verify` says
+    whether checksums are checked. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class Reader(storage.StorageReader):
         self._marks: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another checkpoint, if given."""
+        """Read another checkpoint, if given."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """What is stored, proved as far as that is possible without data."""
+        """The metadata of the tensors, checked as far as that is possible without data."""
         found = self._path
         if not isinstance(found, Checkpoint):
             found = open_checkpoint(os.fspath(found))
@@ -109,10 +108,10 @@ class Reader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same; from now on it is known which checksums are looked at."""
+        """Note which chunks with checksums this rank reads; the plan is unchanged."""
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
@@ -120,31 +119,31 @@ class Reader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same."""
+        """The plans, unchanged."""
         return plans
 
     @property
     def touched(self) -> bytes | None:
-        """What to tell the others of the checksums that this rank could look at; None where there are none."""
+        """Packed marks of the chunks that this rank reads, to send to the others; None without checksums."""
         return pack_marks(self._marks) if self._chunks.total else None
 
-    def divide_checks(self, said: Sequence[bytes], rank: int) -> None:
-        """Takes what all ranks have said, in order, and leaves this one its part of the checksums.
+    def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
+        """Keep this rank's share of the checksums, given every rank's `touched`, in order.
 
-        Of the files of a service each rank checks all that it fetches: to fetch takes longer than to hash.
+        From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
         if isinstance(self._checkpoint.path, Path):
-            self._marks = take_share(said, rank, self._chunks.total)
+            self._marks = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
-        """Copies what the plan's items say, file by file."""
-        reads = self._list_reads(plan)
-        self._tally.begin(sum(read.nbytes for each in reads.values() for read in each))
-        for file, each in reads.items():
+        """Copy the plan's items into the planner's tensors, file by file."""
+        by_file = self._list_reads(plan)
+        self._tally.begin(sum(read.nbytes for reads in by_file.values() for read in reads))
+        for file, reads in by_file.items():
             if isinstance(file, Remote):
-                self._fetch(file, each, planner)
+                self._fetch(file, reads, planner)
             else:
-                self._read(file, each, planner)
+                self._read(file, reads, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -155,22 +154,22 @@ class Reader(storage.StorageReader):
         return self._found
 
     def _list_reads(self, plan: LoadPlan) -> dict[Place, list[_Read]]:
-        """What is read, by file."""
+        """The plan's reads, by file."""
         found = self._checkpoint
         boxes = _find_boxes(found, plan.items)
-        self._look_into(boxes, plan.items)
+        self._describe_archives(boxes, plan.items)
         by_file: dict[Place, list[_Read]] = {}
         for box, item in zip(boxes, plan.items, strict=True):
-            lies = self._strided.get(box)
-            if lies is None:
+            strided = self._strided.get(box)
+            if strided is None:
                 dtype = found[item.storage_index.fqn].dtype
-                lies = Strided(box.start, dtype, box.sizes, strides(box.sizes))
-            read = _Read(box, item, _cut(lies, item))
+                strided = Strided(box.start, dtype, box.sizes, strides(box.sizes))
+            read = _Read(box, item, _locate_part(strided, item))
             by_file.setdefault(box.file, []).append(read)
         return by_file
 
-    def _look_into(self, boxes: Sequence[StoredBox], items: Sequence[ReadItem]) -> None:
-        """Finds out what is in the archives that are read, of those that other ranks have looked through."""
+    def _describe_archives(self, boxes: Sequence[StoredBox], items: Sequence[ReadItem]) -> None:
+        """Describe the archives that this rank reads and only other ranks have checked."""
         new: dict[tuple[str, StoredBox], None] = {}
         for box, item in zip(boxes, items, strict=True):
             if box.archive and box not in self._strided:
@@ -178,17 +177,17 @@ class Reader(storage.StorageReader):
         self._strided |= self._checkpoint.describe(new)
 
     def _read(self, file: Path, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
-        """A file of the system is mapped: what is not touched is not read."""
+        """Read from a local file, which is mapped, so that only what is needed comes from the disk."""
         memory = _map(file)
         unchecked: dict[StoredBox, set[int]] = {}
         for read in reads:
             unchecked[read.box] = set(self._chunks.list_marked(read.box, self._marks))
         with opened(file, buffering=0) as stream:
-            assert isinstance(stream, io.FileIO), "what is not buffered is the file itself"
+            assert isinstance(stream, io.FileIO), "an unbuffered file is a FileIO"
             for read in reads:
                 target = planner.resolve_tensor(read.item)
-                source = _view(memory, file, read.lies, 0)
-                if _is_alike(source, target):
+                source = _view(memory, file, read.strided, 0)
+                if _has_same_bytes(source, target):
                     _read_straight(stream, read, target, unchecked[read.box], self._tally)
                 else:
                     self._tally.copy(target, source)
@@ -196,33 +195,33 @@ class Reader(storage.StorageReader):
             _check_rest(stream, unchecked, self._tally)
 
     def _fetch(self, file: Remote, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
-        """Of a file of a service, as much of each box as is between the first and the last byte that is read."""
+        """Fetch each box of a remote file from the first byte that is needed to the last, and copy from that."""
         by_box: dict[StoredBox, list[_Read]] = {}
         for read in reads:
             by_box.setdefault(read.box, []).append(read)
-        for box, each in by_box.items():
+        for box, its_reads in by_box.items():
             numbers = self._chunks.list_marked(box, self._marks)
-            begin, end = _find_ends(box, each, numbers)
+            begin, end = _span_of_reads(box, its_reads, numbers)
             data = self._fetch_part(file, begin, end)
             _check_fetched(box, numbers, memoryview(data), begin)
             memory = _as_memory(data)
-            for read in each:
+            for read in its_reads:
                 target = planner.resolve_tensor(read.item)
-                self._tally.copy(target, _view(memory, file, read.lies, begin))
+                self._tally.copy(target, _view(memory, file, read.strided, begin))
                 planner.commit_tensor(read.item, target)
 
     def _fetch_part(self, file: Remote, begin: int, end: int) -> bytearray:
-        """Bytes of a file, with one request unless somebody wants to know how many there are."""
+        """Bytes of a file, in one request, or in steps if progress is reported."""
         step = TELL_BYTES if self._tally.is_heard else max(1, end - begin)
         data = bytearray()
-        for at in range(begin, end, step):
-            data += file.read_part(at, min(end, at + step))
+        for start in range(begin, end, step):
+            data += file.read_part(start, min(end, start + step))
             self._tally.add(0)
         return data
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, or a URL that is served."""
+        """Whether `checkpoint_id` is a path, or a URL that fsspec serves."""
         try:
             place(checkpoint_id)
         except CheckpointError:
@@ -231,7 +230,7 @@ class Reader(storage.StorageReader):
 
 
 def _describe(tensor: StoredTensor) -> TensorStorageMetadata:
-    """A tensor as torch's metadata say it."""
+    """A tensor's entry in torch's metadata."""
     chunks = []
     for box in tensor.pieces:
         offsets = torch.Size(box.offsets)
@@ -241,32 +240,32 @@ def _describe(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
-# What is read
+# Reads
 
 
 class _Read(NamedTuple):
-    """A part of a stored box, the item that asks for it, and how the part lies in the file."""
+    """A part of a stored box, the item that asks for it, and the part's strides in the file."""
 
     box: StoredBox
     item: ReadItem
-    lies: Strided
+    strided: Strided
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
-        return math.prod(self.lies.shape) * dtype_of(self.lies.dtype).itemsize
+        """How many bytes its elements have."""
+        return math.prod(self.strided.shape) * dtype_of(self.strided.dtype).itemsize
 
     @property
     def stop(self) -> int:
         """One past its last byte in the file."""
-        dtype = dtype_of(self.lies.dtype)
-        return self.lies.start + self.lies.extent * dtype.itemsize
+        dtype = dtype_of(self.strided.dtype)
+        return self.strided.start + self.strided.extent * dtype.itemsize
 
     @property
     def span(self) -> tuple[int, int]:
-        """From which byte of the box to which."""
+        """Its first byte, counted from the box's, and one past its last."""
         base = self.box.start
-        return self.lies.start - base, self.stop - base
+        return self.strided.start - base, self.stop - base
 
 
 def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]:
@@ -277,26 +276,28 @@ def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]
         index = item.storage_index
         if index.fqn not in by_name:
             stored = found[index.fqn].pieces
-            # one without elements may begin where another does
+            # a box without elements may begin where another one does
             by_name[index.fqn] = {box.offsets: box for box in stored if box.has_elements}
         offsets = tuple(index.offset or ())
         boxes.append(by_name[index.fqn][offsets])
     return boxes
 
 
-def _cut(lies: Strided, item: ReadItem) -> Strided:
-    """How the part of a stored box lies that the item asks for."""
+def _locate_part(strided: Strided, item: ReadItem) -> Strided:
+    """Where the part of a stored box lies that the item asks for, given where the box does."""
     first = 0
-    for at, step in zip(item.storage_offsets, lies.strides, strict=True):
-        first += at * step
-    dtype = dtype_of(lies.dtype)
-    start = lies.start + first * dtype.itemsize
-    return lies._replace(start=start, shape=tuple(item.lengths))
+    for offset, step in zip(item.storage_offsets, strided.strides, strict=True):
+        first += offset * step
+    dtype = dtype_of(strided.dtype)
+    start = strided.start + first * dtype.itemsize
+    return strided._replace(start=start, shape=tuple(item.lengths))
 
 
-def _find_ends(box: StoredBox, reads: Iterable[_Read], numbers: Iterable[int]) -> tuple[int, int]:
-    """From which byte of the file to which there is anything that is read, or checked: chunks of these numbers."""
-    ends = [(read.lies.start, read.stop) for read in reads]
+def _span_of_reads(
+    box: StoredBox, reads: Iterable[_Read], numbers: Iterable[int]
+) -> tuple[int, int]:
+    """The first byte of the file that is read, or checked in chunks of these numbers, and one past the last."""
+    ends = [(read.strided.start, read.stop) for read in reads]
     ends += [chunk_ends(box, number) for number in numbers]
     starts, stops = zip(*ends, strict=True)
     return min(starts), max(stops)
@@ -306,7 +307,7 @@ def _find_ends(box: StoredBox, reads: Iterable[_Read], numbers: Iterable[int]) -
 
 
 def _map(file: Path) -> Tensor:
-    """The bytes of a file; what is not touched is not read."""
+    """A file, mapped as bytes. Raises CheckpointError if it cannot be read."""
     try:
         return torch.from_file(str(file), shared=False, size=length_of(file), dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
@@ -321,25 +322,25 @@ def _as_memory(data: bytearray) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _view(memory: Tensor, file: Place, lies: Strided, base: int) -> Tensor:
-    """A tensor in bytes of a file that begin at `base`; a copy where it begins between two elements."""
-    dtype = dtype_of(lies.dtype)
-    start = lies.start - base
-    stop = start + lies.extent * dtype.itemsize
+def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
+    """A tensor in bytes of a file that begin at `base`. If it is not aligned to its elements, a copy."""
+    dtype = dtype_of(strided.dtype)
+    start = strided.start - base
+    stop = start + strided.extent * dtype.itemsize
     if stop > len(memory):
         what = f"{file} ends at byte {base + len(memory)}, a tensor in it at {base + stop}"
         raise CheckpointError(f"{what}; fetch it again")
-    taken = memory[start:stop]
-    if taken.data_ptr() % dtype.itemsize:
-        taken = taken.clone()
-    view = taken.view(dtype).as_strided(lies.shape, lies.strides)
-    if lies.conj:
+    raw = memory[start:stop]
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    view = raw.view(dtype).as_strided(strided.shape, strided.strides)
+    if strided.conj:
         view = view.conj()
-    return torch._neg_view(view) if lies.neg else view
+    return torch._neg_view(view) if strided.neg else view
 
 
-def _is_alike(source: Tensor, target: Tensor) -> bool:
-    """Whether the same bytes in the same order are wanted as are stored."""
+def _has_same_bytes(source: Tensor, target: Tensor) -> bool:
+    """Whether the target needs the stored bytes in their stored order."""
     if source.dtype != target.dtype:
         return False
     if source.is_conj() or source.is_neg():
@@ -350,26 +351,25 @@ def _is_alike(source: Tensor, target: Tensor) -> bool:
 def _read_straight(
     stream: io.FileIO, read: _Read, target: Tensor, unchecked: set[int], tally: Tally
 ) -> None:
-    """Reads bytes as they lie into the target, which takes half the time of copying from a mapped file.
+    """Read bytes straight into the target, in half the time of copying from a mapped file.
 
-    Of the chunks of these numbers, those that are read from end to end are checked while the cache has them, and left
-    out then.
+    Unchecked chunks that are read whole are checked while they are in the cache, and removed from `unchecked`.
     """
     box = read.box
-    at, _ = read.span
+    position, _ = read.span
     raw = flat(target).view(torch.uint8).numpy()
     left = memoryview(raw)  # type: ignore[arg-type]
-    stream.seek(read.lies.start)
+    stream.seek(read.strided.start)
     while left:
-        number, within = divmod(at, CHUNK)
+        number, within = divmod(position, CHUNK)
         part = left[: CHUNK - within]
         read_into(stream, part)
-        is_all = within == 0 and len(part) == min(CHUNK, box.length - at)
+        is_all = within == 0 and len(part) == min(CHUNK, box.length - position)
         if is_all and number in unchecked:
             check_chunk(box, number, part)
             unchecked.discard(number)
         left = left[len(part) :]
-        at += len(part)
+        position += len(part)
         tally.add(len(part))
 
 
@@ -379,7 +379,7 @@ def _read_straight(
 def _check_rest(
     stream: io.FileIO, unchecked: Mapping[StoredBox, Iterable[int]], tally: Tally
 ) -> None:
-    """Reads and checks the chunks of which only parts were needed."""
+    """Read and check the chunks that were not read whole."""
     room = bytearray(CHUNK)
     for box, numbers in unchecked.items():
         for number in sorted(numbers):
@@ -389,7 +389,7 @@ def _check_rest(
 
 
 def _check_fetched(box: StoredBox, numbers: Iterable[int], data: memoryview, base: int) -> None:
-    """Checks chunks of a box in bytes of its file that begin at `base`."""
+    """Check chunks of a box in bytes of its file that begin at `base`."""
     for number in numbers:
         start, stop = chunk_ends(box, number)
         check_chunk(box, number, data[start - base : stop - base])

@@ -1,11 +1,11 @@
 """Saving: which rank writes which boxes.
 
-1. To save is to move: the checkpoint is one more rank that needs all of every tensor, and who sends it what is a plan
-   of `shardmath.plan`. So every element is written once, replicas share the work evenly, windows and uneven shards are
-   nothing special, and what no rank holds is an error before a byte is written.
-2. Replicas are taken to be equal, bit by bit: any of them may be written, or parts of several.
-3. Bytes of a rank's own are stored once for all ranks that have the same.
-4. `SavePlanner` is what torch.distributed.checkpoint calls a planner; it works with torch's own storage writers, too.
+1. To save is to move: the checkpoint is one more rank that needs all of every tensor, and `shardmath.plan` plans who
+   sends it what. So every element is written once, replicas share the work evenly, windows and uneven shards need no
+   special case, and an element that no rank holds raises before a byte is written.
+2. Replicas are assumed equal, bit by bit: any of them may be written, or parts of several.
+3. Per-rank bytes are stored once for all ranks that have the same.
+4. `SavePlanner` is a planner of torch.distributed.checkpoint; it works with torch's own storage writers, too.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ __all__ = [
 ]
 
 Bytes: TypeAlias = Tensor | bytes | bytearray | io.BytesIO
-"""What a rank saves as its own: bytes, or a tensor of uint8."""
+"""What a rank saves under a layout of None: bytes, or a tensor of uint8."""
 Layouts: TypeAlias = Mapping[str, LayoutOrWindows | None]
-"""What everybody holds of each tensor; None for bytes that each rank has of its own."""
+"""The layout of each tensor on all ranks; None for bytes that differ per rank."""
 Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 """The keys that lead to each tensor in the nested state dict of torch's own tools, by name; integers are for lists."""
 
@@ -67,33 +67,33 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raises CheckpointError where a window of one tensor is called like another tensor; local buffer keys by name."""
+    """Raise CheckpointError if two tensors share a local buffer key, as `w[0]` a tensor and a window of `w`."""
     first: dict[str, str] = {}
-    for name, of_name in keys.items():
-        for key in of_name:
+    for name, local_keys in keys.items():
+        for key in local_keys:
             other = first.setdefault(key, name)
             if other != name:
                 what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
                 raise CheckpointError(f"{what}, one of them in windows; {fix}, or in another call")
 
 
-def _check_bytes_apart(side: Mapping[str, Windows], own: Iterable[str]) -> None:
-    """Raises CheckpointError where a window is called like bytes of ranks' own."""
+def _check_bytes_apart(side: Mapping[str, Windows], blobs: Iterable[str]) -> None:
+    """Raise CheckpointError if a window has the name of some per-rank bytes."""
     keys = {name: held.local_names(name) for name, held in side.items() if not held.is_single}
-    check_apart({**keys, **{name: [name] for name in own}}, "save one under another name")
+    check_apart({**keys, **{name: [name] for name in blobs}}, "save one under another name")
 
 
 class SavePlanner(theirs.SavePlanner):
-    """Which boxes this rank writes of tensors under these layouts. For torch.distributed.checkpoint.save.
+    """A planner for torch.distributed.checkpoint.save: the boxes that this rank writes under these layouts.
 
     The state dict holds this rank's local tensors, by local buffer key, and its bytes, by name. Raises CheckpointError
-    for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for what nobody holds.
+    for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for elements that no rank holds.
     """
 
     def __init__(
         self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None
     ) -> None:
-        held = {name: one for name, one in layouts.items() if one is not None}
+        held = {name: layout for name, layout in layouts.items() if layout is not None}
         self._windows = read_windows(held, CheckpointError)
         _check_bytes_apart(self._windows, [name for name in layouts if name not in held])
         self._names = frozenset(layouts)
@@ -109,17 +109,17 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the local tensors."""
+        """Take the local tensors."""
         self._given = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """The boxes that this rank writes, and what it tells the others: what it saves, and which bytes it has."""
+        """The boxes that this rank writes, with its report to the others as planner data."""
         moved = to_disk(self._windows)
-        own = self._names - set(self._windows)
+        blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
         self._blobs = {}
         for name, data in self._given.items():
-            if name in own:
+            if name in blob_names:
                 self._blobs[name] = as_tensor(name, data)
             else:
                 tensors[name] = data
@@ -128,17 +128,17 @@ class SavePlanner(theirs.SavePlanner):
         fits(source, held)
         items = list(self._list_boxes(moved, held))
         items += self._list_empty(moved)
-        return SavePlan(items, planner_data=self._say(moved, own))
+        return SavePlan(items, planner_data=self._make_report(moved, blob_names))
 
-    def _say(self, plan: Plan, own: Iterable[str]) -> _Said:
-        """What this rank tells the others; of bytes each has its own, so of these only the names must agree."""
+    def _make_report(self, plan: Plan, blob_names: Iterable[str]) -> _RankReport:
+        """This rank's report to the others. Contents of bytes differ per rank, so only their names must agree."""
         paths = sorted(self._paths.items())
-        agreed = digest((plan.digest, sorted(own), paths))
+        agreed = digest((plan.digest, sorted(blob_names), paths))
         contents = {name: _describe_bytes(data) for name, data in self._blobs.items()}
-        return _Said(self._rank, agreed, contents)
+        return _RankReport(self._rank, agreed, contents)
 
     def _list_boxes(self, plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
-        """What the plan has this rank send to the disk."""
+        """An item for each transfer from this rank to the disk."""
         for transfer in plan.transfers(src=self._rank):
             name = transfer.tensor
             window = plan.src[name][0]
@@ -148,7 +148,7 @@ class SavePlanner(theirs.SavePlanner):
             yield self._make_item(name, window.shape, offsets, data)
 
     def _list_empty(self, plan: Plan) -> Iterator[WriteItem]:
-        """Tensors without elements, of which no plan sends anything: the lowest of their ranks writes them."""
+        """Items of tensors without elements, which no plan sends: the lowest of their ranks writes them."""
         for name, windows in plan.src.items():
             first = windows[0]
             if 0 not in first.shape:
@@ -163,19 +163,19 @@ class SavePlanner(theirs.SavePlanner):
     def _make_item(
         self, name: str, shape: Sequence[int], offsets: Sequence[int], data: Tensor
     ) -> WriteItem:
-        """The item of a box, whose data are these."""
+        """The item of a box with these data."""
         item = _describe_box(name, shape, offsets, data.shape, data.dtype)
         self._sources[item.index] = data
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Everybody's boxes, equal bytes once, and the metadata. Raises CheckpointError where ranks disagree."""
-        said: list[_Said] = [each.planner_data for each in all_plans]
-        _check_agreed(said)
-        stored = _name_bytes(said, self._names)
+        """All ranks' boxes, equal bytes once, and the metadata. Raises CheckpointError if ranks disagree."""
+        reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
+        _check_agreed(reports)
+        stored = _name_bytes(reports, self._names)
         plans = []
-        for rank_plan, each in zip(all_plans, said, strict=True):
-            plans.append(_add_bytes(rank_plan, each, stored))
+        for rank_plan, report in zip(all_plans, reports, strict=True):
+            plans.append(_add_bytes(rank_plan, report, stored))
         tensors = _describe_tensors(plans)
         # torch's own readers look here for the path of every name, and fail for a name without one
         paths = {name: self._paths.get(name, (name,)) for name in tensors}
@@ -183,7 +183,7 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The items to write; from now on it is known under which names bytes are stored."""
+        """Note under which stored names this rank writes its bytes; the plan is unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
@@ -194,7 +194,7 @@ class SavePlanner(theirs.SavePlanner):
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """The plan that takes all of every tensor to one more rank, the disk."""
+    """The plan that sends all of every tensor to one more rank, the disk. Raises CheckpointError for Partial."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
@@ -217,7 +217,7 @@ def _describe_box(
     sizes: Sequence[int],
     dtype: torch.dtype,
 ) -> WriteItem:
-    """What torch calls the box of a tensor of that shape."""
+    """torch's item for a box of a tensor of that shape."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     properties = TensorProperties(dtype)
     data = TensorWriteData(chunk, properties, torch.Size(shape))
@@ -226,13 +226,13 @@ def _describe_box(
 
 
 def count_bytes(items: Iterable[WriteItem]) -> int:
-    """The bytes of boxes."""
+    """How many bytes the items' boxes have."""
     boxes = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(box.chunk.sizes.numel() * box.properties.dtype.itemsize for box in boxes)
 
 
 def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetadata]:
-    """The metadata of what the plans write, by name."""
+    """The metadata of the tensors that the plans write, by name."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for rank_plan in plans:
         for item in rank_plan.items:
@@ -245,17 +245,17 @@ def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetad
     return tensors
 
 
-# Bytes of a rank's own
+# Per-rank bytes
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """Bytes of a rank's own as a tensor of uint8. Raises CheckpointError for what is neither."""
+    """Per-rank bytes as a tensor of uint8. Raises CheckpointError for data that are not bytes."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
-        seen = plain(data)
-        lacks = missing_memory(seen)
-        if lacks:
-            raise CheckpointError(f"{name!r} {lacks}; save it while its memory is there")
-        return seen.detach().cpu().contiguous()
+        tensor = plain(data)
+        fault = missing_memory(tensor)
+        if fault:
+            raise CheckpointError(f"{name!r} {fault}; save it while its memory is there")
+        return tensor.detach().cpu().contiguous()
     if isinstance(data, io.BytesIO):
         data = data.getvalue()
     if isinstance(data, bytes | bytearray | memoryview):
@@ -271,14 +271,14 @@ def as_tensor(name: str, data: object) -> Tensor:
 
 
 class _Content(NamedTuple):
-    """A fingerprint of some bytes, and how many they are."""
+    """The digest of some bytes, and how many they are."""
 
     digest: str
     length: int
 
 
-class _Said(NamedTuple):
-    """What a rank tells the others: what it saves, and of its own bytes the contents by name."""
+class _RankReport(NamedTuple):
+    """A rank's report to the others: a digest of what it saves, and the contents of its bytes by name."""
 
     rank: int
     digest: str
@@ -290,47 +290,47 @@ def _describe_bytes(data: Tensor) -> _Content:
     return _Content(sha256(content).hexdigest(), len(content))
 
 
-def _check_agreed(said: Sequence[_Said]) -> None:
-    """Raises CheckpointError unless all ranks save the same."""
-    first = said[0]
-    other = next((each for each in said if each.digest != first.digest), None)
+def _check_agreed(reports: Sequence[_RankReport]) -> None:
+    """Raise CheckpointError unless all ranks save the same."""
+    first = reports[0]
+    other = next((report for report in reports if report.digest != first.digest), None)
     if other is not None:
         what = f"ranks {first.rank} and {other.rank} save different tensors or layouts"
         digests = f"{first.digest[:12]} and {other.digest[:12]}"
         fix = (
-            "pass everybody's layouts, the same on all ranks; "
-            "give mesh= where a module's DTensors are on other meshes than other ranks'"
+            "pass the layouts of all ranks, the same on all; "
+            "give mesh= if the module's DTensors are on other meshes than those of other ranks"
         )
         raise CheckpointError(f"{what}, {digests}; {fix}")
 
 
-def _name_bytes(said: Iterable[_Said], names: Iterable[str]) -> _StoredNames:
-    """Under which names bytes are stored: ranks that have the same share one, and none of `names` is taken twice."""
+def _name_bytes(reports: Iterable[_RankReport], names: Iterable[str]) -> _StoredNames:
+    """The stored name of every rank's bytes: ranks with equal bytes share one, and none of `names` is taken twice."""
     by_content: dict[tuple[str, str], str] = {}
     stored: _StoredNames = {}
     taken = set(names)
-    for each in sorted(said, key=lambda each: each.rank):
-        for name, content in each.contents.items():
+    for report in sorted(reports, key=lambda report: report.rank):
+        for name, content in report.contents.items():
             key = name, content.digest
             if key not in by_content:
                 # what the first rank has is stored under the name itself
                 is_first = name not in stored
-                chosen = name if is_first else find_unused(f"{name}@{each.rank}", taken)
+                chosen = name if is_first else find_unused(f"{name}@{report.rank}", taken)
                 taken.add(chosen)
                 by_content[key] = chosen
-            stored.setdefault(name, {})[each.rank] = by_content[key]
+            stored.setdefault(name, {})[report.rank] = by_content[key]
     return stored
 
 
-def _add_bytes(rank_plan: SavePlan, said: _Said, stored: _StoredNames) -> SavePlan:
-    """The plan of a rank with those of its bytes that it is the first to have; which is which as its planner data."""
+def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -> SavePlan:
+    """The rank's plan, plus the bytes that no lower rank has; its planner data give the name of each item of bytes."""
     items = list(rank_plan.items)
     names: dict[MetadataIndex, str] = {}
-    for name, content in said.contents.items():
+    for name, content in report.contents.items():
         by_rank = stored[name]
-        key = by_rank[said.rank]
+        key = by_rank[report.rank]
         first = min(rank for rank, other in by_rank.items() if other == key)
-        if said.rank == first:
+        if report.rank == first:
             size = (content.length,)
             item = _describe_box(key, size, (0,), size, torch.uint8)
             items.append(item)
@@ -342,7 +342,7 @@ def _add_bytes(rank_plan: SavePlan, said: _Said, stored: _StoredNames) -> SavePl
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raises CheckpointError for a path that is not its name, cut at dots, and for one that leads through another."""
+    """Raise CheckpointError for a path that is not its name split at dots, or that leads through another path."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)
@@ -356,7 +356,7 @@ def check_paths(paths: Paths, names: Container[str]) -> None:
 
 
 def _check_containers(paths: Iterable[tuple[str | int, ...]]) -> None:
-    """Raises CheckpointError if one path has a list where another has a dict."""
+    """Raise CheckpointError if one path has a list where another has a dict."""
     first: dict[tuple[str | int, ...], tuple[str | int, ...]] = {}
     for path in paths:
         for n in range(len(path)):
@@ -368,7 +368,7 @@ def _check_containers(paths: Iterable[tuple[str | int, ...]]) -> None:
 
 
 def _check_path(name: str, path: object, names: Container[str]) -> None:
-    """Raises CheckpointError for a path that does not spell the name of something that is saved."""
+    """Raise CheckpointError for a path that does not spell the name of a saved tensor."""
     if name not in names:
         what = f"paths has {name!r}, which is not saved"
         raise CheckpointError(f"{what}; give paths of names that have a layout")
@@ -384,5 +384,5 @@ def _check_path(name: str, path: object, names: Container[str]) -> None:
 
 
 def _is_key(key: object) -> bool:
-    """Whether it is a key of a dict, or the number of an item of a list."""
+    """Whether `key` is a key of a dict, or an index into a list."""
     return type(key) is str or (type(key) is int and key >= 0)

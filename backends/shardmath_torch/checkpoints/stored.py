@@ -1,10 +1,10 @@
 """A checkpoint as a value: which box of which tensor lies at which bytes of which file.
 
 1. A tensor is stored in boxes. A box is a range of bytes of a file, or an archive of torch.save.
-2. A `Checkpoint` is what indices and headers say, and no data. Nothing of it is believed before it is checked: the
-   boxes of a tensor have every element once, and files are as long as they should be (`Checkpoint.check`).
-3. A box in an archive may be other than the metadata says: torch writes wrong metadata for uneven `_StridedShard`, and
-   loses rows. `Checkpoint.check_archives` looks into the archives.
+2. A `Checkpoint` holds what indices and headers say, without data. It is checked before it is used: the boxes of a
+   tensor have every element once, and files are as long as they should be (`Checkpoint.check`).
+3. An archive may contradict the metadata: torch writes wrong metadata for uneven `_StridedShard`, and loses rows.
+   `Checkpoint.check_archives` reads the archives' headers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardmath_torch.checkpoints.safetensors.strided import Strided, describe_ar
 __all__ = ["Blobs", "Checkpoint", "StoredBox", "StoredTensor", "layout_of_bytes"]
 
 Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
-"""What ranks saved as bytes of their own: of each name, the stored name by rank."""
+"""Per-rank bytes: the stored name of every rank's, by name and rank."""
 
 
 class StoredBox(NamedTuple):
@@ -46,7 +46,7 @@ class StoredBox(NamedTuple):
 
     @property
     def has_elements(self) -> bool:
-        """Whether none of its sizes is 0."""
+        """Whether the box has elements: none of its sizes is 0."""
         return 0 not in self.sizes
 
     @property
@@ -67,7 +67,7 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its global shape, its type, and the boxes that it is stored in."""
+    """A tensor of a checkpoint: its global shape, its dtype, and the boxes that it is stored in."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -76,9 +76,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
-    """What lies in a checkpoint, by name; no data.
+    """The tensors of a checkpoint by name, without data.
 
-    `sizes` says how long files should be, where that is known. Two that have the same `digest` were read from the same
+    `sizes` says how long files should be, if that is known. Checkpoints with the same `digest` were read from the same
     index or headers.
     """
 
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> Shapes:
-        """Global shape and dtype of each tensor, by name; of each blob, as bytes of its first rank."""
+        """Global shape and dtype of each tensor, by name; per-rank bytes appear once, as stored under their name."""
         hidden: set[str] = set()
         for by_rank in self.blobs.values():
             hidden.update(by_rank.values())
@@ -105,7 +105,7 @@ class Checkpoint:
         return f"<checkpoint of {plural(len(self), 'tensor')} at {self.path}>"
 
     def __len__(self) -> int:
-        """How many names there are; bytes of ranks count once per name."""
+        """The number of names; per-rank bytes count once per name."""
         return len(self.shapes)
 
     def __iter__(self) -> Iterator[str]:
@@ -117,7 +117,7 @@ class Checkpoint:
         return name in self.tensors
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """The tensor of that name. Raises CheckpointError where there is none."""
+        """The tensor of that name. Raises CheckpointError if there is none."""
         found = self.tensors.get(name)
         if found is not None:
             return found
@@ -128,7 +128,7 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """The stored name of what the rank saved as bytes; where it saved none, of what the lowest rank did."""
+        """The stored name of the rank's bytes; if it saved none, of the bytes of the lowest rank that did."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -136,9 +136,9 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError unless the tensors are all there: each element once, in files that are long enough."""
+        """Raise CheckpointError unless the tensors are complete: each element once, in files that are long enough."""
         ends: dict[Place, int] = {}
-        # tensors of a model are often divided alike: what holds of the boxes of one holds of the others'
+        # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
         for name in names:
             tensor = self[name]
@@ -156,9 +156,9 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """What archives hold, each looked into by one of n ranks, this being the i-th: `share` is (i, n).
+        """What the archives of these tensors hold: the i-th of n shares of them, if `share` is (i, n).
 
-        Raises CheckpointError where one holds another tensor than the metadata says.
+        Raises CheckpointError if one holds another tensor than the metadata says.
         """
         archives: list[tuple[str, StoredBox]] = []
         for name in sorted(set(names)):
@@ -169,22 +169,22 @@ class Checkpoint:
         return self.describe(mine)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """What these archives (tensor, box) hold. Raises CheckpointError where it is not what the metadata says."""
+        """What these archives (tensor, box) hold. Raises CheckpointError if the metadata says otherwise."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
         held: dict[StoredBox, Strided] = {}
-        for file, here in by_file.items():
-            places = [(box.start, box.length) for _, box in here]
-            found = describe_archives(file, places)
-            for (name, box), strided in zip(here, found, strict=True):
+        for file, stored in by_file.items():
+            spans = [(box.start, box.length) for _, box in stored]
+            found = describe_archives(file, spans)
+            for (name, box), strided in zip(stored, found, strict=True):
                 _check_archive(name, self[name], box, strided)
                 held[box] = strided
         return held
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """The layout of bytes that are one rank's. Raises CheckpointError for what is stored as a tensor."""
+    """The layout of one rank's bytes. Raises CheckpointError if a tensor is stored under that name."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"
@@ -194,7 +194,7 @@ def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
 
 
 def _check_archive(name: str, tensor: StoredTensor, box: StoredBox, found: Strided) -> None:
-    """Raises CheckpointError for an archive of another shape or type than the metadata says."""
+    """Raise CheckpointError for an archive of another shape or dtype than the metadata says."""
     if (found.shape, found.dtype) == (box.sizes, tensor.dtype):
         return
     what = f"tensor {name!r}: the metadata has {tensor.dtype}{list(box.sizes)} at {box}"
@@ -205,7 +205,7 @@ def _check_archive(name: str, tensor: StoredTensor, box: StoredBox, found: Strid
 
 
 def _check_tiled(path: Place, name: str, tensor: StoredTensor) -> None:
-    """Raises CheckpointError unless the boxes are in the tensor, and have each of its elements once."""
+    """Raise CheckpointError unless the boxes lie in the tensor, and have each of its elements once."""
     boxes = [box.ranges for box in tensor.pieces if box.has_elements]
     outside = _find_outside(boxes, tensor.shape)
     elements = [[(0, n)] if n else [] for n in tensor.shape]
@@ -223,7 +223,7 @@ def _check_tiled(path: Place, name: str, tensor: StoredTensor) -> None:
 
 
 def _find_outside(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
-    """The first box that ends outside the shape; none begins before it."""
+    """The first box that ends outside the shape; offsets are never negative."""
     for box in boxes:
         for (_, stop), n in zip(box, shape, strict=True):
             if stop > n:

@@ -1,10 +1,10 @@
-"""Which checksums a rank looks at when ranks load together.
+"""Verifying: which checksums a rank checks when ranks load together.
 
-1. The chunks of all boxes of a checkpoint are numbered through. A rank touches those that have anything it reads.
-2. Of the ranks that touch a chunk, one checks it: each byte is hashed once, however many ranks read it, and nobody
-   reads more for it than the rest of the chunks that it touches.
-3. It is the same file that all read, so a bit that flipped in storage is found by one for all. What a single machine
-   reads wrong is found where that machine happens to be the one that checks.
+1. The chunks of all boxes of a checkpoint are numbered consecutively. A rank touches those that have a byte it reads.
+2. Of the ranks that touch a chunk, one checks it: each byte is hashed once, however many ranks read it, and the only
+   extra bytes that a rank reads are the rest of chunks that it touches.
+3. All ranks read the same file, so one rank finds a bit that flipped in storage for all. An error of one machine's
+   reads is found only if that machine checks the chunk.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 Marks: TypeAlias = NDArray[np.bool_]
-"""One for every chunk."""
+"""A flag for every chunk."""
 
 
 class CheckpointChunks:
-    """The chunks of a checkpoint, numbered; none where it has no checksums."""
+    """The chunks of a checkpoint that have checksums, numbered."""
 
     def __init__(self, found: Checkpoint) -> None:
         self.total = 0
@@ -49,7 +49,7 @@ class CheckpointChunks:
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
-        """Which chunks have any of what is read: bytes from begin to end of a box's."""
+        """Marks of the chunks that these reads touch: (box, first byte in it, one past the last)."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
             first = self._first.get((box.file, box.start))
@@ -60,7 +60,7 @@ class CheckpointChunks:
         return marks
 
     def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
-        """Which chunks of a box are marked, by their numbers in the box."""
+        """The numbers, in the box, of its marked chunks."""
         first = self._first.get((box.file, box.start))
         if first is None:
             return []
@@ -70,18 +70,18 @@ class CheckpointChunks:
 
 
 def pack_marks(marks: Marks) -> bytes:
-    """Marks as they are sent."""
+    """Marks, compressed to be sent."""
     bits = np.packbits(marks)
     return zlib.compress(bits.tobytes(), 1)
 
 
-def _unpack_marks(said: Iterable[bytes], total: int) -> Iterator[NDArray[np.uint8]]:
+def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.uint8]]:
     expected = -(-total // 8)  # rounded up
-    for number, packed in enumerate(said):
+    for number, compressed in enumerate(packed):
         unpacker = zlib.decompressobj()
         try:
-            # One byte more than there are, so that longer ones show.
-            raw = unpacker.decompress(packed, expected + 1)
+            # one byte more than expected, so that too many bytes show
+            raw = unpacker.decompress(compressed, expected + 1)
         except zlib.error as error:
             raise CheckpointError(
                 f"what rank {number} reads cannot be unpacked: {error}"
@@ -93,8 +93,8 @@ def _unpack_marks(said: Iterable[bytes], total: int) -> Iterator[NDArray[np.uint
         yield np.unpackbits(bits, count=total)
 
 
-def take_share(said: Sequence[bytes], rank: int, total: int) -> Marks:
-    """The chunks that the rank checks, of those that all touch: of k that touch a chunk, one.
+def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
+    """The chunks that this rank checks, given every rank's marks: of the ranks that touch a chunk, one checks it.
 
     Raises CheckpointError for marks of another number of chunks.
 
@@ -104,26 +104,27 @@ def take_share(said: Sequence[bytes], rank: int, total: int) -> Marks:
     """
     touching = np.zeros(total, np.int32)
     before = np.zeros(total, np.int32)
-    own = np.zeros(total, bool)
-    for i, marks in enumerate(_unpack_marks(said, total)):
+    touched = np.zeros(total, bool)
+    for i, marks in enumerate(_unpack_marks(packed, total)):
         if i == rank:
-            own = marks.astype(bool)
+            touched = marks.astype(bool)
             before = touching.copy()
         touching += marks
-    # by turns along the file, so that ranks that read the same share the work evenly
+    # in turn along the file, so that ranks that read the same share the work evenly:
+    # of the k ranks that touch chunk i, the one with i % k of them before it checks it
     turn = np.arange(total, dtype=np.int32) % np.maximum(touching, 1)
-    share: Marks = own & (turn == before)
+    share: Marks = touched & (turn == before)
     return share
 
 
 def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
-    """Where in the file a chunk of a box begins and ends."""
+    """The first byte in the file of a chunk of a box, and one past its last."""
     start = box.start + number * CHUNK
     return start, min(box.stop, start + CHUNK)
 
 
 def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) -> memoryview:
-    """A chunk, read into some room."""
+    """Read a chunk into `room`, and return the bytes of it."""
     start, stop = chunk_ends(box, number)
     stream.seek(start)
     chunk = memoryview(room)[: stop - start]
@@ -132,7 +133,7 @@ def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) 
 
 
 def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
-    """Raises CheckpointError unless the chunk is what was written."""
+    """Raise CheckpointError unless the chunk has its checksum."""
     if is_same(data, number, box.sums):
         return
     start, _ = chunk_ends(box, number)
@@ -143,10 +144,10 @@ def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
 
 
 def read_into(stream: io.FileIO, room: memoryview) -> None:
-    """Reads as many bytes as there is room for. Raises CheckpointError where the file has fewer."""
+    """Fill `room` from the file. Raises CheckpointError if the file ends first."""
     while room:
-        got = stream.readinto(room)
-        if not got:
+        count = stream.readinto(room)
+        if not count:
             what = f"{stream.name!r} ends at byte {stream.tell()}"
             raise CheckpointError(f"{what}; it was cut while it was read")
-        room = room[got:]
+        room = room[count:]

@@ -1,14 +1,14 @@
 """Writing: how the boxes of a save get onto the disk, all at once or not at all.
 
-1. Every rank writes safetensors files (`archive`) under names of this save alone, with an ending that no reader looks
-   for. When all have, they are renamed; then `.metadata` is replaced, from when on the new save counts; then the copy
-   of the index. What the former save left is removed last (`Writer.clear`), and what a failed one wrote at once
-   (`Writer.abandon`). Any number of saves may go on at once: the last to replace `.metadata` counts (`claims`).
+1. Every rank writes safetensors files (`archive`) under names that only this save uses, with an ending that no reader
+   looks for. Once all ranks have written, the files are renamed; then `.metadata` is replaced, which makes the new save
+   count; then the copy of the index. Files of earlier saves are removed last (`Writer.clear`), files of a failed save
+   at once (`Writer.abandon`). Saves may run concurrently: the last to replace `.metadata` counts (`commits`).
 2. A file holds a tensor once, by its name, which is how torch's HuggingFaceStorageReader finds it: the second box of a
-   tensor on a rank goes into the rank's second file. What is in more than MOST_FILES boxes is numbered in the last file
+   tensor on a rank goes into the rank's second file. From box MOST_FILES on, boxes are numbered in the last file
    (`w#1`, `w#2`), for which that reader raises; others find boxes by `.metadata` and index.
-3. `Writer` is what torch.distributed.checkpoint calls a storage writer; it works with other planners, too, as long as
-   they save tensors.
+3. `Writer` is a storage writer of torch.distributed.checkpoint; it works with other planners, too, as long as they save
+   tensors.
 """
 
 from __future__ import annotations
@@ -67,47 +67,47 @@ from shardmath_torch.moves.observing.bars import Progress, Tally
 __all__ = ["MOST_FILES", "Writer"]
 
 MOST_FILES = 16
-"""Per rank, however many boxes a tensor has."""
+"""The most data files of a rank, however many boxes a tensor has."""
 
 
 class Writer(storage.StorageWriter):
-    """A folder of safetensors files, torch's `.metadata` and an index. For torch.distributed.checkpoint.save.
+    """A writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index in a folder.
 
-    `path` may be a URL that fsspec serves. Raises CheckpointError where the folder cannot be written.
+    `path` may be a URL that fsspec serves. Raises CheckpointError if the folder cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-        self._folder = _as_readable(path)
+        self._folder = _place_to_write(path)
         self._tally = Tally(progress)
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
         self._save = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another folder, if given."""
+        """Write to another folder, if given."""
         if checkpoint_id is not None:
-            self._folder = _as_readable(checkpoint_id)
+            self._folder = _place_to_write(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the folder."""
+        """Make the folder. Raises CheckpointError for a plan with objects."""
         self.abandon()
         if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
             fix = "save bytes with SavePlanner, or objects with torch's writer"
             raise CheckpointError(f"objects are not written; {fix}")
-        with _naming(self._folder, BEFORE):
+        with _raise_as_ours(self._folder, BEFORE):
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 sync(self._folder.parent)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """One name for all files of this save, and each rank's number in it; the save begins."""
+        """Begin the save, and give each rank the stem of its files' names: the save's digits and the rank's number."""
         save = uuid.uuid4().hex[:DIGITS]
-        with _naming(self._folder, BEFORE):
-            find_counting(self._folder)  # what cannot be read could not be replaced
+        with _raise_as_ours(self._folder, BEFORE):
+            find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
             self._claim = claim(self._folder, save)
         named = []
         for i, plan in enumerate(plans):
@@ -118,7 +118,7 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Writes this rank's files, all of them unfinished."""
+        """Write this rank's files, under the names of unfinished ones."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -127,18 +127,18 @@ class Writer(storage.StorageWriter):
             name = f"{plan.storage_data}{number}{DATA}"
             draft = self._folder / _name_unfinished(self._folder, name)
             self._drafts.append(draft)
-            with _naming(self._folder / name, BEFORE):
+            with _raise_as_ours(self._folder / name, BEFORE):
                 results += _write_file(draft, name, items, planner, self._tally)
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Makes the save the one that is found."""
+        """Make this save the one that counts."""
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for by_rank in results for result in by_rank]
-        with _naming(self._folder, lambda: _find_state(self._folder, held.save)):
+        with _raise_as_ours(self._folder, lambda: _word_state(self._folder, held.save)):
             for name in sorted({result.storage_data.file for result in wrote}):
                 _finish_file(self._folder, name)
             sync(self._folder)
@@ -149,16 +149,16 @@ class Writer(storage.StorageWriter):
             make_count(held, seal(content))
         self._claim = None
         self._drafts = []
-        with _naming(self._folder, AFTER):
+        with _raise_as_ours(self._folder, AFTER):
             held.release()
-            _copy(self._folder, index, held.save)
+            _update_copy(self._folder, index, held.save)
 
     def abandon(self) -> None:
-        """Removes what a save that failed has written, unless it counts. For every rank.
+        """Remove what a failed save has written, unless it counts. For every rank.
 
-        A rank removes its own drafts, and that of `.metadata`: without them the save can no longer count, whatever the
-        others do, and however late. The files of all ranks are removed by the one that knows whether it counts, which
-        is the one that would make it so.
+        A rank removes its own drafts and the draft of `.metadata`: without them the save can no longer count, whatever
+        other ranks do, and however late. The coordinator, which alone commits and so knows whether the save counts,
+        removes the files of all ranks.
         """
         if self._save:
             with contextlib.suppress(OSError):
@@ -175,26 +175,26 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Removes what former saves have left: of (i, n), the i-th of n shares of it. For every rank."""
-        with _naming(self._folder, AFTER):
+        """Remove leftovers of earlier saves: the i-th of n shares of them, if `share` is (i, n). For every rank."""
+        with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, or a URL that is served."""
+        """Whether `checkpoint_id` is a path, or a URL that fsspec serves."""
         try:
-            _as_readable(checkpoint_id)
+            _place_to_write(checkpoint_id)
         except CheckpointError:
             return False
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """What torch asks for."""
+        """Empty metadata: torch's planners get nothing from this writer."""
         return StorageMeta()
 
 
-def _as_readable(path: str | os.PathLike[str]) -> Place:
-    """The place. Raises CheckpointError also for one that torch could write to and not map: it wants UTF-8."""
+def _place_to_write(path: str | os.PathLike[str]) -> Place:
+    """The place of that path. Raises CheckpointError for a name that is not UTF-8: torch could not map its files."""
     found = place(path)
     text = os.fspath(path)
     try:
@@ -212,8 +212,8 @@ BEFORE, AFTER = (
 UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
 
 
-def _find_state(folder: Place, save: str) -> str:
-    """Which save counts: the step that failed may be after the one that made this save count."""
+def _word_state(folder: Place, save: str) -> str:
+    """The state of the folder, in words: the step that failed may come after the one that made this save count."""
     try:
         return AFTER if find_counting(folder) == save else BEFORE
     except OSError:
@@ -221,8 +221,8 @@ def _find_state(folder: Place, save: str) -> str:
 
 
 @contextlib.contextmanager
-def _naming(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
-    """Errors of the system as ours, naming the path, and in what state the folder is."""
+def _raise_as_ours(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
+    """Raise OSErrors as CheckpointErrors that name the path and the state of the folder."""
     try:
         yield
     except OSError as error:
@@ -234,10 +234,11 @@ def _naming(path: Place, state: str | Callable[[], str]) -> Iterator[None]:
 # The copy of the index
 
 
-def _copy(folder: Place, index: str, save: str) -> None:
-    """Writes the copy of the index that counts, which may be another save's by now, whose own copy was before ours.
+def _update_copy(folder: Place, index: str, save: str) -> None:
+    """Write the copy of the index that counts, even if that is by now the index of another save.
 
-    The copy is looked at again after it was written, by whoever wrote it: so the last to write it wrote what counts.
+    Every writer reads afterwards which save counts, and writes again if that has changed. So the last copy to be
+    written is of the save that counts.
     """
     written: str | None = None
     current = Sealed(b"", index, save)
@@ -251,7 +252,7 @@ def _copy(folder: Place, index: str, save: str) -> None:
 
 
 def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
-    """Whether the copy is written: where this save no longer counts, another may clear its draft away."""
+    """Write the copy. Returns False if another save cleared the draft away, as it may once this save does not count."""
     draft = folder / f"{OURS}{save}.json{UNFINISHED}"
     try:
         put(folder / INDEX, draft, current.json.encode())
@@ -263,7 +264,7 @@ def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
 
 
 def _read_sealed(folder: Place) -> Sealed | None:
-    """What the save of ours that counts has written; None if that is not one of ours."""
+    """The index that counts, and what it is sealed with; None if `save` did not write what counts."""
     file = folder / METADATA
     try:
         return unseal(content_of(file), file)
@@ -275,7 +276,7 @@ def _read_sealed(folder: Place) -> Sealed | None:
 
 
 def _name_unfinished(folder: Place, name: str) -> str:
-    """What a data file is called until all are written. A service has no file before it is whole, and renames none."""
+    """A data file's name until all are written: the final one in an object store, where files appear whole."""
     return name if isinstance(folder, Remote) else name + UNFINISHED
 
 
@@ -285,26 +286,26 @@ def _finish_file(folder: Place, name: str) -> None:
 
 
 def _divide_into_files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
-    """The items, file by file, each by its name there."""
+    """The items of each file, by the name that the file has for them."""
     files: list[dict[str, WriteItem]] = []
     seen: Counter[str] = Counter()
     taken = {item.index.fqn for item in items}
     for item in items:
         name = item.index.fqn
-        at = seen[name]
+        number = seen[name]
         seen[name] += 1
-        if at >= MOST_FILES:
-            name = find_unused(f"{name}#{at - MOST_FILES + 1}", taken)
+        if number >= MOST_FILES:
+            name = find_unused(f"{name}#{number - MOST_FILES + 1}", taken)
             taken.add(name)
-            at = MOST_FILES - 1
-        while at >= len(files):
+            number = MOST_FILES - 1
+        while number >= len(files):
             files.append({})
-        files[at][name] = item
+        files[number][name] = item
     return files
 
 
 class _WrittenBox(NamedTuple):
-    """Where an item went: its file, first byte and checksums; `info` says it as torch does."""
+    """Where an item was written: its file, first byte and checksums; `info` is torch's record of it."""
 
     file: str
     start: int
@@ -319,30 +320,30 @@ def _write_file(
     planner: theirs.SavePlanner,
     tally: Tally,
 ) -> Iterator[storage.WriteResult]:
-    """Writes the items to a file, which will have that name."""
+    """Write the items to `file`, which will be renamed to `name`."""
     tensors: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
     for key, item in items.items():
         data = planner.resolve_data(item)
-        tensor = _prepare(item, data, tally)
-        # a numbered box is not part of a tensor of that name
-        offsets = _begin_of(item, tensor) if key == item.index.fqn else None
+        tensor = _to_contiguous(item, data, tally)
+        # the file's header must not present a numbered box as a part of a tensor `w#1`
+        offsets = _offsets_of(item, tensor) if key == item.index.fqn else None
         tensors[key] = (offsets, tensor)
     written = archive.write(file, tensors, tally)
     for key, item in items.items():
-        at = written[key]
+        span = written[key]
         _, tensor = tensors[key]
-        info = compat.StorageInfo(name, at.archive, at.length)
-        box = _WrittenBox(name, at.start, info, at.sums)
+        info = compat.StorageInfo(name, span.archive, span.length)
+        box = _WrittenBox(name, span.start, info, span.sums)
         yield storage.WriteResult(item.index, tensor.nbytes, box)
 
 
-def _begin_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
-    """Where an item begins in its tensor; other planners leave that out for all of one."""
+def _offsets_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
+    """Where an item begins in its tensor; torch's planners leave that out for a whole tensor."""
     return tuple(item.index.offset or (0,) * tensor.ndim)
 
 
-def _prepare(item: WriteItem, data: object, tally: Tally) -> Tensor:
-    """An item's data on the CPU, contiguous and alone in their storage, as `archive.write` takes them."""
+def _to_contiguous(item: WriteItem, data: object, tally: Tally) -> Tensor:
+    """An item's data on the CPU, contiguous and filling their storage, as `archive.write` needs them."""
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
     chunk = item.tensor_data.chunk
     plain = data.detach().as_subclass(Tensor)
@@ -351,8 +352,8 @@ def _prepare(item: WriteItem, data: object, tally: Tally) -> Tensor:
     is_whole = plain.untyped_storage().nbytes() == plain.nbytes
     if plain.is_cpu and plain.is_contiguous() and is_whole:
         return plain
-    here = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    return tally.copy(here, plain, counts=False)
+    copied = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    return tally.copy(copied, plain, counts=False)
 
 
 # What was written, as a value
@@ -363,7 +364,7 @@ _ByOffsets: TypeAlias = dict[tuple[int, ...], _WrittenBox]
 
 
 def _pickle(metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> bytes:
-    """torch's metadata, with where torch's readers find each archive."""
+    """torch's metadata as bytes, with torch's record of where each box lies."""
     infos = {result.index: result.storage_data.info for result in wrote}
     return write_metadata(replace(metadata, storage_data=infos))
 
@@ -381,7 +382,7 @@ def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResu
             tensor = _describe_tensor(path, entry, boxes[name])
             files.update(box.file for box in tensor.pieces)
             tensors[name] = tensor
-    # other planners have no data, or none of ours
+    # other planners have no planner data, or none with blobs
     extra = metadata.planner_data or {}
     size_of = sizes_of(files)
     lengths = {file: size_of(file) for file in sorted(files)}
@@ -394,7 +395,7 @@ def _describe_tensor(path: Place, entry: TensorStorageMetadata, boxes: _ByOffset
     pieces = []
     for chunk in entry.chunks:
         offsets = tuple(chunk.offsets)
-        at = boxes[offsets]
+        box = boxes[offsets]
         size, length = tuple(chunk.sizes), dtype.itemsize * chunk.sizes.numel()
-        pieces.append(StoredBox(offsets, size, path / at.file, at.start, length, sums=at.sums))
+        pieces.append(StoredBox(offsets, size, path / box.file, box.start, length, sums=box.sums))
     return StoredTensor(tuple(entry.size), str(dtype).removeprefix("torch."), tuple(pieces))

@@ -2,14 +2,14 @@
 
 In reading order:
 
-- `models`: shapes and flat buffers of real ones;
-- `processes`: local processes that show what they do;
-- `command_line`: what the commands share of it;
+- `models`: shapes and flat buffers of real models;
+- `processes`: ranks as local processes, with progress;
+- `command_line`: arguments and exit statuses of all commands;
 - `buffers`: `buffers`;
-- `refit_bounds`: the least time that a refit could take;
-- `refit_out`: where what arrived is left;
+- `refit_bounds`: the least bytes that a refit could send;
+- `refit_out`: files of arrived weights;
 - `refit_rank`: a refit on one rank;
-- `refit_report`: what it prints;
-- `demo`: embeddings with what arrived;
+- `refit_report`: the tables that a refit prints;
+- `demo`: sentence embeddings from arrived weights;
 - `refit`: `refit`.
 """

@@ -1,15 +1,14 @@
-"""`python -m shardmath buffers`: the flat buffers of a model, by the rule of an optimizer, as a table and as pictures.
+"""`python -m shardmath buffers`: a model's flat buffers, under the rule of an optimizer, as a table and as pictures.
 
     python -m shardmath buffers deepseek-ai/DeepSeek-V3 --dp 128 --rule layer_wise --svg buffers.svg
     python -m shardmath buffers llama --dp 8 --bucket-size none --shared-embedding model.embed_tokens.weight
 
 1. The model is a name of `configs.MODELS`, a folder with config.json, such a file, a model type of
-   transformers ("llama" is its default config), or a Hub id. It is laid out whole: no tensor,
-   pipeline or expert parallelism divides it.
-2. RULES says which rule takes which options; an option that the rule does not take is a wrong
-   command line. Names and shapes are those of the checkpoint: Megatron fuses q, k and v, gate and
-   up, and orders experts otherwise.
-3. Experts share buffers of their own where the rule has it so: see RULES.
+   transformers ("llama" is its default config), or a Hub id. It is laid out whole, without tensor,
+   pipeline or expert parallelism.
+2. RULES lists the options of each rule; any other option is wrong usage. Names and shapes are the
+   checkpoint's, while Megatron fuses q, k and v, and gate and up, and orders experts differently.
+3. Under some rules experts have separate buffers: see RULES.
 4. Exit status: see `command_line`.
 """
 
@@ -37,9 +36,9 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule, which options it takes, and when experts lie apart: `always`, `asked` (with `--expert-dp`), or `never`.
+    """A rule, the options it takes, and when experts have separate buffers: `always`, `asked` (`--expert-dp`), `never`.
 
-    `sharded` is whether ranks divide its buffers.
+    `sharded` says whether ranks divide its buffers.
     """
 
     rule: buffers.Rule
@@ -58,21 +57,21 @@ RULES: dict[str, Chosen] = {
     "flat_parameter": Chosen(buffers.flat_parameter, True, False, False, "never"),
     "zero": Chosen(buffers.zero, True, False, False, "never"),
 }
-"""Megatron-Core puts experts apart where expert parallelism divides them, Megatron-FSDP always, the others never."""
+"""The rules. Megatron-Core separates experts that expert parallelism divides, Megatron-FSDP all, other rules none."""
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `buffers` with these arguments; the exit status."""
+    """Run `buffers` with these arguments, and return the exit status."""
     parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]
-    for option in _list_refused(given, chosen):
+    for option in _list_unsupported(given, chosen):
         parser.error(f"{option}: rule {given.rule} takes none")
     return run_command("buffers", lambda: _show(given, chosen))
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """The arguments of `buffers`."""
+    """The parser of `buffers`' arguments."""
     parser = make_parser("buffers", "Lay out a model's flat buffers, and show them.")
     add = parser.add_argument
     add(
@@ -116,22 +115,22 @@ def _read_bucket_size(text: str) -> int | str:
     return text if text in ("default", "none") else read_count(text)
 
 
-def _list_refused(given: argparse.Namespace, chosen: Chosen) -> list[str]:
-    """The options given that the rule does not take."""
-    refused = []
+def _list_unsupported(given: argparse.Namespace, chosen: Chosen) -> list[str]:
+    """The given options that the rule does not take."""
+    unsupported = []
     if given.bucket_size is not None and not chosen.bucket_size:
-        refused.append("--bucket-size")
+        unsupported.append("--bucket-size")
     if given.busbw and not chosen.busbw:
-        refused.append("--busbw")
+        unsupported.append("--busbw")
     if given.expert_dp is not None and chosen.experts == "never":
-        refused.append("--expert-dp")
-    return refused
+        unsupported.append("--expert-dp")
+    return unsupported
 
 
 def _show(given: argparse.Namespace, chosen: Chosen) -> None:
-    """Print the table and the pictures, and write the drawings asked for."""
+    """Print the table and the text pictures, and write drawings if `--svg` is given."""
     params = parameters(_find_model(given.model), dtype=given.dtype, shared=given.shared_embedding)
-    if not _put_experts_apart(given, chosen):
+    if not _has_expert_buffers(given, chosen):
         params = tuple(replace(param, expert_parallel=False) for param in params)
     layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
     print(buffer_table(layouts))
@@ -147,15 +146,15 @@ def _show(given: argparse.Namespace, chosen: Chosen) -> None:
 
 
 def _write_drawing(given: argparse.Namespace, number: int, drawing: str) -> None:
-    """Write the picture of that number, and say where."""
+    """Write the drawing of that number, and print its file."""
     file = _number_file(given.svg, number)
     _check_not_config(file, Path(given.model))
     _write(file, drawing)
     print(f"\ndrawn in {file}")
 
 
-def _put_experts_apart(given: argparse.Namespace, chosen: Chosen) -> bool:
-    """Whether experts have buffers of their own."""
+def _has_expert_buffers(given: argparse.Namespace, chosen: Chosen) -> bool:
+    """Whether experts have separate buffers."""
     if chosen.experts == "asked":
         return given.expert_dp is not None
     return chosen.experts == "always"
@@ -167,14 +166,14 @@ def _number_file(file: Path, number: int) -> Path:
 
 
 def _check_not_config(file: Path, model: Path) -> None:
-    """Raises ShardError where the picture would be written over the config that it is of, by whatever link."""
+    """Raise ShardError if the drawing would overwrite the model's config, by any link."""
     config = model / "config.json" if model.is_dir() else model
     if file.exists() and config.exists() and os.path.samefile(file, config):
         raise ShardError(f"--svg {file} is {config}, which describes the model; give another file")
 
 
 def _write(file: Path, text: str) -> None:
-    """Raises ShardError where the file cannot be written."""
+    """Write the file. Raises ShardError if it cannot be written."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -183,7 +182,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _find_model(text: str) -> PretrainedConfig | str:
-    """A config, where the text is a model type."""
+    """The default config, if the text is a model type; else the text."""
     from transformers import CONFIG_MAPPING
 
     if text in MODELS or Path(text).exists() or text not in CONFIG_MAPPING:
@@ -192,7 +191,7 @@ def _find_model(text: str) -> PretrainedConfig | str:
 
 
 def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
-    """What the rule takes, by its keywords."""
+    """The rule's keyword arguments."""
     elements: int | None
     if given.bucket_size is None or given.bucket_size == "default":
         elements = buffers.default_bucket_size(given.dp)
@@ -210,7 +209,7 @@ def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
 
 
 def _count_ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferKey) -> int:
-    """The ranks that divide a buffer."""
+    """How many ranks divide a buffer."""
     if not chosen.sharded:
         return 1
     experts_apart = key.is_expert_parallel and given.expert_dp
@@ -218,7 +217,7 @@ def _count_ranks(given: argparse.Namespace, chosen: Chosen, key: buffers.BufferK
 
 
 def _describe_contents(key: buffers.BufferKey) -> str:
-    """What a buffer holds, for its title."""
+    """The contents of a buffer, for its title."""
     words = [key.param_dtype, f"gradients {key.grad_dtype}"]
     if key.is_expert_parallel:
         words.append("experts")

@@ -1,7 +1,7 @@
-"""The command line: what the commands share of it.
+"""Command line: arguments and exit statuses that all commands share.
 
-1. Exit status 0; 1: an error of ours, said once on stderr; 2, which is argparse's: usage; 130: interrupted.
-2. An argument that cannot be what it is for is a wrong command line, found before anything is done.
+1. Exit status 0: success; 1: a ShardError, printed once on stderr; 2, by argparse: wrong usage; 130: interrupted.
+2. An argument of a wrong form is wrong usage, found before anything is done.
 
 >>> read_count("3")
 3
@@ -20,14 +20,14 @@ __all__ = ["make_parser", "read_count", "run_command"]
 
 
 def read_count(text: str) -> int:
-    """A number of 1 or more. Raises ArgumentTypeError for anything else."""
+    """A number of 1 or more. Raises ArgumentTypeError for other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Do the work; the exit status."""
+    """Do the work, and return the exit status."""
     try:
         work()
     except ShardError as error:
@@ -37,7 +37,7 @@ def run_command(command: str, work: Callable[[], object]) -> int:
         print(f"{command}: needs {error.name}; pip install {error.name}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        # What it has left behind, where that is not what was there before.
+        # Notes tell what the interrupted work has left behind.
         notes = getattr(error, "__notes__", ())
         print("; ".join((f"{command}: interrupted", *notes)), file=sys.stderr)
         return INTERRUPTED

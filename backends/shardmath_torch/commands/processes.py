@@ -1,15 +1,15 @@
 """Processes: the ranks of one job as processes on this machine, joined by gloo over the loopback.
 
 1. Each process runs `task(argument, rank, report)`: a function that children can import, and values
-   that pickle. What it returns comes back by rank; `report(phase, done, total)` is its progress.
-2. torch is imported once: the processes are forked from a server that has it (spawned where there
-   is no fork).
-3. The first failure ends the job: a rank that raised, that died without a word, or that stalled for
-   `timeout` seconds. It is raised here once, with the rank and the phase; what the other ranks made
-   of it is dropped.
-4. No process outlives `run`, and none outlives the process that called it.
-5. They meet at a store in this process, on a port that the system chose, so that nobody can take
-   the port in between.
+   that pickle. `run` returns the results by rank; `report(phase, done, total)` reports progress.
+2. torch is imported once: the processes are forked from a server that has it (or spawned, if fork is
+   not available).
+3. The first failure ends the job: a rank that raised, died silently, or stalled for `timeout`
+   seconds. It is raised once, with the rank and the phase; errors of other ranks that follow from
+   it are dropped.
+4. No process outlives `run`, or the process that called it.
+5. Ranks connect through a store in this process, on a port that the system chose, so that no other
+   process can take the port in between.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["Progress", "Report", "Task", "run"]
 A = TypeVar("A")
 R = TypeVar("R")
 Report: TypeAlias = Callable[[str, float, float], None]
-"""Called with a phase, how much of it is done, and how much there is to do."""
+"""A function that takes a phase, how much of it is done, and how much there is to do."""
 Task: TypeAlias = Callable[[A, int, Report], R]
-"""Called with the argument, the rank, and what to report progress to."""
+"""A function that takes the argument, the rank, and a Report."""
 
 Context: TypeAlias = ForkServerContext | SpawnContext
 
@@ -54,19 +54,19 @@ QUIET = {
     "MKL_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Many processes share the cores: one thread each. Gloo's log of a lost peer is our error, said once."""
+"""The environment of children: one thread each, as they share the cores, and no log of gloo's, as lost peers raise."""
 REPORT_EVERY = 0.1
-"""Seconds."""
+"""Seconds between reports of one phase."""
 PATIENCE = 5.0
-"""Seconds beyond `timeout`: ranks give up on a lost peer by themselves, and their word is better than ours. Also the
-time for the others' words after a first failure, so that a cause may overtake what follows from it."""
+"""Seconds of waiting beyond `timeout`, as ranks that give up on a lost peer have better errors. Also seconds to wait
+for other ranks' errors after a first failure, which may follow from one of them."""
 STARTING = 60.0
-"""Seconds more until all have started: many processes that import torch at once are slow."""
+"""Additional seconds until all processes have started, as many that import torch at once are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where one rank is: its phase, and how much of it is done."""
+    """A rank's progress: its phase, and how much of it is done."""
 
     phase: str = "start"
     done: float = 0.0
@@ -74,30 +74,30 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """What a rank raises whose peer has gone: the cause lies elsewhere."""
+    """The error of a rank that lost a peer: the cause is on another rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why the job ends.
+    """A failure of one rank; the job's cause is the first by `order`.
 
-    A silent death comes first, for all else follows from it; then the earliest that is not the loss of a peer.
+    A silent death comes first, as other failures follow from it; then the earliest that is not the loss of a peer.
     """
 
-    spoken: bool
+    reported: bool
     when: float
     rank: int
     error: ShardError
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """Smaller is nearer to the cause."""
-        return self.spoken, isinstance(self.error, PeerLost), self.when
+        """A sort key: the smallest is nearest to the cause."""
+        return self.reported, isinstance(self.error, PeerLost), self.when
 
 
 @dataclass(frozen=True, slots=True)
-class _Order(Generic[A, R]):
-    """What every child is told; `port` is that of the store at which they meet."""
+class _ChildOrder(Generic[A, R]):
+    """The arguments of every child; `port` is the store's, through which ranks connect."""
 
     task: Task[A, R]
     argument: A
@@ -108,7 +108,7 @@ class _Order(Generic[A, R]):
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """One rank's process, and our end of its pipe."""
+    """One rank's process, and the parent's end of its pipe."""
 
     rank: int
     process: BaseProcess
@@ -117,7 +117,7 @@ class _Child:
 
 @dataclass(slots=True)
 class _Job(Generic[R]):
-    """What is known of the ranks so far."""
+    """The children, and their progress, results and failures so far."""
 
     children: list[_Child]
     progress: dict[int, Progress]
@@ -133,30 +133,30 @@ def run(
     timeout: float,
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
-    """Run the task on ranks 0..world-1 and return what each returned.
+    """Run the task on ranks 0..world-1, and return the results by rank.
 
-    `timeout`, in seconds, bounds every wait inside the group and the silence of all ranks together;
-    `watch` is called with every rank's progress. Raises the first rank's ShardError, or
-    ExchangeError for any other end.
+    `timeout`, in seconds, bounds every wait inside the group, and how long all ranks may be silent;
+    `watch` is called with every rank's progress. Raises the first failing rank's ShardError, or
+    ExchangeError for any other failure.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
     limit = timedelta(seconds=timeout)
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
     try:
-        with _quiet():
+        with _quiet_environment():
             context = _choose_context(task)
-            order = _Order(task, argument, world, store.port, timeout)
+            order = _ChildOrder(task, argument, world, store.port, timeout)
             for rank in range(world):
                 job.children.append(_start(context, order, rank))
         _await_results(job, timeout, watch)
         return [job.results[rank] for rank in range(world)]
     finally:
-        _end([child.process for child in job.children])
+        _end_processes([child.process for child in job.children])
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The environment that children inherit."""
+def _quiet_environment() -> Iterator[None]:
+    """Set the environment that children inherit, and restore it afterwards."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)
     try:
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _choose_context(task: Task[A, R]) -> Context:
-    """A server that has imported torch and the task, to fork from; a fresh start where there is no fork."""
+    """A fork server that has imported torch and the task; or spawning, if fork is not available."""
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -178,19 +178,19 @@ def _choose_context(task: Task[A, R]) -> Context:
     return context
 
 
-def _start(context: Context, order: _Order[A, R], rank: int) -> _Child:
-    """One child, started."""
-    ours, theirs = mp.Pipe()
-    told = (order, rank, theirs)
-    process = context.Process(target=_run_child, args=told, daemon=True, name=f"rank {rank}")
+def _start(context: Context, order: _ChildOrder[A, R], rank: int) -> _Child:
+    """Start the process of one rank."""
+    parent_end, child_end = mp.Pipe()
+    args = (order, rank, child_end)
+    process = context.Process(target=_run_child, args=args, daemon=True, name=f"rank {rank}")
     process.start()
-    # Else our copy of its end would keep the pipe open when the child has died.
-    theirs.close()
-    return _Child(rank, process, ours)
+    # Else this copy of the child's end would keep the pipe open after the child has died.
+    child_end.close()
+    return _Child(rank, process, parent_end)
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    """Ask all to end, and make those that do not."""
+def _end_processes(processes: list[BaseProcess]) -> None:
+    """Terminate all processes, and kill those that do not end."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -203,15 +203,15 @@ def _end(processes: list[BaseProcess]) -> None:
 def _await_results(
     job: _Job[R], timeout: float, watch: Callable[[Mapping[int, Progress]], None]
 ) -> None:
-    """Receive what the children send until all have returned. Raises the first failure."""
+    """Receive the children's messages until all have returned. Raises the first failure."""
     waiting = {child.pipe: child for child in job.children}
-    heard = time.monotonic()
+    last_message = time.monotonic()
     while waiting and not job.failures:
         if _receive_all(job, waiting, 0.5):
-            heard = time.monotonic()
+            last_message = time.monotonic()
         watch(job.progress)
         patience = _choose_patience(job, timeout)
-        if time.monotonic() - heard > patience:
+        if time.monotonic() - last_message > patience:
             raise _describe_silence(job, patience, _list_ranks(waiting))
     if job.failures:
         _collect_later_failures(job, waiting)
@@ -223,9 +223,9 @@ def _list_ranks(waiting: Mapping[Connection, _Child]) -> list[int]:
 
 
 def _receive_all(job: _Job[R], waiting: dict[Connection, _Child], seconds: float) -> bool:
-    """One message of each child that has one within that time; whether any had.
+    """Receive one message of each child that has one within that time. Returns whether any had.
 
-    Who has ended waits no more.
+    Children that have ended are removed from `waiting`.
     """
     ready = wait(list(waiting), timeout=seconds)
     for pipe in ready:
@@ -235,16 +235,16 @@ def _receive_all(job: _Job[R], waiting: dict[Connection, _Child], seconds: float
 
 
 def _choose_patience(job: _Job[R], timeout: float) -> float:
-    """Seconds of silence before the job is given up."""
-    starting = any(at.phase == "start" for at in job.progress.values())
+    """Seconds of silence after which the job fails."""
+    starting = any(each.phase == "start" for each in job.progress.values())
     patience = timeout + PATIENCE
     return patience + STARTING if starting else patience
 
 
 def _collect_later_failures(job: _Job[R], waiting: dict[Connection, _Child]) -> None:
-    """Collect what else fails, for a while, unless the cause is plain: a rank that died without a word."""
+    """Collect other failures, for a while, unless a rank died silently, which is the cause."""
     until = time.monotonic() + PATIENCE
-    while waiting and all(failure.spoken for failure in job.failures):
+    while waiting and all(failure.reported for failure in job.failures):
         left = until - time.monotonic()
         if left <= 0:
             return
@@ -252,18 +252,18 @@ def _collect_later_failures(job: _Job[R], waiting: dict[Connection, _Child]) -> 
 
 
 def _find_cause(job: _Job[R], silent: list[int]) -> ShardError:
-    """The failure nearest to the cause; where all have lost a peer, the ranks that say nothing are the cause."""
+    """The failure nearest to the cause; if all have lost a peer, the silent ranks are the cause."""
     nearest = min(job.failures, key=lambda failure: failure.order).error
     if not silent or not isinstance(nearest, PeerLost):
         return nearest
     phases = {rank: job.progress[rank].phase for rank in silent}
-    at = ", ".join(f"rank {rank} stalled in {phase!r}" for rank, phase in phases.items())
+    stalled = ", ".join(f"rank {rank} stalled in {phase!r}" for rank, phase in phases.items())
     fix = "give a longer timeout if it was only slow"
-    return ExchangeError(f"{at} until the others gave up ({nearest}); {fix}")
+    return ExchangeError(f"{stalled} until the others gave up ({nearest}); {fix}")
 
 
 def _receive(job: _Job[R], child: _Child) -> bool:
-    """One message of the child; whether it was the last."""
+    """Receive one message of the child. Returns whether it was the last."""
     rank = child.rank
     try:
         word, *values = child.pipe.recv()
@@ -284,7 +284,7 @@ def _receive(job: _Job[R], child: _Child) -> bool:
 
 
 def _describe_death(job: _Job[R], child: _Child) -> ShardError:
-    """The error of a process that ended without a word."""
+    """The error for a process that ended without a message."""
     child.process.join(1.0)
     code = child.process.exitcode
     cause = f"exit code {code}"
@@ -299,18 +299,18 @@ def _describe_death(job: _Job[R], child: _Child) -> ShardError:
 
 
 def _describe_silence(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
-    """The error of a job of which nothing is heard."""
+    """The error for a job whose ranks are all silent."""
     phases = {rank: job.progress[rank].phase for rank in ranks}
-    at = ", ".join(f"rank {rank} in {phase!r}" for rank, phase in phases.items())
-    what = f"no rank was heard of for {seconds:.0f} s: {at}"
+    where = ", ".join(f"rank {rank} in {phase!r}" for rank, phase in phases.items())
+    what = f"no rank was heard of for {seconds:.0f} s: {where}"
     return ExchangeError(f"{what}; give a longer timeout, or fewer ranks")
 
 
-def _run_child(order: _Order[A, R], rank: int, pipe: Connection) -> None:
-    """What a process does: join the group, run the task, say how it went."""
-    # An interrupt reaches every process of a terminal; who called `run` ends the children.
+def _run_child(order: _ChildOrder[A, R], rank: int, pipe: Connection) -> None:
+    """The main function of a child: join the group, run the task, send the result or the failure."""
+    # Ctrl-C reaches every process of a terminal; the caller of `run` ends the children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     try:
         _join_group(order, rank)
@@ -321,17 +321,17 @@ def _run_child(order: _Order[A, R], rank: int, pipe: Connection) -> None:
         pipe.send(("failure", time.monotonic(), _make_readable(error, rank)))
 
 
-def _leave_with_parent() -> None:
-    """End this process when its parent has ended."""
+def _exit_with_parent() -> None:
+    """Exit this process when its parent has ended."""
     parent = mp.parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _join_group(order: _Order[A, R], rank: int) -> None:
+def _join_group(order: _ChildOrder[A, R], rank: int) -> None:
     """Join the group of all ranks, over the loopback."""
-    # Gloo would take the address of the host's name, which may be that of a network, or lead nowhere.
+    # Gloo would use the address of the host's name, which may be a network's, or unreachable.
     if os.path.isdir("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=order.timeout)
@@ -340,7 +340,7 @@ def _join_group(order: _Order[A, R], rank: int) -> None:
 
 
 def _make_report(pipe: Connection) -> Report:
-    """`report` for one child: sent at once where the phase changes, else every REPORT_EVERY seconds."""
+    """`report` for one child: it sends at once if the phase changes, else every REPORT_EVERY seconds."""
     last = Progress()
     sent = 0.0
 
@@ -357,7 +357,7 @@ def _make_report(pipe: Connection) -> Report:
 
 
 def _make_readable(error: Exception, rank: int) -> ShardError:
-    """The error as the caller shall see it: ours as it is, gloo's in one line, any other with its traceback."""
+    """The error that the caller gets: a ShardError as it is, gloo's in one line, others with their traceback."""
     if isinstance(error, ShardError):
         return error
     if isinstance(error, RuntimeError) and "gloo" in str(error):

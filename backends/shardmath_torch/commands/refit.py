@@ -4,9 +4,9 @@
     python -m shardmath refit --demo
 
 1. `--src` and `--dst` are sides in the notation of `shardmath.rules`. Ranks are numbered source first, then
-   destination, where the text does not say otherwise; the two may share ranks.
-2. Everything that can be wrong with the request is found here, before a process starts: the files, the rules, the plan.
-3. Then a process per rank (`processes`), and what each does is `refit_rank`.
+   destination, unless the text numbers them; the two may share ranks.
+2. Errors in the request (files, rules, plan) are found here, before a process starts.
+3. Then a process per rank (`processes`) runs `refit_rank`.
 4. Exit status 0: every byte at every destination equals the file. Others: see `command_line`.
 """
 
@@ -47,14 +47,14 @@ DEMO_DST = "tp=4: column (tp n) ...; row n (tp h); vocab (tp n) h"
 """Tensor parallel alone."""
 
 MOST_RANKS = 64
-"""More processes than that on one machine are a typing mistake."""
+"""The most ranks; more processes on one machine are a typing mistake."""
 MOST_SECONDS = 10.0**6
-"""Eleven days. torch's timeouts are timedeltas, which end before 10^14 seconds."""
+"""The longest timeout, eleven days: torch's timeouts are timedeltas, which end before 10^14 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was moved and measured."""
+    """A finished refit: its job, plan and bounds, and the ranks' measurements."""
 
     job: Job
     plan: sm.Plan
@@ -63,7 +63,7 @@ class Result:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `refit` with these arguments; the exit status."""
+    """Run `refit` with these arguments, and return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(argv)
     if options.demo:
@@ -75,7 +75,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """The arguments of `refit`."""
+    """The parser of `refit`'s arguments."""
     parser = make_parser("refit", "Move a model's weights between two parallel layouts.")
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_DIR", help="folder or file with safetensors weights")
@@ -100,7 +100,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _read_seconds(text: str) -> float:
-    """A time in seconds, more than none and no more than MOST_SECONDS."""
+    """A time in seconds, above 0 and at most MOST_SECONDS."""
     is_number = re.fullmatch(r"\d+(\.\d+)?", text)
     if not is_number or not 0 < float(text) <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
@@ -117,7 +117,7 @@ def _read_bytes(text: str) -> int:
 
 
 def _refit(options: argparse.Namespace, model: Path, show: Screen, out: Path | None) -> Result:
-    """Move the model as the options say; what arrives is left in `out`, if there is one."""
+    """Move the model by the options, and write what arrives to `out`, if there is one."""
     job = _make_job(options, model, out)
     with reserved(out) if out else contextlib.nullcontext():
         if out:
@@ -143,7 +143,7 @@ def _move(job: Job, show: Screen) -> Result:
 
 
 def _run_or_undo(job: Job, world: int, receivers: Sequence[int], show: Screen) -> list[Outcome]:
-    """The refit itself; what was there before stays until all has arrived."""
+    """Run all ranks; files of an earlier refit stay until everything has arrived."""
     try:
         with show.progress() as watch:
             outcomes = run(refit_rank, job, world, timeout=job.timeout, watch=watch)
@@ -157,7 +157,7 @@ def _run_or_undo(job: Job, world: int, receivers: Sequence[int], show: Screen) -
 
 
 def _make_job(options: argparse.Namespace, model: Path, out: Path | None) -> Job:
-    """What every rank is told. Raises ShardError for sides and files that cannot be."""
+    """The job for every rank. Raises ShardError for invalid sides and files."""
     src = parse(options.src)
     dst = parse(options.dst, first_rank=max(src.mesh.ranks) + 1)
     weights = open_weights(model)
@@ -165,7 +165,7 @@ def _make_job(options: argparse.Namespace, model: Path, out: Path | None) -> Job
 
 
 def _count_ranks(src: Side, dst: Side) -> int:
-    """Ranks of both sides. Raises MeshError where numbers are left out, or there are too many."""
+    """The number of ranks on both sides. Raises MeshError for gaps in the numbers, or too many ranks."""
     ranks = set(src.mesh.ranks) | set(dst.mesh.ranks)
     idle = set(range(max(ranks) + 1)) - ranks
     if idle:
@@ -178,7 +178,7 @@ def _count_ranks(src: Side, dst: Side) -> int:
 
 
 def _plan(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen) -> sm.Plan:
-    """The plan, proved. Says how long both took."""
+    """Plan the move, prove the plan, and show how long both took."""
     start = time.perf_counter()
     plan = sm.plan(src, dst)
     planned = time.perf_counter()
@@ -194,7 +194,7 @@ def _plan(src: dict[str, sm.Layout], dst: dict[str, sm.Layout], show: Screen) ->
 
 
 def _show_result(result: Result, show: Screen) -> None:
-    """Tables of bytes and times, the busiest sender beside its bound, and what was checked."""
+    """Show tables of bytes and times, the busiest sender with its bound, and what was checked."""
     plan, bound, outcomes = result.plan, result.bound, result.outcomes
     sent = plan.sent_bytes()
     show.table(traffic_table(plan, bound, outcomes))
@@ -206,14 +206,14 @@ def _show_result(result: Result, show: Screen) -> None:
 
 
 def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
-    """The busiest sender beside its bound, and who forces that."""
-    ours = max(sent.values())
-    ratio = ours / bound.busiest if bound.busiest else 1.0
+    """The busiest sender's bytes, with the lower bound, and the ranks that force the bound."""
+    busiest = max(sent.values())
+    ratio = busiest / bound.busiest if bound.busiest else 1.0
     forced_by = _write_ranks(sorted(bound.forced_by))
     why = f"ranks {forced_by} alone hold what forces it"
     if len(bound.forced_by) == 1:
         why = f"rank {forced_by} alone holds what forces it"
-    loads = f"busiest sender {show_bytes(ours)}, lower bound {show_bytes(bound.busiest)}"
+    loads = f"busiest sender {show_bytes(busiest)}, lower bound {show_bytes(bound.busiest)}"
     return f"{loads} (ratio {ratio:.4f}): {why}"
 
 
@@ -222,8 +222,8 @@ def _write_ranks(ranks: Sequence[int]) -> str:
 
 
 def _show_demo(options: argparse.Namespace, show: Screen) -> None:
-    """Refit the demo's model, and compare its embeddings with those of what arrived."""
-    # Here, since the demo alone needs transformers.
+    """Refit the demo's model, and compare its embeddings with those by the arrived weights."""
+    # Imported here, since only the demo needs transformers.
     from shardmath_torch.commands.demo import compare, find_model, read_arrived
 
     options.src = options.src or DEMO_SRC

@@ -1,14 +1,13 @@
-"""Bounds: bytes that no plan which sends every piece straight from a holder to a receiver can go below.
+"""Bounds: lower bounds on the bytes of any plan that sends every piece directly from a holder to a receiver.
 
 1. A rank **receives** at least what it needs and does not hold.
-2. A rank **sends** at least what is asked of it alone: the bytes that others need and only it
-   holds.
+2. A rank **sends** at least the bytes that others need and only it holds.
 3. A set of ranks sends at least what only its members hold; so its busiest member sends at least
    that divided by the size of the set. `busiest` is the highest of these over all sets
    (`flows.flow.find_levels`): some choice of senders reaches it.
 
-Nothing here looks at a plan: only at layouts, whose ranks' pieces are products of runs, identical
-or disjoint. Copies that receivers relay to each other could go below 2 and 3, never below 1.
+The bounds depend only on layouts, whose ranks' pieces are products of runs, identical or disjoint.
+If receivers relay copies to each other, they could go below 2 and 3, never below 1.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """The bounds of moving every tensor from its layout in `src` to its layout in `dst`, none of them Partial."""
+    """The bounds for moving every tensor from its layout in `src` to its layout in `dst`, none of them Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})
@@ -57,7 +56,7 @@ def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
 
 
 def _sum_demands(src: Layouts, dst: Layouts) -> tuple[Counter[int], Counter[Holders]]:
-    """Bytes of all tensors: by receiver, and by who holds them."""
+    """Bytes that receivers need of all tensors: by receiver, and by the set of their holders."""
     received: Counter[int] = Counter()
     demand: Counter[Holders] = Counter()
     pairs = Counter((src[name], dst[name]) for name in src)
@@ -86,7 +85,7 @@ def _list_demands(src: Layout, dst: Layout) -> Iterator[tuple[int, Holders, int]
 
 
 def _group_holders(layout: Layout) -> dict[Held, Holders]:
-    """Each piece that ranks hold, and who holds it."""
+    """Each piece that ranks hold, and its holders."""
     found: dict[Held, set[int]] = {}
     for rank in layout.mesh.ranks:
         pairs = zip(layout.runs(rank), layout.shape, strict=True)
@@ -96,14 +95,14 @@ def _group_holders(layout: Layout) -> dict[Held, Holders]:
 
 
 def _sort_runs(runs: Runs, n: int) -> Runs:
-    """The same positions in global order: equal for ranks that hold the same in another order."""
+    """The runs in global order, so that they are equal for ranks with the same positions in another order."""
     segments = [(start, start, length) for _, start, length in runs.segments]
     return Runs(segments, n)
 
 
 @memo()
 def _count_common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
-    """Elements in both."""
+    """The number of elements in both pieces."""
     sizes = []
     for p, q, n in zip(a, b, shape, strict=True):
         both = compose(p, invert(q, n))

@@ -1,11 +1,11 @@
-"""Where a refit leaves what arrived: `rank<r>.safetensors` of each destination rank, in a folder.
+"""Output of a refit: `rank<r>.safetensors` of each destination rank, in a folder.
 
-1. A folder in which one of these names is a file of the model, by whatever link, is refused before anything starts.
-2. Ranks write under names of their own until every byte has been compared. Until then, and where it fails, what lay
-   there lies there still.
-3. Then all files of an earlier refit are removed, also those of other ranks, and then what has arrived is renamed. Cut
-   off in between, some files are missing, and never is there something of two refits.
-4. From the first check to the last name the folder is locked: a second refit to it is an error while one is under way.
+1. A folder in which one of these names is a file of the model, by any link, raises before anything starts.
+2. Ranks write drafts until every byte has been compared. Until then, and if the refit fails, files of an earlier refit
+   stay.
+3. Then all files of an earlier refit are removed, even of other ranks, and then the drafts are renamed. If that is
+   interrupted, some files are missing, but files of two refits are never mixed.
+4. From the first check to the last rename the folder is locked: a second refit to it raises while one is running.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
 
 UNFINISHED, LOCK = ".unfinished", ".shardmath-refit.lock"
 NAME = re.compile(rf"rank\d+\.safetensors({re.escape(UNFINISHED)})?")
-"""What is ours in the folder: written, or removed."""
+"""The names of files that refits write or remove."""
 
 
 def shard_file(folder: Path, rank: int) -> Path:
-    """Where `rank` leaves what arrived."""
+    """The file of the weights that arrived at `rank`."""
     return folder / f"rank{rank}.safetensors"
 
 
@@ -42,13 +42,13 @@ def _draft(folder: Path, rank: int) -> Path:
 
 
 def _list_ours(folder: Path) -> list[Path]:
-    """Files that have such a name as a refit gives."""
+    """The files in the folder with names that refits use."""
     return [file for file in folder.iterdir() if NAME.fullmatch(file.name)]
 
 
 @contextlib.contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """Makes the folder. Nobody else refits to it meanwhile; raises ShardError where somebody does."""
+    """Make the folder, and lock it during the block. Raises ShardError if another refit to it is running."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def _unwritable(folder: Path, error: OSError) -> ShardError:
 
 
 def check_out(folder: Path, weights: Weights) -> None:
-    """Raises ShardError where the folder cannot be read, or where a file of the model would be replaced there."""
+    """Raise ShardError if the folder cannot be read, or if a file of the model would be replaced there."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
         for file in _list_ours(folder):
@@ -74,7 +74,7 @@ def check_out(folder: Path, weights: Weights) -> None:
 
 
 def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> None:
-    """Raises ShardError for what a refit cannot remove, and for a file of the model, by whatever link."""
+    """Raise ShardError for anything but a file or link, and for a file of the model, by any link."""
     what = f"--out {folder}: {file.name} is"
     if not file.is_symlink() and not file.is_file():
         kind = "a folder" if file.is_dir() else "not a regular file"
@@ -89,13 +89,10 @@ def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> Non
 
 
 def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes what arrived at `rank`, not yet under its name. On disk when this returns.
-
-    Raises ShardError where it cannot be written.
-    """
+    """Write what arrived at `rank` to a draft, on disk. Raises ShardError if it cannot be written."""
     file = _draft(folder, rank)
     try:
-        # It may be a link, to somebody's file: what is there is removed, never written to.
+        # Removed, never written to: it may be a link to another file.
         file.unlink(missing_ok=True)
         save_file(tensors, file)
         with file.open("rb") as stream:
@@ -106,7 +103,7 @@ def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Removes what other refits left, and gives what the ranks wrote its names. Raises ShardError where it cannot."""
+    """Remove files of other refits, and rename the ranks' drafts. Raises ShardError if that fails."""
     fix = "what has arrived there is not whole: refit again"
     try:
         _replace(folder, ranks)
@@ -122,14 +119,14 @@ def _replace(folder: Path, ranks: Sequence[int]) -> None:
     for file in _list_ours(folder):
         if file not in drafts:
             file.unlink()
-    # On disk before the first new name is.
+    # Removals are on disk before the first rename.
     sync(folder)
     for rank in ranks:
         os.replace(_draft(folder, rank), shard_file(folder, rank))
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:
-    """Removes what the ranks have written, where the refit failed."""
+    """Remove the drafts of a failed refit."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             _draft(folder, rank).unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""What one rank of `refit` does: load its slices, plan, compile, move, check.
+"""The task of one rank of `refit`: load its slices, plan, compile, move, check.
 
-1. A source rank reads its own slices and no more; a destination rank starts with empty tensors.
-2. Every rank plans for itself, and holds its plan against the digest of the one that was proved.
-3. Before each move the destination's bytes are poisoned, so that what is right afterwards has been
-   moved.
-4. Beside each move the same bytes go between the same pairs by hand-written `batch_isend_irecv` on
-   contiguous buffers: what the network alone costs.
+1. A source rank reads only its own slices; a destination rank starts with empty tensors.
+2. Every rank plans for itself, and compares its plan's digest with the proved plan's.
+3. Before each move the destination's bytes are poisoned, so that bytes that are right afterwards have
+   been moved.
+4. After each move the same bytes are sent between the same pairs by a hand-written
+   `batch_isend_irecv` on contiguous buffers, to measure the cost of the network.
 5. At the end every byte that arrived is compared with the file.
 """
 
@@ -42,12 +42,12 @@ End: TypeAlias = Callable[..., dist.Work | None]
 _Buffer: TypeAlias = tuple[End, torch.Tensor, int]
 
 POISON = 0xA5
-"""In every byte of the destination before a move."""
+"""The value of every byte of the destination before a move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank is told; `timeout` in seconds, `out` a folder for what arrives, `digest` the plan's."""
+    """The job of every rank; `timeout` in seconds, `out` a folder for what arrives, `digest` the proved plan's."""
 
     weights: Weights
     src: Side
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank measured: seconds of each phase and step, bytes loaded and compared."""
+    """One rank's measurements: seconds of each phase and step, bytes loaded and compared."""
 
     load_s: float
     plan_s: float
@@ -73,11 +73,11 @@ class Outcome:
 
 
 def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
-    """The task of `rank`. Raises ShardError, among others for a byte that differs from the file."""
+    """Run the refit on `rank`. Raises ShardError, for example for a byte that differs from the file."""
     shapes = job.weights.shapes
     src = job.src.layouts(shapes)
     dst = job.dst.layouts(shapes)
-    ours, load_s = _time(lambda: _load(job, src, rank, report))
+    source, load_s = _time(lambda: _load(job, src, rank, report))
     arriving = _make_destination(job, dst, rank)
     report("plan", 0, 1)
     plan, plan_s = _time(lambda: sm.plan(src, dst))
@@ -85,52 +85,52 @@ def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
     report("compile", 0, 1)
     limit = job.max_inflight_bytes
     mover, compile_s = _time(lambda: compile(plan, timeout=job.timeout, max_inflight_bytes=limit))
-    move = partial(mover, ours, out=arriving)
+    move = partial(mover, source, out=arriving)
     peer = _prepare_peer(plan, rank)
-    move_s, peer_s = _race(job, move, peer, arriving, report)
+    move_s, peer_s = _time_steps(job, move, peer, arriving, report)
     checked = _check(job, dst, rank, arriving, report) if arriving else 0
-    loaded = sum(tensor.nbytes for tensor in (ours or {}).values())
+    loaded = sum(tensor.nbytes for tensor in (source or {}).values())
     return Outcome(load_s, plan_s, compile_s, move_s, peer_s, loaded, checked)
 
 
 def _make_destination(job: Job, layouts: Layouts, rank: int) -> dict[str, torch.Tensor] | None:
-    """Tensors for what arrives at the rank, if it is on that side."""
+    """Tensors for what arrives at the rank; None if it is not on the destination side."""
     if rank not in job.dst.mesh:
         return None
     return {name: make_zeros(layout, rank) for name, layout in layouts.items()}
 
 
 def _check_proved(plan: sm.Plan, job: Job, rank: int) -> None:
-    """Raise PlanError unless this is the plan that was proved before ranks were started."""
+    """Raise PlanError unless this rank's plan is the one that was proved before ranks were started."""
     if plan.digest != job.digest:
         what = f"rank {rank} plans {plan.digest}, proved was {job.digest}"
         raise sm.PlanError(f"{what}; run one version of everything")
 
 
 def _time(work: Callable[[], T]) -> tuple[T, float]:
-    """What it returns, and seconds."""
+    """The result of the work, and its seconds."""
     start = time.perf_counter()
     result = work()
     return result, time.perf_counter() - start
 
 
 def _load(job: Job, layouts: Layouts, rank: int, report: Report) -> dict[str, torch.Tensor] | None:
-    """The rank's part of the source, if it is on that side."""
+    """The rank's part of the source; None if it is not on the source side."""
     if rank not in job.src.mesh:
         return None
     return load(job.weights, layouts, rank, progress=partial(report, "load"))
 
 
-def _race(
+def _time_steps(
     job: Job, move: Step, peer: Step, arriving: Tensors | None, report: Report
 ) -> tuple[Seconds, Seconds]:
-    """Seconds of every move, and of the hand-written exchange that follows it on the same state of the machine."""
+    """Seconds of every move, and of the hand-written exchange right after it, under the same load of the machine."""
     move_s = []
     peer_s = []
     for step in range(job.steps):
         report("move", step, job.steps)
         for tensor in (arriving or {}).values():
-            # As bytes: not every type has a number to fill with.
+            # As bytes, since not every dtype can be filled with a number.
             flat(tensor).view(torch.uint8).fill_(POISON)
         move_s.append(_time_together(move))
         peer_s.append(_time_together(peer))
@@ -139,14 +139,14 @@ def _race(
 
 
 def _time_together(step: Step) -> float:
-    """Seconds of one step that all ranks begin at once."""
+    """Seconds of one step, after a barrier."""
     dist.barrier()
     _, seconds = _time(step)
     return seconds
 
 
 def _prepare_peer(plan: sm.Plan, rank: int) -> Step:
-    """The bytes of the plan between the same pairs, one contiguous buffer each way, and nothing else."""
+    """A hand-written exchange of the plan's bytes between the same pairs, one contiguous buffer each way."""
     outgoing = Counter[int]()
     incoming = Counter[int]()
     for transfer in plan.transfers(src=rank):
@@ -158,7 +158,7 @@ def _prepare_peer(plan: sm.Plan, rank: int) -> Step:
 
 
 def _make_buffers(end: End, sizes: Mapping[int, int], rank: int) -> list[_Buffer]:
-    """A buffer for each peer with which the rank shares bytes."""
+    """A buffer for each peer with which the rank exchanges bytes."""
     buffers: list[_Buffer] = []
     for peer, nbytes in sorted(sizes.items()):
         if peer != rank and nbytes:
@@ -167,7 +167,7 @@ def _make_buffers(end: End, sizes: Mapping[int, int], rank: int) -> list[_Buffer
 
 
 def _exchange(buffers: list[_Buffer]) -> None:
-    """All of them at once, to the end."""
+    """Start all sends and receives at once, and wait for them."""
     if not buffers:
         return
     operations = [dist.P2POp(*buffer) for buffer in buffers]
@@ -178,7 +178,7 @@ def _exchange(buffers: list[_Buffer]) -> None:
 def _check(
     job: Job, layouts: Layouts, rank: int, arriving: dict[str, torch.Tensor], report: Report
 ) -> int:
-    """Bytes compared with the file; then what arrived is written out where that is asked."""
+    """Compare what arrived with the file, and write it out if requested. Returns the number of bytes compared."""
     checked = check(job.weights, layouts, rank, arriving, progress=partial(report, "check"))
     if job.out:
         leave(job.out, rank, arriving)

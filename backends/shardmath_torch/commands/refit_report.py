@@ -1,7 +1,7 @@
-"""What `refit` says: tables as values, and two screens that show them, rich on a terminal and plain elsewhere.
+"""Report of `refit`: tables as values, and two screens that show them, rich on a terminal and plain elsewhere.
 
 1. Sizes are decimal: 1 MB is 10^6 bytes.
-2. A bound stands beside what it bounds.
+2. A bound is shown next to what it bounds.
 3. On a terminal progress is one line that changes; elsewhere it is one line per phase, and one
    every PLAIN_EVERY seconds.
 """
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 PHASES = ("start", "load", "plan", "compile", "move", "check", "done")
-"""In the order in which a rank goes through them."""
+"""The phases of a rank, in order."""
 
 PLAIN_EVERY = 5.0
 """Seconds between lines about the same phase."""
@@ -51,14 +51,14 @@ Watch: TypeAlias = Callable[[Mapping[int, Progress]], None]
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows of text under a header; columns of numbers stand right."""
+    """Rows of text under a header; columns of numbers are right-aligned."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def right(self, column: int) -> bool:
-        """Whether the column holds numbers, or nothing."""
+        """Whether the column has only numbers and empty cells, and so is right-aligned."""
         for row in self.rows:
             cell = row[column]
             digits = cell.lstrip("-")
@@ -84,7 +84,7 @@ class TextTable:
 
 
 class Screen(Protocol):
-    """Where `refit` writes."""
+    """The output of `refit`."""
 
     def line(self, text: str) -> None:
         """A line of text."""
@@ -93,11 +93,11 @@ class Screen(Protocol):
         """A table, with a blank line before it."""
 
     def progress(self) -> AbstractContextManager[Watch]:
-        """While inside, shows every rank's progress."""
+        """A context that shows every rank's progress."""
 
 
 def choose_screen() -> Screen:
-    """rich on a terminal, plain elsewhere."""
+    """A screen for stdout: rich on a terminal, plain elsewhere."""
     return _TerminalScreen() if sys.stdout.isatty() else _PlainScreen()
 
 
@@ -122,7 +122,7 @@ class _PlainScreen:
             phase = _find_slowest(progress)
             if phase != shown or now - shown_at > PLAIN_EVERY:
                 shown, shown_at = phase, now
-                self.line(f"[{now:5.1f} s] {_summarise(progress)}")
+                self.line(f"[{now:5.1f} s] {_summarize(progress)}")
 
         yield watch
 
@@ -154,60 +154,60 @@ class _TerminalScreen:
 
             def watch(progress: Mapping[int, Progress]) -> None:
                 done = _count_phases(progress)
-                bar.update(task, description=_summarise(progress), completed=done)
+                bar.update(task, description=_summarize(progress), completed=done)
 
             yield watch
 
 
 def _find_slowest(progress: Mapping[int, Progress]) -> str:
-    """The earliest phase that a rank is in."""
-    phases = {at.phase for at in progress.values()}
+    """The earliest phase of any rank."""
+    phases = {each.phase for each in progress.values()}
     return min(phases, key=PHASES.index)
 
 
-def _summarise(progress: Mapping[int, Progress]) -> str:
+def _summarize(progress: Mapping[int, Progress]) -> str:
     """The slowest phase, how many ranks are in it, and how much of it they have done."""
     phase = _find_slowest(progress)
-    there = [at for at in progress.values() if at.phase == phase]
-    text = f"{phase} ({len(there)} of {plural(progress, 'rank')})"
+    slowest = [each for each in progress.values() if each.phase == phase]
+    text = f"{phase} ({len(slowest)} of {plural(progress, 'rank')})"
     if phase in ("load", "check"):
-        done = sum(at.done for at in there)
-        total = sum(at.total for at in there)
+        done = sum(each.done for each in slowest)
+        total = sum(each.total for each in slowest)
         return f"{text}: {show_bytes(done)} of {show_bytes(total)}"
     if phase == "move":
-        step = min(at.done for at in there) + 1
-        return f"{text}: step {step:.0f} of {there[0].total:.0f}"
+        step = min(each.done for each in slowest) + 1
+        return f"{text}: step {step:.0f} of {slowest[0].total:.0f}"
     return text
 
 
 def _count_phases(progress: Mapping[int, Progress]) -> float:
-    """Phases behind the ranks, on average, with the part of the present one."""
-    behind = 0.0
-    for at in progress.values():
-        behind += PHASES.index(at.phase)
-        if at.total:
-            behind += at.done / at.total
-    return min(behind / len(progress), len(PHASES) - 1)
+    """The number of finished phases, averaged over ranks, with the finished part of the present one."""
+    finished = 0.0
+    for each in progress.values():
+        finished += PHASES.index(each.phase)
+        if each.total:
+            finished += each.done / each.total
+    return min(finished / len(progress), len(PHASES) - 1)
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """The layouts chosen: tensors by the rules that they fall to on either side, most tensors first."""
+    """A table of layouts: tensors grouped by the rules that match them on both sides, largest groups first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
         rows.append(_write_group(weights, rules, groups[rules]))
     header = ("rule", "tensors", "size", "source", "destination", "for example")
-    before_mesh, after_mesh = Side(src.mesh), Side(dst.mesh)  # without rules: the meshes alone
+    before_mesh, after_mesh = Side(src.mesh), Side(dst.mesh)  # without rules, to show only meshes
     title = f"Layouts: {before_mesh}  ->  {after_mesh}"
     return TextTable(title, header, tuple(rows))
 
 
 _Rules: TypeAlias = tuple[Rule | None, Rule | None]
-"""That of the source and that of the destination."""
+"""The rules that match a tensor: the source's and the destination's."""
 
 
 def _group_by_rules(weights: Weights, src: Side, dst: Side) -> dict[_Rules, list[str]]:
-    """The names of tensors by the rules that they fall to."""
+    """The names of tensors by the rules that match them."""
     before = src.matches(weights.entries)
     after = dst.matches(weights.entries)
     groups: dict[_Rules, list[str]] = {}
@@ -217,7 +217,7 @@ def _group_by_rules(weights: Weights, src: Side, dst: Side) -> dict[_Rules, list
 
 
 def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str, ...]:
-    """A row: the tensors that fall to these rules, the largest as an example."""
+    """The row of a group of tensors, with the largest as an example."""
     patterns = [rule.pattern if rule else "(none)" for rule in rules]
     texts = [rule.layout if rule else "..." for rule in rules]
     sizes = {name: weights.entries[name].nbytes for name in names}
@@ -233,7 +233,7 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 
 
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> TextTable:
-    """Bytes that each rank loaded, sent and received, each beside what no direct plan can go below."""
+    """A table of the bytes that each rank loaded, sent and received, with the lower bounds of direct plans."""
     counts = _count_traffic(plan, bound, outcomes)
     rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
@@ -257,7 +257,7 @@ TRAFFIC = (
 def _count_traffic(
     plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]
 ) -> dict[int, tuple[int, ...]]:
-    """Bytes of each rank, as in the columns of TRAFFIC behind the first."""
+    """The bytes of each rank, in the columns of TRAFFIC after the first."""
     sent = plan.sent_bytes()
     received = plan.received_bytes()
     counts: dict[int, tuple[int, ...]] = {}
@@ -270,7 +270,7 @@ def _count_traffic(
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
-    """Seconds and throughput of the moves, beside those of a plain exchange of the same bytes.
+    """A table of the time and throughput of moves, and of a plain exchange of the same bytes.
 
     A step takes as long as its slowest rank.
     """
@@ -289,12 +289,12 @@ def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
 
 
 def _find_slowest_ranks(steps_of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of each step, on the rank that took longest."""
+    """Seconds of each step on its slowest rank."""
     return [max(step) for step in zip(*steps_of_ranks, strict=True)]
 
 
 def _write_ratio(nbytes: int, ours: float, peer: float) -> str:
-    """How much longer ours took; nothing to compare where no byte goes from rank to rank."""
+    """How many times longer the move took than the plain exchange; "-" if ranks exchange no bytes."""
     return f"{ours / peer:.2f}" if nbytes and peer else "-"
 
 

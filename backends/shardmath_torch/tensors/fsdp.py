@@ -1,4 +1,4 @@
-"""What FSDP2 keeps to itself of the modules that it divides (torch 2.13)."""
+"""FSDP: private state of FSDP2 in the modules that it shards (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["give_shards_back", "has_gathered", "list_fsdp_groups", "list_gathere
 
 
 def list_fsdp_groups() -> list[Any]:
-    """What FSDP2 gathers together, of all modules that are alive (torch 2.13: FSDPParamGroup)."""
+    """FSDP2's groups of parameters that are gathered together, of all live modules (torch 2.13: FSDPParamGroup)."""
     found: dict[int, Any] = {}
-    # A list at once: other threads may divide modules meanwhile.
+    # Copied into a list at once: other threads may shard modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
         state = None if module is None else _get_module_state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -24,29 +24,29 @@ def list_fsdp_groups() -> list[Any]:
 
 
 def list_keepers(group: Any) -> list[Any]:
-    """What it keeps of each parameter, with its `sharded_param` (torch 2.13: FSDPParam)."""
+    """FSDP2's state of each parameter of a group, with its `sharded_param` (torch 2.13: FSDPParam)."""
     return list(group.fsdp_params)
 
 
 def list_gathered(keeper: Any) -> list[Tensor]:
-    """What FSDP2 has gathered of a parameter, whether or not it still has memory."""
+    """The tensors that FSDP2 has gathered for a parameter, even if they no longer have memory."""
     names = "_unsharded_param", "_sharded_post_forward_param"
     found = [getattr(keeper, name, None) for name in names]
-    return [one for one in found if one is not None]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def give_shards_back(group: Any) -> None:
-    """Puts shards in their places, and frees what was gathered of them: as FSDP2 itself does before a `state_dict`.
+    """Make shards the module's parameters again, and free gathered ones, as FSDP2 itself does before a `state_dict`.
 
-    Not its `reshard`, which does nothing in a forward: in one that has failed, it is for ever.
+    Not by its `reshard`, which does nothing during a forward: after one that failed, it would never do anything.
     """
-    # What was gathered ahead came of the shards as they were.
+    # A prefetched gather used the earlier values of the shards.
     group.wait_for_unshard()
     group._to_sharded()
 
 
 def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
-    """Whether FSDP2 has what it gathered of a sharded parameter in its place, or a part of that, for the time being."""
+    """Whether `now` is a tensor that FSDP2 has gathered for the sharded parameter, and put in its place for now."""
     if now is None or getattr(keeper, "sharded_param", None) is not sharded:
         return False
-    return any(now is one for one in list_gathered(keeper))
+    return any(now is tensor for tensor in list_gathered(keeper))

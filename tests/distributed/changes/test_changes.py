@@ -119,7 +119,7 @@ FAULTS = {
     "whole=1": "rank 1: whole=1; pass True or False",
     "outside": "rank 1: positions of '' go from 4 to 4; the tensor has cells 0 to 3",
     "twice": "rank 1: positions of '' have a cell twice",
-    "name": "rank 1: positions of 'w', which is no source tensor of this rank",
+    "name": "rank 1: positions= names 'w', which this rank does not send; its source tensors are none",
     "kind": "rank 1: positions of '' are .*; pass a row of int64",
     "no snapshot": "rank 1: no snapshots are kept; pass positions= on every rank",
 }

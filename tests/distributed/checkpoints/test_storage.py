@@ -205,14 +205,14 @@ def test_the_copy_of_the_index_is_of_the_save_that_counts(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where another save ends while this one is about to write its copy."""
-    real, turns = writing._copy, iter([True])
+    real, turns = writing._update_copy, iter([True])
 
     def paused(*args: Any) -> None:
         if next(turns, False):
             smt.save(url, {"v": torch.full((6,), 2.0)}, {"v": LINE})
         real(*args)
 
-    monkeypatch.setattr(writing, "_copy", paused)
+    monkeypatch.setattr(writing, "_update_copy", paused)
     smt.save(url, {"v": torch.ones(6)}, {"v": LINE})
     assert len(names_at(url)) == 3
     (place(url) / ".metadata").unlink()

@@ -525,7 +525,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "a name": (lambda: ({"__metadata__": torch.ones(2)},), {}, "give it another name"),
     "no text": (lambda: ({"\ud800": torch.ones(2)},), {}, "give it another name"),
     "bytes": (lambda: ({"w": b"x"}, {"w": None}), {}, "bytes of ranks' own"),
-    "an object": (lambda: ({"w": [1]},), {}, "'w' is a list; give tensors alone"),
+    "an object": (lambda: ({"w": [1]},), {}, "'w' is a list; give only tensors"),
     "no mapping": (lambda: ([torch.ones(2)],), {}, "a list is exported"),
     "a shape": (
         lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((3,), sm.Mesh(), {})}),

@@ -30,7 +30,7 @@ def test_equal_names_of_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.t().contiguous() for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(recording, "_find_reversion", lambda module: revert)
+    monkeypatch.setattr(recording, "_find_converter", lambda module: revert)
     recorded = recording.record_conversion(nn.Identity(), {"w": ((3, 3), "float32")})
     assert recorded is not None
     weight = torch.arange(9.0).reshape(3, 3)

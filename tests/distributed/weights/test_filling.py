@@ -299,7 +299,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
         "'q_proj.weight' is stored as float8_e4m3fn, and FP8 e5m2 per 128 x 128 has float8_e5m2",
     ),
     "three arrays": (formats.NVFP4(), "NVFP4 1-D stores data, scales, .*; load them with smt.load"),
-    "no format at all": ("fp8", "format='fp8' is no format; give one of shardmath.formats"),
+    "no format at all": ("fp8", "format='fp8' is not a format; give one of shardmath.formats"),
 }
 
 

@@ -2,6 +2,6 @@
 
 In reading order:
 
-- `sources`: what is exported, and who holds what of it;
+- `sources`: the tensors of an export, and their layouts;
 - `export`: `export`.
 """

@@ -1,10 +1,10 @@
-"""`export`: a model for Hugging Face's tools and engines, from any layouts.
+"""Export: a model for Hugging Face's tools and engines, from any layouts.
 
-1. To export is to move: every file has a rank that writes it, and a plan takes all of each tensor to that rank.
+1. To export is to move: every file has a rank that writes it, and a plan sends all of each tensor to that rank.
    Files are dealt to the ranks in turn, and all ranks write at once.
-2. A rank holds BATCH bytes of whole tensors at a time, or one tensor where that is longer, beside what it had; files
-   of any size are written piece by piece.
-3. Collective: what goes wrong on one rank is a CheckpointError on all, and then the former export is as it was.
+2. In addition to what it held before, a rank holds BATCH bytes of whole tensors at a time, or one tensor if that is
+   longer; files of any size are written piece by piece.
+3. Collective: an error on one rank raises CheckpointError on all, and the earlier export stays as it was.
    `hf_folder` has the rules of files, names and folders.
 """
 
@@ -68,7 +68,7 @@ from shardmath_torch.moves.observing.bars import Progress, Tally
 __all__ = ["BATCH", "export"]
 
 BATCH = 256 << 20
-"""Bytes of whole tensors that a rank holds to write them."""
+"""The most bytes of whole tensors that a rank holds at a time, unless one tensor is longer."""
 
 ALIKE = (
     "call it with the same on all ranks, and with mesh= where DTensors are on other meshes than "
@@ -76,14 +76,14 @@ ALIKE = (
 )
 
 
-class _Task(NamedTuple):
-    """What all ranks do: files by name, and the ranks that write."""
+class _ExportTask(NamedTuple):
+    """An export that has been checked: its folder, its files by name, and the ranks that write."""
 
     folder: Path
     files: dict[str, File]
     ranks: tuple[int, ...]
     first: bool
-    """Whether this rank is the one that takes the lock, and gives the files their names."""
+    """Whether this rank takes the lock, and renames the files."""
 
 
 def export(
@@ -97,22 +97,20 @@ def export(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes whole tensors to `path` as safetensors with an index, which transformers and engines load.
+    """Write whole tensors to `path` as safetensors with an index, which transformers and engines load.
 
-    `source` is a module (its parameters and persistent buffers, under its own names, and of transformers' models as
-    `save_pretrained` names and cuts them); or this rank's local tensors with
-    everybody's `layouts`, as `save` takes them; or DTensors and plain tensors by name, the plain ones the same on all
-    ranks of `mesh`, by default the largest of the DTensors'. `tied` says, as {name: name of a tensor}, which names are
-    another's; of a module that is known. They are in the index and the header's metadata, not stored twice.
-    `max_shard_size` is of a file: bytes, or text as transformers has it, such as "5GB". A config.json is yours to add:
-    `model.config.save_pretrained(path)`. `progress` is called with this rank's bytes that are written and all that it
-    writes.
+    `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
+    split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;
+    or DTensors and plain tensors by name, the plain ones the same on all ranks of `mesh`, by default the largest of the
+    DTensors'. `tied` maps additional names to names of tensors; a module's are found. They are listed in the index and
+    the header's metadata, and not stored twice.
+    `max_shard_size` limits a file: bytes, or text as in transformers, such as "5GB". Add a config.json yourself:
+    `model.config.save_pretrained(path)`. `progress` is called with the bytes that this rank has written and will write.
 
-    Collective over `group` (default: all ranks). An earlier export in the folder is replaced at once, when the new one
-    is on disk; until then, and where this fails, it is as it was. Raises CheckpointError on every rank: for a folder
-    with weights that no export wrote, for what `save` refuses, and for what safetensors cannot say: types it has no
-    name for, bytes of ranks' own, extra states of modules, no tensor at all; ExchangeError where a rank is lost on the
-    way.
+    Collective over `group` (default: all ranks). An earlier export in the folder is replaced in one step when the new
+    one is on disk; until then, and if the export fails, it stays as it was. Raises CheckpointError on every rank for a
+    folder with weights that no export wrote, for what `save` raises for, and for what safetensors cannot hold: other
+    dtypes, per-rank bytes, modules' extra states, no tensor at all; ExchangeError if a rank is lost during the move.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(shared(group))
@@ -121,7 +119,7 @@ def export(
         given = lay_out(source, layouts, mesh, group)
         given = given._replace(tied={**given.tied, **(tied or {})})
         prepare = partial(_prepare, path, given, max_shard_size, group)
-        task = on_all("export", prepare, group, claim=partial(_describe_task, given), fix=ALIKE)
+        task = on_all("export", prepare, group, claim=partial(_claim_task, given), fix=ALIKE)
         lock = partial(_lock, task, stack)
         on_all("lock the folder", lock, group)
         _write(task, given, group, tally)
@@ -134,30 +132,30 @@ def _check(
     mesh: object,
     progress: Progress | None,
 ) -> Tally:
-    """Checks what is given; what is told of it."""
+    """Check the arguments, and make the tally that reports progress."""
     check_source(source, layouts, tied, mesh)
     return Tally(progress)
 
 
-def _lock(task: _Task, stack: contextlib.ExitStack) -> None:
+def _lock(task: _ExportTask, stack: contextlib.ExitStack) -> None:
     if task.first:
         stack.enter_context(locked(task.folder))
 
 
-# What to do
+# Preparing
 
 
 def _prepare(
     path: str | os.PathLike[str], given: ExportSource, limit: int | str, group: Group | None
-) -> _Task:
-    """What to do, after everything is checked that can be before a byte moves."""
+) -> _ExportTask:
+    """Check everything that can be checked before a byte moves, make the folder, and divide tensors into files."""
     check_ranks(given.layouts, group)
     rank = compat.rank_or_0()
     source, _ = wanted(to_disk(given.layouts), rank)
     fits(source, by_key(source, given.tensors))
     entries = {name: given.entry_of(name) for name in given.layouts}
     if not entries:
-        # No reader takes an index without files, and an earlier export would be gone.
+        # No reader takes an index without files, and the earlier export would be lost.
         raise CheckpointError(
             "there is no tensor to export; give a module with some, or tensors by name"
         )
@@ -168,11 +166,11 @@ def _prepare(
     check_folder(folder)
     names = file_names(len(files))
     ranks = list_ranks(group)
-    return _Task(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
+    return _ExportTask(folder, dict(zip(names, files, strict=True)), ranks, rank == ranks[0])
 
 
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
-    """Raises CheckpointError for another name of nothing, or one that is a tensor's."""
+    """Raise CheckpointError for a tied name that is a tensor's, or is tied to none."""
     check_entries(dict.fromkeys(tied, ((), "uint8")))
     check_tied(tied)
     for name, kept in tied.items():
@@ -186,32 +184,32 @@ def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
         raise CheckpointError(f"{what}; tie a new name to a tensor that is")
 
 
-def _describe_task(given: ExportSource, task: _Task) -> dict[str, str]:
-    """What ranks must have in common."""
-    said = {"the folder": repr(str(task.folder))}
+def _claim_task(given: ExportSource, task: _ExportTask) -> dict[str, str]:
+    """What must be the same on all ranks: the folder, the files, and the layouts."""
+    claims = {"the folder": repr(str(task.folder))}
     for file, tensors in task.files.items():
         for name, (shape, dtype) in tensors.items():
-            said[repr(name)] = f"{dtype}{list(shape)} in {file}"
+            claims[repr(name)] = f"{dtype}{list(shape)} in {file}"
     for name, kept in given.tied.items():
-        said[f"the tensor of the name {name!r}"] = repr(kept)
+        claims[f"the tensor of the name {name!r}"] = repr(kept)
     for name, windows in given.layouts.items():
-        # Equal layouts may be spelled in several ways.
+        # By what ranks hold: equal layouts may be spelled in several ways.
         held = digest([holdings_digest(layout) for layout in windows])
-        said[f"what ranks hold of {name!r}"] = held[:12]
-    return said
+        claims[f"what ranks hold of {name!r}"] = held[:12]
+    return claims
 
 
 # Files
 
 
-def _write(task: _Task, given: ExportSource, group: Group | None, tally: Tally) -> None:
-    """Writes all files, and gives them their names when all are written."""
+def _write(task: _ExportTask, given: ExportSource, group: Group | None, tally: Tally) -> None:
+    """Write all files, one per rank at a time, and rename them once all are written."""
     names = list(task.files)
     count = len(task.ranks)
     drafts: list[DraftFile] = []
     try:
-        for at in range(0, len(names), count):
-            wave = names[at : at + count]
+        for first in range(0, len(names), count):
+            wave = names[first : first + count]
             _write_wave(task, given, wave, drafts, group, tally)
         on_all("name its files", partial(_commit, task, given), group)
         drafts.clear()
@@ -220,17 +218,17 @@ def _write(task: _Task, given: ExportSource, group: Group | None, tally: Tally) 
 
 
 def _write_wave(
-    task: _Task,
+    task: _ExportTask,
     given: ExportSource,
     names: Sequence[str],
     drafts: list[DraftFile],
     group: Group | None,
     tally: Tally,
 ) -> None:
-    """Writes some files at once, the i-th of them on the i-th rank, whose drafts get one more."""
+    """Write these files at once, the i-th on the i-th rank, which adds its draft to `drafts`."""
     number = task.ranks.index(compat.rank_or_0())
     name = names[number] if number < len(names) else None
-    draft = on_all("write its file", partial(_begin, task, given, name, tally), group)
+    draft = on_all("write its file", partial(_open_draft, task, given, name, tally), group)
     if draft is not None:
         drafts.append(draft)
     batches = [_list_batches(task.files[each]) for each in names]
@@ -242,8 +240,10 @@ def _write_wave(
     on_all("write its file", partial(_close, task, draft), group)
 
 
-def _begin(task: _Task, given: ExportSource, name: str | None, tally: Tally) -> DraftFile | None:
-    """This rank's next file; None where the others write the last ones."""
+def _open_draft(
+    task: _ExportTask, given: ExportSource, name: str | None, tally: Tally
+) -> DraftFile | None:
+    """The draft of this rank's next file; None if only other ranks write one of the last files."""
     number = task.ranks.index(compat.rank_or_0())
     files = list(task.files.values())[number :: len(task.ranks)]
     tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
@@ -256,7 +256,7 @@ def _begin(task: _Task, given: ExportSource, name: str | None, tally: Tally) -> 
 
 
 def _append(
-    task: _Task, draft: DraftFile | None, tensors: Mapping[str, Tensor], tally: Tally
+    task: _ExportTask, draft: DraftFile | None, tensors: Mapping[str, Tensor], tally: Tally
 ) -> None:
     if draft is None:
         return
@@ -265,20 +265,20 @@ def _append(
             draft.append(tensor, tally)
 
 
-def _close(task: _Task, draft: DraftFile | None) -> None:
+def _close(task: _ExportTask, draft: DraftFile | None) -> None:
     if draft is not None:
         with told(task.folder):
             draft.close()
 
 
-def _commit(task: _Task, given: ExportSource) -> None:
+def _commit(task: _ExportTask, given: ExportSource) -> None:
     if task.first:
         with told(task.folder):
             commit(task.folder, task.files, given.tied)
 
 
 def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
-    """The names of a file, so many at a time that a rank can hold them."""
+    """The names of a file's tensors, in batches of at most BATCH bytes or one tensor."""
     batch: list[str] = []
     room = BATCH
     for name, (shape, dtype) in tensors.items():
@@ -298,7 +298,7 @@ def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
 def _gather(
     given: ExportSource, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
 ) -> dict[str, Tensor]:
-    """Those tensors that are to be at this rank, all of each, in their order; all ranks get theirs at once."""
+    """Move to each rank the whole tensors that it writes, and return this rank's, in order."""
     rank = compat.rank_or_0()
     goal = _list_goals(given, by_rank)
     source = {name: given.layouts[name] for name in goal}
@@ -307,17 +307,17 @@ def _gather(
     for _, key, _ in local_layouts(source, rank):
         local = given.tensors[key].detach()
         sent[key] = local.to(device)
-    got: dict[str, Tensor] = {}
+    received: dict[str, Tensor] = {}
     for name in by_rank.get(rank, ()):
         layout = goal[name]
         dtype = dtype_of(layout.dtype)
-        got[name] = torch.empty(layout.shape, dtype=dtype, device=device)
-    _move(plan(source, goal), sent, got, group)
-    return got
+        received[name] = torch.empty(layout.shape, dtype=dtype, device=device)
+    _move(plan(source, goal), sent, received, group)
+    return received
 
 
 def _list_goals(given: ExportSource, by_rank: Mapping[int, tuple[str, ...]]) -> dict[str, Layout]:
-    """All of each tensor on the rank that writes it."""
+    """The layout of each whole tensor on the rank that writes it."""
     goal: dict[str, Layout] = {}
     for writer, names in by_rank.items():
         mesh = Mesh(ranks=[writer])
@@ -328,7 +328,7 @@ def _list_goals(given: ExportSource, by_rank: Mapping[int, tuple[str, ...]]) -> 
 
 
 def _device_of(group: Group | None) -> torch.device:
-    """Where the group can send from."""
+    """The device that the group's backend sends from."""
     if dist.is_initialized():
         backend = compat.backend_of(compat.group_of(group))
         if backend == "nccl":
@@ -336,11 +336,13 @@ def _device_of(group: Group | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _move(plan: Plan, sent: dict[str, Tensor], got: dict[str, Tensor], group: Group | None) -> None:
-    """Carries the plan out; one process alone has all there is."""
+def _move(
+    plan: Plan, sent: dict[str, Tensor], received: dict[str, Tensor], group: Group | None
+) -> None:
+    """Carry out the plan; without a process group, by copies."""
     if dist.is_initialized():
-        compile(plan, group=group)(sent or None, out=got or None)
+        compile(plan, group=group)(sent or None, out=received or None)
         return
     for transfer in plan.transfers():
-        cells = got[transfer.dst_tensor][transfer.dst_slices]
+        cells = received[transfer.dst_tensor][transfer.dst_slices]
         cells.copy_(sent[transfer.src_tensor][transfer.src_slices])

@@ -1,10 +1,10 @@
-"""What is exported: a module, tensors under layouts, or DTensors; and who holds what of it.
+"""Sources: the tensors of an export and their layouts, from a module, tensors under layouts, or DTensors.
 
-1. Of a module it is parameters and persistent buffers, under its own names, or as transformers saves its models. Of a
-   parameter with several names, the first is the tensor's, and the others are tied to it.
-2. What is plain beside DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
+1. A module's tensors are its parameters and persistent buffers, under its own names, or as transformers saves its
+   models. A parameter with several names is stored under the first, and the others are tied to it.
+2. A plain tensor among DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
    says which part it is.
-3. Ranks ask each other where DTensors lie only when all are known to ask about the same.
+3. Ranks exchange local shapes of DTensors only after all have claimed to export the same.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """What is exported: this rank's tensors by local key, everybody's layouts, other names of some tensors, and the
-    shapes in files of those that have another one there."""
+    """What is exported: this rank's tensors by local key, the layouts of all ranks, tied names, and the shapes of
+    tensors that have another shape in files."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -51,12 +51,12 @@ class ExportSource(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
     def entry_of(self, name: str) -> Entry:
-        """Shape and dtype of a tensor, as files have it."""
+        """Shape and dtype of a tensor in files."""
         first = self.layouts[name][0]
         return self.shapes.get(name, first.shape), first.dtype
 
 
-# What is given
+# Arguments
 
 
 def check_source(
@@ -65,7 +65,7 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Raises CheckpointError for what is not of the kinds that `export` takes."""
+    """Raise CheckpointError for arguments that are not of the kinds that `export` takes."""
     if not isinstance(mesh, Mesh | None):
         raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
     if tied is not None:
@@ -80,12 +80,12 @@ def check_source(
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             what = f"{name!r} is a {type(tensor).__name__}"
-            raise CheckpointError(f"{what}; give tensors alone, by name")
+            raise CheckpointError(f"{what}; give only tensors, by name")
         check_shaped(name, tensor)
 
 
 def _check_tied_names(tied: object) -> None:
-    """Raises CheckpointError for what does not say {name: name of a tensor}."""
+    """Raise CheckpointError unless `tied` maps names to names."""
     given = mapping(tied, "tied is ", TIED, CheckpointError)
     for name, kept in given.items():
         if not isinstance(name, str) or not isinstance(kept, str):
@@ -94,11 +94,11 @@ def _check_tied_names(tied: object) -> None:
 
 
 def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
-    """Raises CheckpointError for what is not layouts, and for bytes."""
+    """Raise CheckpointError for values that are not layouts, and for per-rank bytes."""
     check_layouts(layouts)
     for name, held in layouts.items():
         if held is None:
-            what = f"{name!r} is bytes of ranks' own, which safetensors have none of"
+            what = f"{name!r} is bytes of ranks' own, which safetensors cannot hold"
             raise CheckpointError(f"{what}; leave it out")
 
 
@@ -106,20 +106,20 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """What has to be the same on all ranks before they ask each other where DTensors lie."""
+    """What must be the same on all ranks before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
-    said = {"the source": "tensors" if layouts is None else "tensors with layouts"}
+    claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
     for name, tensor in source.items():
         if isinstance(tensor, DTensor):
-            said[repr(name)] = f"a DTensor of {_describe_dtensor(tensor)}"
+            claims[repr(name)] = f"a DTensor of {_claim_dtensor(tensor)}"
         elif is_checkpointable(tensor):
-            said[repr(name)] = f"part of {list(read_boxes(name, tensor).shape)}"
-    return said
+            claims[repr(name)] = f"part of {list(read_boxes(name, tensor).shape)}"
+    return claims
 
 
-def _describe_dtensor(tensor: DTensor) -> str:
-    """What all ranks have to say alike of it; of its mesh the axes alone, since each may have a part of its own."""
+def _claim_dtensor(tensor: DTensor) -> str:
+    """What must be the same of a DTensor on all ranks; the mesh's axes only, since ranks may be on separate meshes."""
     mesh = tensor.device_mesh
     form = f"{tensor.dtype}{list(tensor.shape)} {tensor.placements}"
     return f"{form} on axes {mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
@@ -134,25 +134,25 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """What is exported, with a layout for each tensor. Ranks may have to ask each other."""
+    """Lay out all tensors of the source. Collective, as ranks may have to exchange local shapes."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:
         ask = ask_group(source, group)
         act = partial(_lay_out_dtensors, source, mesh, group, ask)
         return on_all("lay out its tensors", act, group)
-    held = {name: one for name, one in layouts.items() if one is not None}
+    held = {name: layout for name, layout in layouts.items() if layout is not None}
     return ExportSource(source, read_windows(held, CheckpointError), {}, {})
 
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> ExportSource:
-    """Of a module, about which ranks talk only when all have described the same."""
+    """Lay out a module, once all ranks have described the same one."""
     model = agree_on_model(module, mesh, group)
     return on_all("export its module", partial(_take_model, module, model), group)
 
 
 def _take_model(module: nn.Module, model: Model) -> ExportSource:
-    """A module's parameters and buffers. Raises CheckpointError for extra states."""
+    """The source of a module's parameters and buffers. Raises CheckpointError for extra states."""
     if model.extra:
         name = next(iter(model.extra))
         what = f"{name!r} is an extra state, bytes that no safetensors file of weights has"
@@ -162,25 +162,25 @@ def _take_model(module: nn.Module, model: Model) -> ExportSource:
     for first, names in model.names.items():
         tied |= dict.fromkeys(names[1:], first)
     rank = compat.rank_or_0()
-    # Of a DTensor of other ranks' mesh a rank has an empty tensor, which is not a part of it.
+    # For a DTensor on a mesh without this rank, the module has an empty tensor, which is not a part of it.
     tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
     shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
     recorded = record_conversion(module, shapes)
     parts = [] if recorded is None else find_parts(recorded)
-    return _cut(tensors, layouts, tied, parts)
+    return _split_parts(tensors, layouts, tied, parts)
 
 
-def _cut(
+def _split_parts(
     tensors: dict[str, Tensor],
     layouts: dict[str, Layout],
     tied: dict[str, str],
     parts: Sequence[SavedPart],
 ) -> ExportSource:
-    """The source in these parts; all of it as it is if there are none."""
+    """The source, with each tensor that transformers saves in parts replaced by its parts."""
     if not parts:
         return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
-    # A part lies in the local tensor of the whole, with holes around it.
+    # A part's local tensor is the whole's, with holes around the part.
     local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
     held = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
     names = {part.tensor: part.name for part in parts}
@@ -192,24 +192,24 @@ def _cut(
 def _lay_out_dtensors(
     tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None, ask: Ask | None
 ) -> ExportSource:
-    """Of DTensors, and of plain tensors, which are the same on all ranks of the mesh."""
+    """Lay out DTensors, and plain tensors, which are the same on all ranks of the mesh."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
     plain_on = mesh or _find_mesh(layouts, group)
-    # As a module's are: one of a part of the mesh is on all of it, the same on each part.
+    # As in a module, a DTensor on a part of the mesh is lifted to all of it, replicated over the parts.
     layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
     rank = compat.rank_or_0()
     for name, tensor in tensors.items():
         if name not in layouts:
             layouts[name] = _lay_out_plain(name, tensor, plain_on)
-        if rank in layouts[name].mesh:  # else it is of other ranks' mesh, and empty here
+        if rank in layouts[name].mesh:  # else the local tensor is empty
             local[name] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return ExportSource(local, read_windows(layouts, CheckpointError), {}, {})
 
 
 def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:
-    """The layout of a tensor that is the same on all ranks of the mesh. Raises CheckpointError if this rank is not."""
+    """The replicated layout of a plain tensor on the mesh. Raises CheckpointError if this rank is not on it."""
     rank = compat.rank_or_0()
     if rank not in mesh:
         what = f"rank {rank} has {name!r}, and is not on the mesh {mesh}"
@@ -220,7 +220,7 @@ def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:
 
 
 def _find_mesh(layouts: Mapping[str, Layout], group: Group | None) -> Mesh:
-    """The largest mesh of the layouts; where there are none, one of all ranks."""
+    """The largest mesh of the layouts; without layouts, a mesh of all ranks of the group."""
     meshes = [layout.mesh for layout in layouts.values()]
     if meshes:
         return max(meshes, key=lambda mesh: mesh.size)

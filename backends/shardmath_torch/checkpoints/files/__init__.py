@@ -1,12 +1,12 @@
-"""Files: bytes on disk or behind a URL, read as if strangers had written them.
+"""Files: bytes on disk or behind a URL, read as untrusted input.
 
 In reading order:
 
 - `places`: folders and URLs;
-- `steps`: of a call that all ranks make;
+- `steps`: steps of a collective call;
 - `locks`: one writer at a time;
 - `checksums`: checksums of stored boxes;
-- `json_text`: JSON of strangers;
+- `json_text`: untrusted JSON;
 - `unpickled`: torch's `.metadata`, by an allow-list;
-- `sealed`: `.metadata` with our index behind it.
+- `sealed`: `.metadata` with an index at its end.
 """

@@ -1,8 +1,8 @@
-"""Checksums of stored boxes, so that a bit that flips in storage is an error and never a wrong value.
+"""Checksums of stored boxes: a bit that flips in storage raises instead of giving a wrong value.
 
-1. A box has one for every CHUNK bytes, from its first on, the last one shorter: who reads a part of a box checks the
-   chunks that the part is in, and no more.
-2. They are XXH3 of 64 bits, as hexadecimal text, one after the other.
+1. A box has a checksum for every CHUNK bytes, the last chunk may be shorter: a reader of a part of the box checks only
+   the chunks that the part is in.
+2. Checksums are XXH3 of 64 bits, as hexadecimal text, concatenated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from xxhash import xxh3_64
 __all__ = ["CHUNK", "DIGITS", "count_checksums", "is_same", "write"]
 
 CHUNK = 4 << 20
-"""Bytes that have one checksum."""
+"""How many bytes have one checksum."""
 DIGITS = 16
-"""Of a checksum, as text."""
+"""How many hexadecimal digits a checksum has."""
 
 
 def count_checksums(nbytes: int) -> int:
-    """How many checksums so many bytes have.
+    """How many checksums a box of that many bytes has.
 
     >>> count_checksums(0), count_checksums(1), count_checksums(CHUNK), count_checksums(CHUNK + 1)
     (0, 1, 1, 2)
@@ -31,30 +31,30 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Writes the bytes, and returns their checksums, made beside: both leave the interpreter to others.
+    """Write the bytes, and return their checksums, computed in another thread meanwhile: both release the GIL.
 
-    `wrote` is called with how many bytes have just been written.
+    `wrote` is called with the number of bytes just written.
     """
-    chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
     if len(chunks) < 2:
-        # To start a thread takes longer than one checksum.
+        # Starting a thread takes longer than one checksum.
         stream.write(data)
         wrote(len(data))
-        return "".join(map(_sum, chunks))
-    with ThreadPoolExecutor(1) as beside:
-        sums = beside.map(_sum, chunks)
+        return "".join(map(_hash_chunk, chunks))
+    with ThreadPoolExecutor(1) as hasher:
+        sums = hasher.map(_hash_chunk, chunks)
         for chunk in chunks:
             stream.write(chunk)
             wrote(len(chunk))
         return "".join(sums)
 
 
-def _sum(chunk: memoryview) -> str:
+def _hash_chunk(chunk: memoryview) -> str:
     """The checksum of one chunk."""
     return xxh3_64(chunk).hexdigest()
 
 
 def is_same(chunk: memoryview, number: int, sums: str) -> bool:
-    """Whether these are the bytes of the chunk of that number."""
-    at = number * DIGITS
-    return _sum(chunk) == sums[at : at + DIGITS]
+    """Whether the chunk, of that number in its box, has its checksum."""
+    start = number * DIGITS
+    return _hash_chunk(chunk) == sums[start : start + DIGITS]

@@ -1,9 +1,8 @@
-"""JSON of strangers, and what is said of it in errors: time and memory in proportion to its length.
+"""JSON text: untrusted JSON read, and shown in errors, in time and memory proportional to its length.
 
-1. A key that appears twice, NaN and infinite numbers are errors: JSON has none of them, and readers differ in what they
-   take instead.
-2. Whole numbers are bounded before anything is multiplied, products while they are made.
-3. What stood in a file is shown cut short, however long or deep it is.
+1. A repeated key, NaN and infinite numbers raise: JSON has none of them, and readers treat them differently.
+2. Whole numbers are bounded before they are multiplied, and products while they are computed.
+3. Errors show a file's content cut short, however long or deep it is.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 __all__ = ["MOST", "MOST_DIMENSIONS", "count_elements", "read_json", "shown"]
 
 MOST_DIMENSIONS = 64
-"""Of a tensor, numpy's limit."""
+"""The most dimensions of a tensor: numpy's limit."""
 MOST = (1 << 63) - 1
-"""The largest number of bytes, and of elements, that a file can speak of."""
+"""The largest number of bytes, and of elements, that a file may give."""
 
 
 def read_json(text: bytes) -> object:
-    """What the text says. Raises ValueError for what is not JSON, and RecursionError where it is too deep."""
+    """The value of a JSON text. Raises ValueError for text that is not JSON, RecursionError for one nested too deep."""
     return json.loads(
         text.decode("utf-8"),
         object_pairs_hook=_make_object,
@@ -33,14 +32,14 @@ def read_json(text: bytes) -> object:
 
 def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The object of these members. Raises ValueError for a key that appears twice."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError(f"{shown(_find_repeated(pairs))} appears twice")
-    return out
+    return members
 
 
 def _find_repeated(pairs: list[tuple[str, object]]) -> str:
-    """The first key that has appeared before, in one pass."""
+    """The first key that appears again."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -50,7 +49,7 @@ def _find_repeated(pairs: list[tuple[str, object]]) -> str:
 
 
 def _read_finite(text: str) -> float:
-    """The number. Raises ValueError for NaN, and for one that is or becomes infinite."""
+    """The number. Raises ValueError for NaN, infinity, and a number too large for a float."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{shown(text)} is not a number of JSON")
@@ -70,14 +69,14 @@ def count_elements(shape: Sequence[int]) -> int:
         return 0
     total = 1
     for n in shape:
-        # Looked at after each factor: the product of all may have more digits than there is memory for.
+        # Checked after each factor: the product of all may have more digits than fit into memory.
         total *= n
         if total > MOST:
             raise ValueError(f"{shown(list(shape))} has more elements than can be counted")
     return total
 
 
-class _Short(reprlib.Repr):
+class _BoundedRepr(reprlib.Repr):
     """A repr of bounded length, depth and number of parts."""
 
     def __init__(self) -> None:
@@ -85,11 +84,11 @@ class _Short(reprlib.Repr):
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
 
     def repr_instance(self, x: object, level: int) -> str:
-        """Of other types the name alone: what parts share, their own repr would show again and again."""
+        """Only the name of other types: their own repr would repeat parts that they share without bound."""
         return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
 
 
-_SHORT = _Short()
+_REPR = _BoundedRepr()
 
 
 def shown(value: object) -> str:
@@ -98,4 +97,4 @@ def shown(value: object) -> str:
     >>> shown("x" * 1000)[:10], len(shown("x" * 1000)), shown([[[[[]]]]])
     ("'xxxxxxxxx", 120, '[[[[...]]]]')
     """
-    return _SHORT.repr(value)
+    return _REPR.repr(value)

@@ -1,11 +1,12 @@
-"""Where bytes lie: a folder of the file system, or a URL that fsspec serves.
+"""Places: folders of the file system, and URLs that fsspec serves.
 
-1. A place is a `Path` or a `Remote`, which has those of Path's methods that are used here. `file://` is a Path: files
-   of the system are mapped, synced, renamed and locked as such, and never go through fsspec.
-2. A URL is never taken for a local folder: a scheme that nobody serves is an error before anything is written. Nor is
-   what names nothing taken for the current directory.
-3. What goes wrong is an OSError, whatever the service calls it.
-4. Only regular files are read (`opened`): a pipe in a folder of a stranger's would be waited for, a device has no end.
+1. A place is a `Path` or a `Remote`, which has the methods of Path that are used here. `file://` is a Path: local files
+   are mapped, synced, renamed and locked, and never go through fsspec.
+2. A URL is never mistaken for a local folder: a scheme that nothing serves raises before anything is written. An empty
+   path is never mistaken for the current directory.
+3. Every error of a service is raised as an OSError.
+4. Only regular files are read (`opened`): opening a pipe in an untrusted folder could wait forever, and a device has no
+   end.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _T = TypeVar("_T")
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._\-]*)(://|::)")
 ODD = re.compile(r"[^/]*://")
-"""What looks like a URL, whatever its scheme is."""
-LOST = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._\-]*):(/[^/]|/?$)")
-"""What pathlib makes of a URL: one slash is gone, or both at the end."""
+"""Text that looks like a URL, even if its scheme is malformed."""
+MANGLED = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._\-]*):(/[^/]|/?$)")
+"""What pathlib makes of a URL: one slash is lost, or both at the end."""
 COMMON = ("s3", "gs", "gcs", "az", "abfs", "hdfs", "http", "https", "file")
-"""Schemes that are known where fsspec is not installed."""
+"""Schemes that are known even if fsspec is not installed."""
 LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
 """A folder as a URL. A chain of URLs is not one, whatever it begins with."""
 
@@ -63,14 +64,14 @@ class _Stat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file or a folder of a file system of fsspec."""
+    """A file or a folder of an fsspec file system."""
 
     fs: Any
     path: str
 
     @property
     def name(self) -> str:
-        """Its last part."""
+        """The last part of its path."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
@@ -94,77 +95,77 @@ class Remote:
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
         """A stream of its bytes."""
-        return cast(BinaryIO, self._ask(lambda: self.fs.open(self.path, mode)))
+        return cast(BinaryIO, self._call_service(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
-        """How long it is, in bytes."""
-        found = self._ask(lambda: self.fs.info(self.path))
+        """Its size in bytes."""
+        found = self._call_service(lambda: self.fs.info(self.path))
         return _Stat(int(found["size"]))
 
     def is_file(self) -> bool:
         """Whether it is a file."""
-        return bool(self._ask(lambda: self.fs.isfile(self.path)))
+        return bool(self._call_service(lambda: self.fs.isfile(self.path)))
 
     def is_dir(self) -> bool:
-        """Whether it is a folder, or something lies below it."""
-        return bool(self._ask(lambda: self.fs.isdir(self.path)))
+        """Whether it is a folder, or the prefix of one."""
+        return bool(self._call_service(lambda: self.fs.isdir(self.path)))
 
     def read_bytes(self) -> bytes:
-        """All of it."""
-        return cast(bytes, self._ask(lambda: self.fs.cat_file(self.path)))
+        """All its bytes."""
+        return cast(bytes, self._call_service(lambda: self.fs.cat_file(self.path)))
 
     def read_part(self, start: int, stop: int) -> bytes:
         """Its bytes from `start` to `stop`."""
-        part = self._ask(lambda: self.fs.cat_file(self.path, start=start, end=stop))
+        part = self._call_service(lambda: self.fs.cat_file(self.path, start=start, end=stop))
         return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
-        """This in its place; at once, where the service writes objects at once."""
-        self._ask(lambda: self.fs.pipe_file(self.path, data))
+        """Write the file with these bytes; in one step, if the service writes objects so."""
+        self._call_service(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes it."""
+        """Remove it."""
         try:
-            self._ask(lambda: self.fs.rm_file(self.path))
+            self._call_service(lambda: self.fs.rm_file(self.path))
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Makes the folder, for services that have folders."""
-        self._ask(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
+        """Make the folder, for services that have folders."""
+        self._call_service(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
-        """What lies in it; nothing if it is not there."""
+        """The files and folders in it; none if it does not exist."""
         for found in self._list():
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """What lies in it under such a name; `*` alone has a meaning."""
-        # Not fnmatch, to which brackets mean something: the names are anybody's.
+        """The files and folders in it whose names match; only `*` has a meaning in a pattern."""
+        # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
-        return (one for one in self.iterdir() if wanted.fullmatch(one.name))
+        return (found for found in self.iterdir() if wanted.fullmatch(found.name))
 
     def sizes(self) -> dict[str, int]:
         """The sizes of the files in it, by name."""
-        out = {}
+        sizes = {}
         for found in self._list():
             if found.get("type") == "file":
                 name = str(found["name"]).rsplit("/", 1)[-1]
-                out[name] = int(found["size"])
-        return out
+                sizes[name] = int(found["size"])
+        return sizes
 
     def _list(self) -> list[dict[str, Any]]:
-        """What the service says of all that lies in it; nothing if it is not there."""
+        """The service's records of the files and folders in it; none if it does not exist."""
         try:
-            return list(self._ask(lambda: self.fs.ls(self.path, detail=True)))
+            return list(self._call_service(lambda: self.fs.ls(self.path, detail=True)))
         except FileNotFoundError:
             return []
 
-    def _ask(self, act: Callable[[], _T]) -> _T:
-        """What the service says now. Raises OSError, whatever the service raises."""
-        # Lists that fsspec has kept may be older than what others wrote.
+    def _call_service(self, act: Callable[[], _T]) -> _T:
+        """The current answer of the service. Raises OSError, whatever the service raises."""
+        # Listings that fsspec has cached may be older than other processes' writes.
         self.fs.invalidate_cache()
         try:
             return act()
@@ -175,11 +176,11 @@ class Remote:
 
 
 Place: TypeAlias = Path | Remote
-"""A file or folder, wherever."""
+"""A local or remote file or folder."""
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """The place that a path or a URL names. Raises CheckpointError for a URL that nothing here serves, or no text."""
+    """The place that a path or a URL names. Raises CheckpointError for a URL that nothing serves, and for non-text."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -191,17 +192,17 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
         raise CheckpointError(f"{what}; give one, or . for the current one")
     url = SCHEME.match(text)
     if url is not None:
-        return _reach(text, url.group(1))
+        return _place_of_url(text, url.group(1))
     _check_not_url(text)
     return Path(text)
 
 
 def _check_not_url(text: str) -> None:
-    """Raises CheckpointError for a path that was meant as a URL."""
+    """Raise CheckpointError for a path that was meant as a URL."""
     if ODD.match(text):
         what = f"{text!r} is a URL of no scheme: what is before :// does not begin with a letter, or has odd signs"
         raise CheckpointError(f"{what}; mend the URL, or give ./{text} for a folder of that name")
-    lost = LOST.match(text)
+    lost = MANGLED.match(text)
     if lost is not None and _is_known(lost.group(1)):
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
         fix = f"give the URL as text, or ./{text} for a folder of that name"
@@ -209,7 +210,7 @@ def _check_not_url(text: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder that a path names. Raises CheckpointError for a URL of anything but the file system."""
+    """The local folder that a path names. Raises CheckpointError for a URL of another file system."""
     found = place(path)
     if isinstance(found, Remote):
         what = f"{found} is a URL; this is written to folders only"
@@ -218,7 +219,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_known(scheme: str) -> bool:
-    """Whether fsspec has heard of the scheme, installed or not."""
+    """Whether fsspec knows the scheme, even if what serves it is not installed."""
     try:
         from fsspec.registry import available_protocols
     except ImportError:
@@ -226,8 +227,8 @@ def _is_known(scheme: str) -> bool:
     return scheme in available_protocols()
 
 
-def _reach(url: str, scheme: str) -> Place:
-    """The place that a URL names. Raises CheckpointError for one that is served by nothing here."""
+def _place_of_url(url: str, scheme: str) -> Place:
+    """The place that a URL names. Raises CheckpointError for one that nothing installed serves."""
     try:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
@@ -240,7 +241,7 @@ def _reach(url: str, scheme: str) -> Place:
         why = f"{scheme}:// is served by nothing that is installed: {error}"
         fix = "give a folder, or a URL of a scheme that fsspec serves"
         raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
-    except Exception as error:  # each service raises errors of its own
+    except Exception as error:  # services raise errors of any kind
         why = word_error(error)
         raise CheckpointError(f"{url} cannot be reached: {why}") from error
     if LOCAL.match(url):
@@ -253,10 +254,10 @@ def _reach(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """A stream of the file's bytes. Raises OSError for what is not a regular file, also where to open it would wait."""
+    """A stream of the file's bytes. Raises OSError, without waiting, for anything but a regular file."""
     if isinstance(file, Remote):
         return file.open("rb")
-    # To open a pipe waits for somebody who writes to it, but for this flag; what it is, is asked of what is open.
+    # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(file, os.fstat(handle))
@@ -267,7 +268,7 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """All of the file, of one version of it. Raises OSError for what is not a regular file."""
+    """All bytes of one version of the file. Raises OSError for anything but a regular file."""
     if isinstance(file, Remote):
         return file.read_bytes()
     with opened(file) as stream:
@@ -275,7 +276,7 @@ def content_of(file: Place) -> bytes:
 
 
 def length_of(file: Place) -> int:
-    """How long the file is, in bytes. Raises OSError for what is not a regular file."""
+    """The file's size in bytes. Raises OSError for anything but a regular file."""
     if isinstance(file, Remote):
         return file.stat().st_size
     found = file.stat()
@@ -284,15 +285,15 @@ def length_of(file: Place) -> int:
 
 
 def _check_regular(file: Path, found: os.stat_result) -> None:
-    """Raises OSError for a folder, a pipe, a device or a socket."""
+    """Raise OSError for a folder, a pipe, a device or a socket."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(file))
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
-    """How long these files are: a function, which raises OSError for one that is not there.
+    """A function that gives the size of each of these files, and raises OSError for one that does not exist.
 
-    Folders of a service are listed once, since to ask for each file takes a message and its answer.
+    Remote folders are listed once, since asking for each file takes a round trip.
     """
     folders = {file.parent for file in files if isinstance(file, Remote)}
     listed = {folder: folder.sizes() for folder in folders}
@@ -309,7 +310,7 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 def check_length(
     file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
 ) -> None:
-    """Raises CheckpointError for a file that is not as long as expected, or ends before byte `end`."""
+    """Raise CheckpointError for a file that is not as long as expected, or ends before byte `end`."""
     try:
         size = size_of(file)
     except OSError as error:
@@ -326,11 +327,11 @@ def check_length(
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """The file with this text, at once, on disk when this returns. `draft` is a name that nobody else uses."""
+    """Write the file with this text, in one step, to disk. `draft` is a name that no other writer uses."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
-    draft.unlink(missing_ok=True)  # it may be a link, to somebody's file
+    draft.unlink(missing_ok=True)  # it may be a link to another file
     with draft.open("xb") as stream:
         stream.write(text)
         synced(stream)
@@ -339,7 +340,7 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """What was written is on disk, if the stream is a file of the system; a service keeps it when it is closed."""
+    """Flush a local file to disk. A service stores a remote one when the stream is closed."""
     stream.flush()
     try:
         handle = stream.fileno()
@@ -349,7 +350,7 @@ def synced(stream: BinaryIO) -> None:
 
 
 def sync(folder: Place) -> None:
-    """The names in a folder are on disk."""
+    """Flush the names in a local folder to disk."""
     if isinstance(folder, Remote):
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""torch's `.metadata` with our index behind it, and one checksum over both.
+"""Sealed: torch's `.metadata` with shardmath's index at its end, and one checksum over both.
 
-1. One file says what a checkpoint is, for torch and for us, so to replace it is to replace the checkpoint at once.
-2. torch's readers stop where the pickle does. What follows is ours, and ends in a seal of a fixed length.
-3. A file that bears either mark of ours and not the seal that belongs to it is damaged. torch's own bear neither.
+1. One file defines a checkpoint, for torch and for shardmath: replacing the file replaces the checkpoint in one step.
+2. torch's readers stop where the pickle ends. The index follows, and ends in a seal of a fixed length.
+3. A file that has either mark, and not the seal that belongs to it, is damaged. torch's own files have neither.
 
     the pickle        torch's Metadata
     BEGIN             a mark
@@ -12,7 +12,7 @@
     32 bytes          SHA-256 of all before
     END               a mark
 
-4. `shardmath.json` is a copy of the index, for people and for other programs. It ends in a checksum of its own.
+4. `shardmath.json` is a copy of the index, for people and for other programs. It ends in its own checksum.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["SEAL", "Sealed", "holds", "save_of", "seal", "sign", "unseal"]
 
 BEGIN, END = b"\0shardmath index\0", b"\0shardmath sealed\0"
 DIGITS = 12
-"""Of a save."""
+"""How many digits identify a save."""
 _LENGTH, _SUM = 8, 32
 SEAL = _LENGTH + DIGITS + _SUM + len(END)
-"""Bytes."""
+"""The length of the seal in bytes."""
 _SIGNED = ',"sum":"'
 
 
 class Sealed(NamedTuple):
-    """What lies in a sealed file."""
+    """The content of a sealed file: torch's pickle, the index, and the save's digits."""
 
     pickled: bytes
     json: str
@@ -42,7 +42,7 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """The bytes of the file."""
+    """The bytes of the sealed file."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()
@@ -50,7 +50,7 @@ def seal(content: Sealed) -> bytes:
 
 
 def unseal(text: bytes, where: object) -> Sealed | None:
-    """What lies in the file; None for one that is not ours. Raises CheckpointError for one that is damaged.
+    """The content of a sealed file; None for one without marks. Raises CheckpointError for a damaged one.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
     Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
@@ -58,7 +58,7 @@ def unseal(text: bytes, where: object) -> Sealed | None:
     """
     if not text.endswith(END) and BEGIN not in text:
         return None
-    body, found = _cut(text.removesuffix(END), _SUM)
+    body, found = _split_end(text.removesuffix(END), _SUM)
     if not text.endswith(END) or sha256(body).digest() != found:
         raise _damaged(where, "its checksum does not hold")
     try:
@@ -68,37 +68,37 @@ def unseal(text: bytes, where: object) -> Sealed | None:
 
 
 def _damaged(where: object, what: str) -> CheckpointError:
-    """The error of a file that bears our marks, and of which `what` is wrong."""
+    """The error for a file with marks, of which `what` is wrong."""
     fix = "fetch it again, or remove it to load by the index beside it"
     return CheckpointError(f"{where} is damaged: {what}; {fix}")
 
 
 def _read_body(body: bytes) -> Sealed:
-    """What lies before the checksum. Raises ValueError for what `seal` does not write: anybody can make a checksum."""
-    body, save = _cut(body, DIGITS)
-    body, length = _cut(body, _LENGTH)
-    body, index = _cut(body, int.from_bytes(length, "little"))
+    """The content before the checksum. Raises ValueError if `seal` did not write it: anyone can make a checksum."""
+    body, save = _split_end(body, DIGITS)
+    body, length = _split_end(body, _LENGTH)
+    body, index = _split_end(body, int.from_bytes(length, "little"))
     if not body.endswith(BEGIN):
         raise ValueError("no index begins where its length says")
     return Sealed(body.removesuffix(BEGIN), index.decode(), save.decode())
 
 
-def _cut(text: bytes, length: int) -> tuple[bytes, bytes]:
-    """The text without its last bytes, and these."""
-    at = max(0, len(text) - length)
-    return text[:at], text[at:]
+def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
+    """The text without its last bytes, and the last bytes."""
+    end = max(0, len(text) - length)
+    return text[:end], text[end:]
 
 
 def save_of(tail: bytes) -> str | None:
-    """The save's digits, from the last SEAL bytes of a file or more; None where it is not ours."""
+    """The save's digits, from at least the last SEAL bytes of a file; None for a file that is not sealed."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
-    at = len(tail) - SEAL + _LENGTH
-    return tail[at : at + DIGITS].decode("ascii", "replace")
+    start = len(tail) - SEAL + _LENGTH
+    return tail[start : start + DIGITS].decode("ascii", "replace")
 
 
 def sign(text: str) -> str:
-    """A JSON object in text, with a checksum of all before as its last member.
+    """A JSON object in text, with a checksum of the text before it as last member.
 
     >>> holds(sign('{"a":1}')), holds(sign('{"a":1}').replace("1", "3"))
     (True, False)
@@ -107,12 +107,12 @@ def sign(text: str) -> str:
 
 
 def holds(text: str) -> bool:
-    """Whether the checksum of such a text holds."""
+    """Whether the checksum of a signed text holds."""
     begun, mark, _ = text.rpartition(_SIGNED)
     return bool(mark) and text == _end_with_sum(begun + mark)
 
 
 def _end_with_sum(begun: str) -> str:
-    """The text with its checksum behind it, and the object closed."""
+    """The text with its checksum appended, and the object closed."""
     checksum = sha256(begun.encode()).hexdigest()
     return begun + checksum + '"}'

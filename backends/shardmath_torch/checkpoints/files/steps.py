@@ -1,9 +1,9 @@
-"""Steps of a call that all ranks make, as a load: each is done on every rank, or is an error on every rank.
+"""Steps: parts of a collective call, such as a load, each of which succeeds on every rank or raises on every rank.
 
-1. A rank does its part of a step, and then tells the others how it went; nobody goes on before all have told.
-2. What goes wrong on one rank is a CheckpointError on all, naming it. An interrupt is that for the others, and itself
-   on its rank.
-3. So is a step that ranks were asked to do otherwise: what has to be the same they claim, and compare.
+1. A rank does its part of a step, and reports to the others how it went; no rank continues before all have reported.
+2. An error on one rank raises CheckpointError on all, naming that rank. An interrupt is raised as itself on its rank,
+   and as a CheckpointError on the others.
+3. Ranks claim what must be the same on all of them, and compare claims: a difference raises, too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ __all__ = [
 _T = TypeVar("_T")
 
 Claim: TypeAlias = str | Mapping[str, str]
-"""What has to be the same on all ranks: a text, or texts by what they are of, of which an error shows the first that
-differs."""
+"""What must be the same on all ranks: a text, or texts by what they describe; an error shows the first that differs."""
 
 
 def is_alone() -> bool:
-    """Whether there are no processes to do this with."""
+    """Whether this process runs without a process group."""
     return compat.is_alone()
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
-    """This rank's number in the group, and how many there are. Raises ExchangeError for a rank outside."""
+    """This rank's number in the group, and the group's size. Raises ExchangeError for a rank outside it."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -58,8 +57,8 @@ def share_of(group: Group | None) -> tuple[int, int]:
 SAME = "call it with the same on all ranks, and not while it is saved"
 
 
-class _Report(NamedTuple):
-    """What a rank tells the others: what went wrong, if anything did, and what it claims."""
+class _StepReport(NamedTuple):
+    """A rank's report to the others: its failure, if it failed, and its claim."""
 
     failure: str | None
     claim: str
@@ -73,86 +72,89 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """What `act`, which talks to nobody, returns. Raises CheckpointError on every rank where it raises on one, or where
-    what ranks claim is not the same, with the `fix`, or what it gives for what differs; a rank that is interrupted in
-    it goes on with that."""
+    """Call `act`, which must not communicate, on every rank, and return its result.
+
+    Raises CheckpointError on every rank if `act` raises on one, or if claims about the results differ; `fix`, or what
+    it returns for what differs, ends that message. A rank that is interrupted in `act` raises the interrupt.
+    """
     _, count = share_of(group)
-    done: list[_T] = []
+    results: list[_T] = []
     raised: BaseException | None = None
-    report = _Report(None, "")
-    said: Claim = ""
+    report = _StepReport(None, "")
+    claimed: Claim = ""
     try:
         with in_step(group):
-            done.append(act())
+            results.append(act())
         if claim is not None:
-            said = claim(done[0])
-            report = _Report(None, _shorten(said))
+            claimed = claim(results[0])
+            report = _StepReport(None, _compress_claim(claimed))
     except BaseException as error:
-        # raised only after all have heard of it: a rank that does not report is a deadlock
+        # raised only after the report is sent: a rank that does not report is a deadlock
         raised = error
-        report = _Report(show_error(error), "")
+        report = _StepReport(show_error(error), "")
     try:
-        reports: list[_Report] = gather_all(step, report, count, group)
+        reports: list[_StepReport] = gather_all(step, report, count, group)
     except CheckpointError as lost:
-        _end_alone(lost, raised)
+        _raise_lost(lost, raised)
     if raised is not None and not isinstance(raised, Exception):
         mark_told(raised, group)
         raise raised
     _check_failures(step, reports, group, raised)
     claims = [each.claim for each in reports]
-    differs = _compare_claims(step, said, claims, group)
-    if differs is not None:
-        odd, what = differs
-        cure = fix if isinstance(fix, str) else fix(what)
-        raise step_failed(step, {odd: f"{what}; {cure}"}, group)
-    return done[0]
+    difference = _compare_claims(step, claimed, claims, group)
+    if difference is not None:
+        odd, what = difference
+        advice = fix if isinstance(fix, str) else fix(what)
+        raise step_failed(step, {odd: f"{what}; {advice}"}, group)
+    return results[0]
 
 
 def _check_failures(
-    step: str, reports: Sequence[_Report], group: Group | None, raised: BaseException | None
+    step: str, reports: Sequence[_StepReport], group: Group | None, raised: BaseException | None
 ) -> None:
-    """Raises CheckpointError where a rank failed, from what this one `raised`, if anything."""
+    """Raise CheckpointError if a rank failed, from what this rank `raised`, if it did."""
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
         raise step_failed(step, failures, group) from raised
 
 
-def _end_alone(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
-    """Ends the step of a rank that lost the others: by its interrupt, if it has one, and with nothing lost."""
+def _raise_lost(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
+    """Raise this rank's interrupt, if it has one, or the loss of the others, each from the other as cause."""
     if raised is None or isinstance(raised, Exception):
         raise lost from raised or lost.__cause__
     raise raised from lost
 
 
-def _shorten(claim: Claim) -> str:
-    """What ranks tell each other of a claim."""
+def _compress_claim(claim: Claim) -> str:
+    """The text of a claim that ranks send: a digest, if it has several parts."""
     return claim if isinstance(claim, str) else digest(sorted(claim.items()))
 
 
 def _compare_claims(
-    step: str, said: Claim, claims: Sequence[str], group: Group | None
+    step: str, claimed: Claim, claims: Sequence[str], group: Group | None
 ) -> tuple[int, str] | None:
-    """The first rank that claims something else than the first rank of the group, and what; None for none."""
+    """The first rank whose claim differs from the first rank's, and the difference in words; None if all agree."""
     odd = next((i for i, claim in enumerate(claims) if claim != claims[0]), None)
     if odd is None:
         return None
     what, here, there = "it", repr(claims[odd]), repr(claims[0])
-    if not isinstance(said, str):
+    if not isinstance(claimed, str):
+        # Only now are whole claims sent, and only by the two ranks that are compared.
         number, count = share_of(group)
-        of_two = dict(said) if number in (0, odd) else {}
-        told = gather_all(step, of_two, count, group)
-        what, here, there = _find_difference(told[odd], told[0])
+        compared = dict(claimed) if number in (0, odd) else {}
+        full = gather_all(step, compared, count, group)
+        what, here, there = _find_difference(full[odd], full[0])
     return odd, f"{what} is {here} here and {there} on the first rank of the group"
 
 
 def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str]:
-    """The first of what differs, and what it is on both sides."""
-    what = next(one for one in (*here, *there) if here.get(one) != there.get(one))
+    """The first item that differs, and its text on both sides."""
+    what = next(item for item in (*here, *there) if here.get(item) != there.get(item))
     return what, here.get(what, "nothing"), there.get(what, "nothing")
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """What each rank says, in order. Raises CheckpointError where one is gone, or does something else."""
+    """Every rank's object, in order. Raises CheckpointError if a rank is lost, or is in another step."""
     if is_alone():
         return [mine] * count
     try:
@@ -162,19 +164,19 @@ def gather_all(step: str, mine: object, count: int, group: Group | None) -> list
 
 
 def show_error(error: BaseException) -> str:
-    """An error's text; of those that are not ours, which may say little, the kind too."""
+    """An error's text, with its class unless it is a shardmath error."""
     if not isinstance(error, Exception):
         return f"interrupted by {type(error).__name__}"
     return word_objection(error)
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """The error where ranks no longer hear of each other, or do not do the same."""
+    """The error for ranks that lost each other, or are in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """The error of the first rank that has one, ranks of the group as global ones."""
+    """The error for failures by rank in the group: it shows the first, with its global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

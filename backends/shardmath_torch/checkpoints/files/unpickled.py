@@ -1,19 +1,19 @@
-"""What torch.distributed.checkpoint pickles into `.metadata`, read without running anything that is not listed here.
+"""Unpickled: torch.distributed.checkpoint's `.metadata`, unpickled without running anything but an allow-list.
 
-1. A name outside `ALLOWED` is never looked up. It stands for an `_Unknown`, which holds nothing, as does all that the
-   pickle makes of it. Unknown values may be in attributes that Metadata does not declare, where Megatron-Core keeps its
-   save plans, and nowhere else. These attributes are dropped.
-2. What it gets for a name is made for this reading, a subclass or a function that calls the real one: a pickle may set
-   attributes of what it names, and torch's own classes are to stay as they are.
-3. None of it opens files, starts processes or imports by name.
-4. Time and memory are in proportion to the file's length. So torch's own pickles say what instructions there may be;
-   Python's reader keeps its memo in a dict, where C's takes an array as long as the largest number asked for; and
-   before anything is hashed or called it is looked at: tuples of tuples that share parts take 2^n steps to hash, and
-   what a pickle has once it may use any number of times.
-5. Attributes are set of the parts of metadata alone. That can make a key another than was looked at, so what is hashed
-   or shown of metadata later, names and types among it, is looked at when all is read.
-6. torch takes as many fields of TensorProperties as it has itself: 6 from torch 2.15 on, and 5 before. Read and written
-   are the first 5, which every torch takes.
+1. A name outside `ALLOWED` is never looked up. It becomes an `_Unknown`, which holds nothing, and so does everything
+   that the pickle makes of it. Unknown values are accepted only in attributes that Metadata does not declare, where
+   Megatron-Core stores its save plans. These attributes are dropped.
+2. An allowed name gives a substitute made for this reading, a subclass or a function that calls the real one: a pickle
+   may set attributes of what it names, and torch's classes must not change.
+3. Nothing allowed opens files, starts processes or imports by name.
+4. Time and memory are proportional to the file's length. So only the opcodes of torch's own pickles are accepted;
+   Python's unpickler is used, whose memo is a dict, while C's allocates an array as long as the largest index; and
+   everything is checked before it is hashed or called: nested tuples that share parts take 2^n steps to hash, and a
+   pickle may use one value any number of times.
+5. Attributes are set only of parts of metadata. That can change a key after it was checked, so whatever of the metadata
+   is hashed or shown later, such as names and dtypes, is checked again at the end.
+6. torch accepts exactly as many fields of TensorProperties as it has: 6 from torch 2.15 on, and 5 before. Only the
+   first 5, which every torch has, are read and written.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ ALLOWED = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
-    # Where these say that they live in Python 3.13.
+    # The module of these classes in Python 3.13.
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "PurePosixPath"),
 }
-"""(module, name) of all that torch writes there; types of elements, `torch.float32` and so on, beside."""
+"""(module, name) of everything that torch writes there, besides dtypes such as `torch.float32`."""
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 FLOAT BINFLOAT UNICODE"
@@ -70,29 +70,29 @@ _OPCODES = (
     " EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD"
     " PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET"
 )
-"""What pickles of metadata are made of. Not among it: sets, persistent and extended names, instructions of classes."""
+"""The opcodes in pickles of metadata. Not among them: sets, persistent and extension ids, old-style classes."""
 
 _ROOM, _TIMES = 4096, 16
-"""Characters of arguments in all: so many, and so many times the file's bytes."""
+"""The most characters of arguments in all calls: _ROOM + _TIMES * the file's bytes."""
 _MOST = 64
-"""Of a tuple that is a key or an argument: dimensions, or parts of a path."""
+"""The most items of a tuple that is a key or an argument: dimensions, or parts of a path."""
 _FIELDS = 5
-"""Of TensorProperties, in every version of torch."""
+"""How many fields TensorProperties has in every version of torch."""
 _MOST_SHOWN = 300
-"""Characters of an error of torch's or Python's, which may repeat what stood in the file."""
+"""How many characters to show of an error by torch or Python, which may repeat the file's content."""
 
 _Python: Any = pickle._Unpickler
-"""Python's own reader, of which type checkers do not know the methods."""
+"""Python's own unpickler, whose methods type checkers do not know."""
 
 
 def _list_allowed() -> dict[int, Callable[..., None]]:
-    """What Python's own reader does at each of the instructions that there may be."""
+    """The methods of Python's own unpickler for the allowed opcodes."""
     codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
     return {code: _Python.dispatch[code] for code in codes}
 
 
 class _Unknown:
-    """Stands for something with a name that is not listed, and for all that a pickle makes of it. It holds nothing."""
+    """Stands for an object with a name that is not allowed, and for all that a pickle makes of it. It holds nothing."""
 
     __slots__ = ("module", "name")
 
@@ -100,16 +100,16 @@ class _Unknown:
         self.module, self.name = module, name
 
     def extend(self, items: object) -> None:
-        """Takes what a list would take, and drops it."""
+        """Drop items that a list would take."""
 
     append = extend
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Takes what a dict would take, and drops it."""
+        """Drop an item that a dict would take."""
 
 
 class _Unpickler(_Python):  # type: ignore[misc]
-    """Python's reader, of these instructions alone, that looks before it hashes or calls."""
+    """Python's unpickler, restricted to the allowed opcodes, which checks values before it hashes or calls them."""
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = _list_allowed()
 
@@ -119,9 +119,9 @@ class _Unpickler(_Python):  # type: ignore[misc]
         self.knows_all = True
 
     def find_class(self, module: str, name: str) -> Any:
-        self._spend(len(module) + len(name))
+        self._spend_work(len(module) + len(name))
         if (module, name) in ALLOWED:
-            return _copy(super().find_class(module, name))
+            return _make_substitute(super().find_class(module, name))
         if module == "torch" and "." not in name:
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype):
@@ -133,7 +133,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
         if self._drops_top():
             return
         _check_all("calls something with", self.stack[-1], _is_argument)
-        self._spend(_measure(self.stack[-1]))
+        self._spend_work(_measure(self.stack[-1]))
         super().load_reduce()
 
     def load_newobj(self) -> None:
@@ -162,14 +162,14 @@ class _Unpickler(_Python):  # type: ignore[misc]
         super().load_dict()
 
     def _drops_top(self) -> bool:
-        """Whether the value below the top is unknown: what it is called with, or gets as state, is then dropped."""
+        """Whether the value below the top is unknown; if so, drop the top, its arguments or state."""
         unknown = isinstance(self.stack[-2], _Unknown)
         if unknown:
             self.stack.pop()
         return unknown
 
-    def _spend(self, length: int) -> None:
-        """Raises UnpicklingError where calls have looked at more than the file's length allows."""
+    def _spend_work(self, length: int) -> None:
+        """Count characters of arguments. Raises UnpicklingError for more than the file's length allows."""
         self._left -= length
         if self._left < 0:
             raise pickle.UnpicklingError("it calls the same again and again with something long")
@@ -185,7 +185,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
 
 def _check_all(does: str, values: Iterable[object], allowed: Callable[[object], bool]) -> None:
-    """Raises UnpicklingError, which says what the pickle does with it, for a value that is not allowed."""
+    """Raise UnpicklingError for a value that is not allowed; `does` is what the pickle does with it."""
     for value in values:
         if not allowed(value):
             raise pickle.UnpicklingError(f"it {does} {shown(value)}, which no metadata has")
@@ -203,44 +203,44 @@ def _is_argument(value: object) -> bool:
 
 
 def _measure(value: object) -> int:
-    """How long it takes to look at all of an argument."""
+    """The length of an argument, which is how long it takes to hash or copy it."""
     if isinstance(value, tuple):
         return sum(map(_measure, value))
     return len(value) if isinstance(value, str) else 1
 
 
 def _is_state(value: object) -> bool:
-    """Whether it is as much as parts of metadata have as attributes."""
-    # A dict of attributes, or a pair of one and of what slots hold.
-    each = value if isinstance(value, tuple) else (value,)
-    attributes = [part for part in each[:_MOST] if isinstance(part, dict)]
-    return len(each) <= _MOST and all(len(part) <= _MOST for part in attributes)
+    """Whether a state has at most as many attributes as parts of metadata may have."""
+    # A state is a dict of attributes, or a pair of that and a dict of slots.
+    parts = value if isinstance(value, tuple) else (value,)
+    attributes = [part for part in parts[:_MOST] if isinstance(part, dict)]
+    return len(parts) <= _MOST and all(len(part) <= _MOST for part in attributes)
 
 
 def _is_key(value: object) -> bool:
-    """Whether it is what metadata have as a key: a plain value, a flat tuple of them, or an index of them."""
+    """Whether metadata may have such a key: a plain value, a flat tuple of them, or a MetadataIndex of them."""
     if isinstance(value, MetadataIndex):
         return isinstance(value.fqn, str) and _is_argument(value.offset) and _is_plain(value.index)
     return _is_argument(value)
 
 
 def _is_part(value: object) -> bool:
-    """Whether it was made for this reading: classes, and members of enumerations, are there for everybody."""
+    """Whether a value was made in this reading: classes and enum members are shared with the rest of the program."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _check_metadata(found: Metadata) -> None:
-    """Raises UnpicklingError for what no metadata has among what is hashed, compared or shown of them later."""
+    """Raise UnpicklingError if a key, name or dtype, which are hashed, compared or shown later, is of a wrong type."""
     _check_all("has a key", found.storage_data or (), _is_key)
     parts = found.state_dict_metadata
     _check_all("has a name", parts, lambda name: isinstance(name, str))
     tensors = [part for part in parts.values() if isinstance(part, TensorStorageMetadata)]
-    types = [part.properties.dtype for part in tensors]
-    _check_all("has a type", types, lambda dtype: isinstance(dtype, torch.dtype))
+    dtypes = [part.properties.dtype for part in tensors]
+    _check_all("has a type", dtypes, lambda dtype: isinstance(dtype, torch.dtype))
 
 
 def _check_known(found: object) -> None:
-    """Raises UnpicklingError if anything in it is unknown, with the name."""
+    """Raise UnpicklingError, with the name, if anything in the value is unknown."""
     left = [found]
     # By identity: a pickle may refer to one value any number of times.
     seen: set[int] = set()
@@ -250,11 +250,11 @@ def _check_known(found: object) -> None:
             raise pickle.UnpicklingError(f"it names {shown(f'{value.module}.{value.name}')}")
         if id(value) not in seen:
             seen.add(id(value))
-            left += _list_parts(value)
+            left += _list_items(value)
 
 
-def _list_parts(value: object) -> Iterable[object]:
-    """What a value made by a pickle consists of."""
+def _list_items(value: object) -> Iterable[object]:
+    """The values that a value made by a pickle consists of."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, list | tuple):
@@ -263,30 +263,30 @@ def _list_parts(value: object) -> Iterable[object]:
 
 
 def _drop_undeclared(found: Metadata) -> None:
-    """Removes the attributes that Metadata does not declare."""
+    """Remove the attributes that Metadata does not declare."""
     declared = {field.name for field in dataclasses.fields(Metadata)}
     for name in vars(found).keys() - declared:
         delattr(found, name)
 
 
-def _copy(found: Any) -> Any:
-    """Something that does the same."""
+def _make_substitute(found: Any) -> Any:
+    """A subclass or function with the same behavior, whose attributes a pickle may set."""
     if isinstance(found, type) and dataclasses.is_dataclass(found):
-        own = {"__setstate__": _set_fields} if "__setstate__" in vars(found) else {}
-        return type(found.__name__, (found,), own)
-    # Not the function or class itself, whose attributes a pickle could set for everybody.
+        methods = {"__setstate__": _set_fields} if "__setstate__" in vars(found) else {}
+        return type(found.__name__, (found,), methods)
+    # Not the function or class itself, whose attributes a pickle could set for the whole program.
     return lambda *args: found(*args)
 
 
 def _set_fields(self: Any, state: tuple[object, ...]) -> None:
-    """Sets those fields of TensorProperties that every torch has."""
+    """Set the fields of TensorProperties that every torch has."""
     super(type(self), self).__setstate__(state[:_FIELDS])
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """The metadata of a checkpoint of torch; its parts are equal to nothing that torch makes.
+    """The metadata of a checkpoint of torch. Its parts are substitutes, and not equal to torch's own.
 
-    Raises CheckpointError for anything else, naming the file `where`.
+    Raises CheckpointError, naming the file `where`, for anything else.
     """
     try:
         reader = _Unpickler(text)
@@ -309,7 +309,7 @@ def read_metadata(text: bytes, where: object) -> Metadata:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes those fields of TensorProperties that every torch reads."""
+    """A pickler that writes only the fields of TensorProperties that every torch reads."""
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, TensorProperties):
@@ -320,7 +320,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_metadata(metadata: Metadata) -> bytes:
-    """The pickle of it that every version of torch reads."""
+    """A pickle of the metadata that every version of torch reads."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

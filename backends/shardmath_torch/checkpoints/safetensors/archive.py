@@ -1,13 +1,13 @@
 """Data files of checkpoints: safetensors in which every tensor is also an archive of torch.save.
 
-1. A file is a safetensors file, header and tensors back to back. What lies between two tensors of ours are the zip
-   records that make an archive of each; they are tensors of bytes by themselves, `frame/0`, `frame/1`, ...
-2. So one copy of the data is read by safetensors, by torch.load at the archive's offset, which is how the readers of
-   torch.distributed.checkpoint find it, and by whoever maps the file.
+1. A file is a safetensors file: a header, then tensors back to back. Between two saved tensors lie the zip records that
+   make an archive of each; the header lists them as tensors of bytes, `frame/0`, `frame/1`, ...
+2. So safetensors, torch.load at the archive's offset (which readers of torch.distributed.checkpoint use), and any
+   program that maps the file all read the same copy of the data.
 3. Archives begin at multiples of 64 bytes of the file, and with torch's own alignment so do the tensors in them.
-4. torch makes the archive and leaves out the data (`skip_data`), which is written as it lies in memory; checksums are
-   left out too, as torch does not look at them.
-5. Types that safetensors has no name for are bytes to it; the checkpoint's index knows better.
+4. torch makes the archive without the data (`skip_data`), which is written from memory; the zip's checksums are left
+   out too, as torch does not check them.
+5. Dtypes that safetensors has no name for appear as bytes in the header; the checkpoint's index has their dtype.
 
     8 bytes   length of the header
     header    JSON, padded with spaces
@@ -37,11 +37,11 @@ from shardmath_torch.moves.observing.bars import Tally
 __all__ = ["ALIGNMENT", "Written", "find_unused", "memory_of", "write"]
 
 ALIGNMENT = 64
-"""Bytes; torch.save aligns the data in an archive to as many."""
+"""Archives begin at a multiple of this many bytes, to which torch.save aligns the data in an archive."""
 
 
 class Written(NamedTuple):
-    """Where in a file a tensor went: its archive, and its first byte; and its checksums."""
+    """Where a tensor lies in a file: its archive's first byte and length, its own first byte, and its checksums."""
 
     archive: int
     length: int
@@ -49,7 +49,7 @@ class Written(NamedTuple):
     sums: str = ""
 
 
-class _Frame(NamedTuple):
+class _ArchiveFrame(NamedTuple):
     """The records of an archive before and after the tensor's data."""
 
     before: bytes
@@ -57,41 +57,41 @@ class _Frame(NamedTuple):
 
 
 Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
-"""Tensors by name, each with the global index at which it begins, None where the name is not that of a whole tensor."""
+"""Local tensors by name, each with its offsets in the global tensor, or None if the name is a numbered box's."""
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Writes a file of tensors, in one pass from its beginning to its end. On disk when this returns.
+    """Write a file of tensors to disk, in one pass, and return where each lies.
 
-    The tensors are contiguous, on the CPU, and alone in their storages.
+    The tensors are contiguous, on the CPU, and fill their storages.
     """
     frames = {name: _make_frame(tensor) for name, (_, tensor) in tensors.items()}
     archives, end = _place_archives(tensors, frames)
     header = _make_header(tensors, archives, end)
-    out = {}
+    written = {}
     with file.open("wb") as stream:
         stream.write(header)
         for name, frame in frames.items():
             _, tensor = tensors[name]
-            at = archives[name]
+            planned = archives[name]
             stream.write(frame.before)
             sums = checksums.write(stream, memory_of(tensor), tally.add)
-            padding = _align(at.length) - at.length
+            padding = _round_up(planned.length) - planned.length
             stream.write(frame.after + bytes(padding))
-            begin = len(header) + at.archive
-            start = len(header) + at.start
-            out[name] = Written(begin, at.length, start, sums)
+            begin = len(header) + planned.archive
+            start = len(header) + planned.start
+            written[name] = Written(begin, planned.length, start, sums)
         synced(stream)
-    return out
+    return written
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, as they lie in memory."""
+    """A view of the bytes of a contiguous tensor on the CPU."""
     return memoryview(see_words(flat(tensor).view(torch.uint8)))  # type: ignore[arg-type]
 
 
 class _Records(io.RawIOBase):
-    """What torch.save writes: where it leaves out the data, it moves on instead."""
+    """A file that collects what torch.save writes, in parts: torch seeks past the data that it leaves out."""
 
     def __init__(self) -> None:
         self.parts: list[list[bytes]] = [[]]
@@ -105,66 +105,68 @@ class _Records(io.RawIOBase):
         return 0
 
 
-def _make_frame(tensor: Tensor) -> _Frame:
+def _make_frame(tensor: Tensor) -> _ArchiveFrame:
     """The archive that torch makes of the tensor, without the data."""
     records = _Records()
     with skip_data():
         torch.save(tensor, records)  # type: ignore[arg-type]
     before, *after = map(b"".join, records.parts)
     assert len(after) == (tensor.nbytes > 0), "the data are left out once"
-    # An empty tensor has no data to leave out; its frame lies behind it, all in one.
-    return _Frame(before, after[0]) if after else _Frame(b"", before)
+    # An empty tensor has no data to leave out; its whole frame is placed behind it.
+    return _ArchiveFrame(before, after[0]) if after else _ArchiveFrame(b"", before)
 
 
-def _place_archives(tensors: Named, frames: Mapping[str, _Frame]) -> tuple[dict[str, Written], int]:
-    """Where each tensor goes, from the end of the header on, and how long all that is."""
-    out = {}
-    at = 0
+def _place_archives(
+    tensors: Named, frames: Mapping[str, _ArchiveFrame]
+) -> tuple[dict[str, Written], int]:
+    """Where each tensor will lie, counted from the end of the header, and the length of all archives."""
+    archives = {}
+    end = 0
     for name, (before, after) in frames.items():
         _, tensor = tensors[name]
         length = len(before) + tensor.nbytes + len(after)
-        out[name] = Written(at, length, at + len(before))
-        at += _align(length)
-    return out, at
+        archives[name] = Written(end, length, end + len(before))
+        end += _round_up(length)
+    return archives, end
 
 
-def _align(n: int) -> int:
-    """The next multiple of ALIGNMENT."""
+def _round_up(n: int) -> int:
+    """`n` rounded up to a multiple of ALIGNMENT."""
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> bytes:
-    """The header and its length: each tensor, and what lies before, between and behind them as tensors of bytes."""
+    """The header, after its length: each tensor, and the bytes before, between and behind them as frames."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
     frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
     entries: dict[str, object] = {}
-    at = 0
+    previous_stop = 0
     for frame, name in zip(frames[:-1], tensors, strict=True):
         _, tensor = tensors[name]
         start = archives[name].start
         stop = start + tensor.nbytes
-        entries[frame] = _make_bytes_entry(at, start)
+        entries[frame] = _make_bytes_entry(previous_stop, start)
         entries[keys[name]] = _make_tensor_entry(tensor, start, stop)
-        at = stop
-    entries[frames[-1]] = _make_bytes_entry(at, end)
+        previous_stop = stop
+    entries[frames[-1]] = _make_bytes_entry(previous_stop, end)
     return _encode_header(tensors, keys, frames, entries)
 
 
 def _encode_header(
     tensors: Named, keys: Mapping[str, str], frames: Sequence[str], entries: Mapping[str, object]
 ) -> bytes:
-    """The entries and their metadata as safetensors has them: the length first, then JSON, padded."""
+    """The header in safetensors' format: its length, then metadata and entries as JSON, padded."""
     metadata = {SHARDING: json.dumps(_make_offsets(tensors, keys, frames))}
     text = json.dumps({RESERVED: metadata, **entries}).encode()
-    length = _align(PREFIX + len(text)) - PREFIX
+    length = _round_up(PREFIX + len(text)) - PREFIX
     return length.to_bytes(PREFIX, "little") + text.ljust(length)
 
 
 def _make_offsets(
     tensors: Named, keys: Mapping[str, str], frames: Sequence[str]
 ) -> dict[str, object]:
-    """Where each tensor begins, as torch's reader of shards asks: frames begin at 0, which it asks of them, too."""
+    """The offsets of each tensor in its global one, for torch's reader of shards, which needs frames', too: 0."""
     offsets: dict[str, object] = {}
     for frame, (name, (index, _)) in zip(frames[:-1], tensors.items(), strict=True):
         offsets[frame] = {SAVED: [0]}
@@ -175,7 +177,7 @@ def _make_offsets(
 
 
 def _make_tensor_entry(tensor: Tensor, start: int, stop: int) -> dict[str, object]:
-    """A tensor by its type and shape, or as bytes where safetensors has no such type."""
+    """A tensor's entry in the header, as bytes if safetensors lacks its dtype."""
     dtype = NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         return _make_bytes_entry(start, stop)
@@ -187,11 +189,11 @@ def _make_bytes_entry(start: int, stop: int) -> dict[str, object]:
 
 
 def _choose_keys(names: Iterable[str]) -> dict[str, str]:
-    """The key of each name in the header: itself, or one like it where that is not a key of the format, and no name."""
+    """The key of each name in the header: the name, or an unused one like it if the format does not allow the name."""
     taken = {RESERVED, *names}
     keys: dict[str, str] = {}
     for name in names:
-        # Half a surrogate pair, which a Python text may hold, is not text in JSON.
+        # A lone surrogate, which a Python str may hold, is not allowed in JSON.
         text = name.encode("utf-8", "backslashreplace").decode()
         keys[name] = name if text == name != RESERVED else find_unused(text, taken)
         taken.add(keys[name])
@@ -199,7 +201,7 @@ def _choose_keys(names: Iterable[str]) -> dict[str, str]:
 
 
 def find_unused(name: str, taken: Container[str]) -> str:
-    """The name, or one like it that is not taken.
+    """The name, with as many underscores appended as make it unused.
 
     >>> find_unused("w", {"v"}), find_unused("w", {"w", "w_"})
     ('w', 'w__')

@@ -1,13 +1,13 @@
-"""Headers: what a safetensors file says of its tensors, proved against the file's size.
+"""Headers: the tensors that a safetensors file lists, checked against the file's size.
 
     8 bytes      length n of the header, little endian
     n bytes      JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, and "__metadata__"
     the rest     the tensors, back to back                          (github.com/huggingface/safetensors, Format)
 
-1. A header is proved before anything else is read: each tensor has as many bytes as its shape and type take, and all
-   lie back to back up to the file's end. So a cut or damaged file is an error of ours that names the file, never a
-   wrong tensor.
-2. Numbers are bounded before they are multiplied, and what stood in a file is shown cut short (`json_text`).
+1. A header is checked before anything else is read: each tensor has as many bytes as its shape and dtype take, and all
+   lie back to back up to the file's end. So a cut or damaged file raises a WeightsError that names the file, and never
+   gives a wrong tensor.
+2. Numbers are bounded before they are multiplied, and errors show a file's content cut short (`json_text`).
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 RESERVED = "__metadata__"
 """The key of a header that is not a tensor."""
 PREFIX = 8
-"""Bytes of the header's length."""
+"""The size in bytes of the header's length, with which a file begins."""
 HEADER_LIMIT = 100_000_000
-"""Bytes; the limit of the safetensors library."""
+"""The most bytes of a header, as in the safetensors library."""
 
 
 class WeightsError(ShardError):
-    """A checkpoint that is missing, cut short or damaged, or that does not hold what is asked of it."""
+    """A checkpoint that is missing, cut short or damaged, or that lacks what is asked of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """Where one tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+    """Where a tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
 
     file: Place
     key: str
@@ -91,11 +91,11 @@ class HeaderEntry:
 
 
 def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
-    """Every tensor of the file, by name, after its header is proved against the file's size; and the metadata there.
+    """Every tensor of the file, by name, and the header's metadata, after the header is checked against the size.
 
     Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
     """
-    with _raises_ours(file):
+    with _raise_as_weights_error(file):
         size = length_of(file)
     length = _read_length(file, size)
     data = PREFIX + length
@@ -107,13 +107,13 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """What a header says of a tensor of that safetensors type, from byte `begin` of the data to `end`."""
+    """A header's entry for a tensor of that safetensors type, from byte `begin` of the data to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
 @contextlib.contextmanager
-def _raises_ours(file: Place) -> Iterator[None]:
-    """An OSError meanwhile is a WeightsError that names the file."""
+def _raise_as_weights_error(file: Place) -> Iterator[None]:
+    """Raise OSErrors as WeightsErrors that name the file."""
     try:
         yield
     except OSError as error:
@@ -122,14 +122,14 @@ def _raises_ours(file: Place) -> Iterator[None]:
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """So many bytes of the file, or all, from `start` on. Raises WeightsError for a file that cannot be read."""
-    with _raises_ours(file), opened(file) as stream:
+    """`count` bytes of the file from `start` on, or all. Raises WeightsError for a file that cannot be read."""
+    with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """The JSON object in `text`, which is `what` of the file. Raises WeightsError for anything else."""
+    """The JSON object in `text`, which is `what` of the file. Raises WeightsError for other text."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:
@@ -140,18 +140,18 @@ def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
 
 
 def damaged(file: Place, what: str) -> WeightsError:
-    """The error of a file of which `what` is wrong."""
+    """The error for a file of which `what` is wrong."""
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 
 def _cut_short(file: Place, size: int, expected: int) -> WeightsError:
-    """The error of a file that ends before what its header announces."""
+    """The error for a file that is shorter than its header says."""
     counts = f"{size} bytes present, {expected} expected by its header"
     return WeightsError(f"{file} is cut short: {counts}, {expected - size} missing; fetch it again")
 
 
 def _read_length(file: Place, size: int) -> int:
-    """The header's length, which the file has room for."""
+    """The header's length. Raises WeightsError for one that is longer than the format or the file allows."""
     prefix = read_bytes(file, 0, PREFIX)
     if len(prefix) < PREFIX:
         what = f"{size} bytes present, a header's length alone takes {PREFIX}"
@@ -166,10 +166,10 @@ def _read_length(file: Place, size: int) -> int:
 
 
 def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry:
-    """The tensor, as one entry of the header says; the data begin at byte `data` of the file."""
+    """The tensor of one entry of the header, checked; the data begin at byte `data` of the file."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _are_sizes(shape) or not _is_span(offsets):
+    if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_span(offsets):
         what = f"the header's entry of {shown(name)} is {shown(value)}"
         raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
@@ -187,29 +187,29 @@ def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry
     return entry
 
 
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of sizes that a file can have; True and False, which are ints, are not sizes."""
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    """Whether the value is a list of sizes that a file can have; bools are not sizes."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= MOST for n in value)
 
 
 def _is_span(value: object) -> TypeGuard[list[int]]:
-    """Whether it is where something begins and where it ends."""
-    return _are_sizes(value) and len(value) == 2
+    """Whether the value is a list of a begin and an end."""
+    return _is_sizes(value) and len(value) == 2
 
 
 def _check_back_to_back(
     file: Place, size: int, data: int, entries: Mapping[str, HeaderEntry]
 ) -> None:
-    """The tensors lie one after the other from byte `data` on, and the last ends where the file does."""
+    """Raise WeightsError unless the tensors lie back to back from byte `data` of the file to its end."""
     spans = [(entry.start, entry.nbytes, name) for name, entry in entries.items()]
-    at = data
+    end = data
     for start, nbytes, name in sorted(spans):
-        if start != at:
+        if start != end:
             begins = f"{shown(name)} begins at byte {start - data} of the data"
-            raise damaged(file, f"{begins}, the tensor before it ends at {at - data}")
-        at += nbytes
-    if at > size:
-        raise _cut_short(file, size, at)
-    if at < size:
-        what = f"{size} bytes present, {at} expected by its header, {size - at} too many"
+            raise damaged(file, f"{begins}, the tensor before it ends at {end - data}")
+        end += nbytes
+    if end > size:
+        raise _cut_short(file, size, end)
+    if end < size:
+        what = f"{size} bytes present, {end} expected by its header, {size - end} too many"
         raise damaged(file, what)

@@ -1,17 +1,17 @@
-"""A folder of safetensors as Hugging Face's tools keep them: whole tensors in several files, and an index.
+"""Folders of safetensors as Hugging Face's tools write them: whole tensors in several files, and an index.
 
-1. `model-00001-of-00003.safetensors` and so on, and `model.safetensors.index.json`, which says which file has which
-   tensor (`hf_split`).
-2. Bytes depend on tensors, names and the size asked for, and on nothing else.
-3. Files are written under names that no reader looks for. When all are on disk, they get their names, the new index
-   takes the place of the former at once, and the former files are removed last: there is one whole export at any time.
-4. No name is used by two exports, so that nobody has headers of one and data of another: those after the first are
-   numbered, `model-2-00001-of-00003.safetensors`.
-5. Only what an export has written is replaced: its files say so in their headers. A folder with other safetensors is
-   refused, since readers would take those too, or instead.
-6. Two exports to one folder: the second is refused for as long as the first one lives.
-7. What is at the name of a draft is removed, never written to: it may be a link, to somebody's file. Whoever gives a
-   draft up removes its own, and not what the next export has put in its place.
+1. Files are `model-00001-of-00003.safetensors` and so on; `model.safetensors.index.json` gives the file of each tensor
+   (`hf_split`).
+2. The bytes depend only on tensors, names and the requested size.
+3. Files are written under names that no reader looks for. When all are on disk, they are renamed, the new index
+   replaces the earlier one in one step, and the earlier files are removed last: there is one whole export at any time.
+4. No two exports use the same file name, so that no reader mixes headers of one with data of another: exports after the
+   first are numbered, `model-2-00001-of-00003.safetensors`.
+5. Only files that an export wrote are replaced; their headers mark them. A folder with other safetensors raises, since
+   readers would load those too, or instead.
+6. While one export to a folder runs, a second one raises.
+7. A file at a draft's name is removed, never written to: it may be a link to another file. A draft that is discarded
+   removes only its own file, not one that the next export has put in its place.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ __all__ = [
 UNFINISHED = ".unfinished"
 LOCK = ".shardmath-export.lock"
 OURS = "shardmath_export"
-"""A key of a header's metadata, by which a file is known to be an export's."""
+"""A key of a header's metadata that marks a file as an export's."""
 FORMAT = "format"
-"""A key of it that transformers asks for."""
+"""A key of a header's metadata that transformers requires."""
 TAKEN = (FORMAT, OURS, SHARDING)
-"""Keys of it that mean something, and so no names."""
+"""Keys of a header's metadata with a meaning, which tied names cannot use."""
 NAME = re.compile(rf"model-(?:(\d+)-)?\d{{5,}}-of-\d{{5,}}\.safetensors({re.escape(UNFINISHED)})?")
 ALIGNMENT = 8
-"""Bytes; tensors begin at a multiple of it, as safetensors' own writer has it."""
+"""Tensors begin at a multiple of this many bytes, as in safetensors' own writer."""
 
 
 class DraftFile:
-    """A file that is being written, its tensors in the order of its header. Raises OSError."""
+    """An unfinished file, to which tensors are appended in the order of its header. Raises OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -84,50 +84,51 @@ class DraftFile:
             raise
 
     def append(self, tensor: Tensor, tally: Tally) -> None:
-        """The next tensor's bytes."""
+        """Write the next tensor's bytes."""
         data = memory_of(tensor.cpu().contiguous())
-        for at in range(0, len(data), TELL_BYTES):
-            self._stream.write(data[at : at + TELL_BYTES])
-            tally.add(len(data[at : at + TELL_BYTES]))
+        for start in range(0, len(data), TELL_BYTES):
+            chunk = data[start : start + TELL_BYTES]
+            self._stream.write(chunk)
+            tally.add(len(chunk))
 
     def close(self) -> None:
-        """All of it is on disk."""
+        """Flush the file to disk, and close it."""
         synced(self._stream)
         self._known = os.fstat(self._stream.fileno())
         self._stream.close()
 
     def discard(self) -> None:
-        """None of it is there; after `close`, too."""
+        """Remove the file, even after `close`, unless another file has its name."""
         try:
             with contextlib.suppress(FileNotFoundError):
-                if self._is_own(self._file.lstat()):
+                if self._is_this_draft(self._file.lstat()):
                     self._file.unlink()
         finally:
-            self._stream.close()  # which writes what is left, and may fail as what was written before
+            self._stream.close()  # which flushes, and may fail as an earlier write did
 
-    def _is_own(self, found: os.stat_result) -> bool:
-        """Whether this is the file that the draft has made."""
+    def _is_this_draft(self, found: os.stat_result) -> bool:
+        """Whether this is the file that the draft created."""
         if not os.path.samestat(found, self._known):
             return False
-        # The number of a file that is closed and gone is given to the next one; its last change is not.
+        # A new file may reuse the inode number of one that is closed and removed, but not its time of change.
         return not self._stream.closed or found.st_mtime_ns == self._known.st_mtime_ns
 
 
 def discard(drafts: Iterable[DraftFile]) -> None:
-    """None of them is there."""
+    """Remove the drafts' files, ignoring errors."""
     for draft in drafts:
         with contextlib.suppress(OSError):
             draft.discard()
 
 
 def _create(file: Path) -> BinaryIO:
-    """A stream to a new file of that name."""
+    """A stream to a new file of that name, which replaces any file there."""
     file.unlink(missing_ok=True)
     return file.open("xb")
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raises CheckpointError for another name of a tensor that a header's metadata has another use for."""
+    """Raise CheckpointError for a tied name that is a key with a meaning in a header's metadata."""
     for name in tied:
         if name in TAKEN:
             what = f"{name!r} is tied, and readers of a header take it for something else"
@@ -135,14 +136,14 @@ def check_tied(tied: Iterable[str]) -> None:
 
 
 def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
-    """The header and its length; `tied` names are said as safetensors' own `save_model` says them."""
+    """The header, after its length; `tied` names are in its metadata, as by safetensors' own `save_model`."""
     entries: dict[str, object] = {RESERVED: {**tied, FORMAT: "pt", OURS: "1"}}
-    at = 0
+    start = 0
     for name, entry in tensors.items():
         shape, dtype = entry
-        stop = at + count_bytes(entry)
-        entries[name] = make_entry(NAMES[dtype], shape, at, stop)
-        at = stop
+        stop = start + count_bytes(entry)
+        entries[name] = make_entry(NAMES[dtype], shape, start, stop)
+        start = stop
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     padding = b" " * (-len(text) % ALIGNMENT)
     length = len(text) + len(padding)
@@ -150,24 +151,24 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Makes the folder. Raises CheckpointError where it holds weights that no export wrote, or cannot be written."""
+    """Make the folder. Raises CheckpointError if it holds weights that no export wrote, or cannot be written."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
-            if not NAME.fullmatch(file.name) or not _is_ours(file):
+            if not NAME.fullmatch(file.name) or not _is_export_file(file):
                 why = "which no export wrote and readers would take for part of this one"
                 what = f"{folder} has {file.name}, {why}"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
         for file in (*_list_exported(folder), *folder.glob(INDEX + UNFINISHED)):
             _check_replaceable(folder, file)
         index = folder / INDEX
-        if index.exists() and not _is_index_of_ours(index):
+        if index.exists() and not _is_export_index(index):
             what = f"{folder} has an {INDEX} that no export wrote"
             raise CheckpointError(f"{what}; give another folder, or move it away")
 
 
 def _check_replaceable(folder: Path, file: Path) -> None:
-    """Raises CheckpointError for what an export cannot remove: what is neither a file nor a link."""
+    """Raise CheckpointError for anything but a file or a link, which an export cannot replace."""
     if not file.is_symlink() and not file.is_file():
         kind = "a folder" if file.is_dir() else "something that is not a file,"
         what = f"{folder} has {kind} {file.name}, a name that exports write to"
@@ -175,7 +176,7 @@ def _check_replaceable(folder: Path, file: Path) -> None:
 
 
 def _list_exported(folder: Path) -> list[Path]:
-    """Files of exports, and drafts of them."""
+    """The files of exports in the folder, and their drafts."""
     return [file for file in folder.iterdir() if NAME.fullmatch(file.name)]
 
 
@@ -183,8 +184,8 @@ def _is_draft(file: Path) -> bool:
     return file.name.endswith(UNFINISHED)
 
 
-def _is_ours(file: Path) -> bool:
-    """Whether an export has written the file."""
+def _is_export_file(file: Path) -> bool:
+    """Whether an export wrote the file."""
     try:
         _, metadata = read_header(file)
     except WeightsError:
@@ -193,13 +194,13 @@ def _is_ours(file: Path) -> bool:
 
 
 def has_export(folder: Path) -> bool:
-    """Whether an export is in the folder."""
+    """Whether the folder has an export."""
     index = folder / INDEX
-    return index.is_file() and _is_index_of_ours(index)
+    return index.is_file() and _is_export_index(index)
 
 
-def _is_index_of_ours(file: Path) -> bool:
-    """Whether an export has written the index."""
+def _is_export_index(file: Path) -> bool:
+    """Whether an export wrote the index."""
     try:
         found = json.loads(content_of(file))
         return OURS in found["metadata"]
@@ -209,7 +210,7 @@ def _is_index_of_ours(file: Path) -> bool:
 
 @contextlib.contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """Errors of the system as ours."""
+    """Raise OSErrors as CheckpointErrors."""
     try:
         yield
     except OSError as error:
@@ -219,21 +220,21 @@ def told(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else exports to the folder meanwhile; the lock goes when the process does.
+    """Hold the folder's lock during the block; it is released when the process ends.
 
-    Raises CheckpointError where somebody does.
+    Raises CheckpointError if another export to the folder is running.
     """
     with told(folder), locks.locked(folder / LOCK, f"export to {folder}"):
         yield
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Gives the files, all of them on disk, their names, and then removes what was exported before.
+    """Rename the files, all of them on disk, write the index, and remove the earlier export.
 
-    Raises OSError, and then what was there before is there as it was. Warns of files that it could not remove.
+    Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """
-    former = [file for file in _list_exported(folder) if not _is_draft(file)]
-    number = 1 + max((_read_number(file.name) for file in former), default=0)
+    earlier = [file for file in _list_exported(folder) if not _is_draft(file)]
+    number = 1 + max((_read_number(file.name) for file in earlier), default=0)
     names = {name: _add_number(name, number) for name in files}
     _clear_drafts(folder, files)
     index = folder / INDEX
@@ -244,30 +245,30 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
         _rename(folder, names)
         os.replace(draft, index)
     except BaseException:
-        # Where the former index is still in place, it knows none of these.
-        if not _is_same(index, written):
+        # Unless the index was replaced, it names none of the renamed files.
+        if not _has_this_name(index, written):
             for name in names.values():
                 (folder / name).unlink(missing_ok=True)
             draft.unlink(missing_ok=True)
         raise
-    _remove(folder, former)
+    _remove(folder, earlier)
 
 
 def _rename(folder: Path, names: Mapping[str, str]) -> None:
-    """Gives drafts their names, on disk before an index says so."""
+    """Rename the drafts, and flush that to disk before an index names the files."""
     for name, numbered in names.items():
         os.replace(folder / (name + UNFINISHED), folder / numbered)
     sync(folder)
 
 
 def _read_number(name: str) -> int:
-    """The number of the export that a file is of: 1 where its name has none."""
+    """The number of a file's export, from its name; 1 if the name has none."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found and found[1] else 1
 
 
 def _add_number(name: str, number: int) -> str:
-    """That name of the `number`-th export to a folder.
+    """The file name with the number of its export, which the first export leaves out.
 
     >>> _add_number("model-00001-of-00003.safetensors", 2)
     'model-2-00001-of-00003.safetensors'
@@ -276,7 +277,7 @@ def _add_number(name: str, number: int) -> str:
 
 
 def _clear_drafts(folder: Path, files: Iterable[str]) -> None:
-    """Removes what exports that were cut off have left. Later, others' exports may have begun: it is not locked."""
+    """Remove drafts of interrupted exports. For use under the lock: else they may be of an export that is running."""
     drafts = {name + UNFINISHED for name in files}
     for file in _list_exported(folder):
         if _is_draft(file) and file.name not in drafts:
@@ -284,23 +285,23 @@ def _clear_drafts(folder: Path, files: Iterable[str]) -> None:
 
 
 def _make_index(files: Mapping[str, File], tied: Mapping[str, str]) -> bytes:
-    """The index as JSON: the file of each tensor, in natural order."""
+    """The index as JSON: the file of each tensor, in the names' natural order."""
     total = 0
-    places = {}
+    file_of = {}
     for file, tensors in files.items():
         for name, entry in tensors.items():
-            places[name] = file
+            file_of[name] = file
             total += count_bytes(entry)
     metadata: dict[str, object] = {"total_size": total, OURS: 1}
     if tied:
         metadata["tied"] = dict(sorted(tied.items()))
-    ordered = {name: places[name] for name in sorted(places, key=natural_order)}
+    ordered = {name: file_of[name] for name in sorted(file_of, key=natural_order)}
     index = {"metadata": metadata, "weight_map": ordered}
     return json.dumps(index, indent=2).encode() + b"\n"
 
 
 def _write_index(draft: Path, text: bytes) -> os.stat_result:
-    """The file that has the text, on disk."""
+    """Write the draft of the index to disk, and return its stat."""
     try:
         with _create(draft) as stream:
             stream.write(text)
@@ -312,16 +313,16 @@ def _write_index(draft: Path, text: bytes) -> os.stat_result:
         raise
 
 
-def _is_same(file: Path, known: os.stat_result) -> bool:
-    """Whether that is the file that has this name now."""
+def _has_this_name(file: Path, known: os.stat_result) -> bool:
+    """Whether the file now at this name is the known one."""
     return file.exists() and os.path.samestat(file.stat(), known)
 
 
-def _remove(folder: Path, former: Iterable[Path]) -> None:
-    """The new index being on disk, the files of the one before go."""
+def _remove(folder: Path, earlier: Iterable[Path]) -> None:
+    """Flush the new index to disk, then remove the earlier export's files. Warns if that fails."""
     try:
         sync(folder)
-        for file in former:
+        for file in earlier:
             file.unlink(missing_ok=True)
     except OSError as error:
         what = f"the new export is in {folder}, whole, but files of the one before could not be removed"

@@ -1,11 +1,11 @@
-"""Safetensors that torch.distributed.checkpoint has left in shards: a file per rank, and no index.
+"""Sharded: safetensors that torch.distributed.checkpoint wrote as a file per rank, without an index.
 
 1. `HuggingFaceStorageWriter(save_distributed=True)` writes `shard-00001-model-00001-of-00001.safetensors` and so on,
-   each with its rank's boxes, and in the header's metadata, as JSON in a string, at which index of the tensor each
-   begins: `{"DCP_SHARDING_INFO": "{\\"w\\": {\\"saved_offsets\\": [4, 0]}}"}`.
-2. Nothing there says how large a tensor is, or how many files there are: it ends where its last box does, as torch's
-   own reader takes it. Boxes that overlap or leave gaps are found later, as in any checkpoint; a file that is missing
-   at the end of every tensor can be noticed by nobody.
+   each with its rank's boxes, and with the offsets of each box in the header's metadata, as JSON in a string:
+   `{"DCP_SHARDING_INFO": "{\\"w\\": {\\"saved_offsets\\": [4, 0]}}"}`.
+2. The files do not give the shape of a tensor, or their number: a tensor is assumed to end with its last box, as in
+   torch's own reader. Boxes that overlap or leave gaps are found later, as in any checkpoint; a missing file that holds
+   the end of every tensor cannot be noticed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shardmath_torch.checkpoints.safetensors.weights import FILE, INDEX
 __all__ = ["SAVED", "SHARDING", "Parts", "read_sharded"]
 
 SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where in a header's metadata torch's HuggingFaceStorageReader looks for the index at which a tensor begins."""
+"""The keys in a header's metadata under which torch's HuggingFaceStorageReader looks for a box's offsets."""
 FIX = "keep the files of one checkpoint in a folder"
 
 _Entries: TypeAlias = Mapping[str, HeaderEntry]
 _Box: TypeAlias = tuple[tuple[int, ...], HeaderEntry]
-"""The index at which an entry begins, and the entry."""
+"""The offsets of an entry in its tensor, and the entry."""
 
 
 class Parts(NamedTuple):
-    """A tensor in boxes: its shape, its dtype, and the index at which each entry begins."""
+    """A tensor in boxes: its shape, its dtype, and the boxes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A file, its tensors, and what its metadata says of where they begin."""
+    """A file, its tensors, and the text of their offsets in its metadata."""
 
     file: Place
     entries: _Entries
@@ -46,9 +46,9 @@ class _Shard(NamedTuple):
 
 
 def read_sharded(folder: Place) -> dict[str, Parts] | None:
-    """The tensors of a folder of such files, by name; None for what is not such a folder.
+    """The tensors of a folder of sharded files, by name; None if the folder has none.
 
-    Raises WeightsError where files are damaged, do not belong together, or do not say where their tensors begin.
+    Raises WeightsError if files are damaged, do not belong together, or lack offsets of their tensors.
     """
     if not folder.is_dir() or any((folder / name).is_file() for name in (FILE, INDEX)):
         return None
@@ -61,7 +61,7 @@ def read_sharded(folder: Place) -> dict[str, Parts] | None:
 
 
 def _read_headers(folder: Place) -> tuple[list[Place], list[_Shard]]:
-    """The folder's files: those that do not say where their tensors begin, and those that do."""
+    """The folder's files: those without offsets of their tensors, and those with them."""
     files: list[Place] = list(folder.glob("*.safetensors"))
     plain = []
     shards = []
@@ -75,7 +75,7 @@ def _read_headers(folder: Place) -> tuple[list[Place], list[_Shard]]:
 
 
 def _join_shards(shards: list[_Shard]) -> dict[str, Parts]:
-    """Every tensor, from its boxes in all files."""
+    """Every tensor, joined from its boxes in all files."""
     boxes: dict[str, list[_Box]] = {}
     for file, entries, sharding in shards:
         for name, box in _place_boxes(file, entries, sharding):
@@ -84,45 +84,45 @@ def _join_shards(shards: list[_Shard]) -> dict[str, Parts]:
 
 
 def _place_boxes(file: Place, entries: _Entries, sharding: object) -> Iterator[tuple[str, _Box]]:
-    """Every tensor of a file, and where it begins."""
+    """The box of every tensor in a file."""
     info = _read_sharding(file, sharding)
     for name, entry in entries.items():
-        said = info.get(name)
-        offsets = said.get(SAVED) if isinstance(said, dict) else None
+        record = info.get(name)
+        offsets = record.get(SAVED) if isinstance(record, dict) else None
         if not _is_index(offsets, len(entry.shape)):
             shape = shown(list(entry.shape))
-            what = f"its {SHARDING} says of {shown(name)} {shape} {shown(said)}"
+            what = f"its {SHARDING} says of {shown(name)} {shape} {shown(record)}"
             fix = "not at which index it begins; fetch it again"
             raise WeightsError(f"{file} is damaged: {what}, {fix}")
         yield name, (tuple(offsets), entry)
 
 
 def _read_sharding(file: Place, sharding: object) -> dict[str, object]:
-    """What the metadata of a file says of each tensor; nothing where it is not an object in text."""
+    """The records in a file's metadata by tensor; none if these are not an object. Raises WeightsError if not JSON."""
     try:
-        said = read_json(sharding.encode()) if isinstance(sharding, str) else None
+        records = read_json(sharding.encode()) if isinstance(sharding, str) else None
     except (ValueError, RecursionError) as error:
         what = f"its {SHARDING} is not JSON ({error})"
         raise WeightsError(f"{file} is damaged: {what}; fetch it again") from error
-    return said if isinstance(said, dict) else {}
+    return records if isinstance(records, dict) else {}
 
 
 def _is_index(value: object, dimensions: int) -> TypeGuard[list[int]]:
-    """Whether it is an index of a tensor of so many dimensions."""
+    """Whether the value is an index of a tensor with that many dimensions."""
     if not isinstance(value, list) or len(value) != dimensions:
         return False
     return all(type(n) is int and 0 <= n <= MOST for n in value)
 
 
 def _join_boxes(name: str, boxes: list[_Box]) -> Parts:
-    """The tensor that these boxes are of, which ends where the last of them does."""
+    """The tensor of these boxes, which ends where the last of them does."""
     first = boxes[0][1]
     ends = []
     for offsets, entry in boxes:
         if (entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)):
             what = f"{shown(name)} is {_describe(first)} and {_describe(entry)}"
             raise WeightsError(f"{what}; {FIX}")
-        ends.append([at + n for at, n in zip(offsets, entry.shape, strict=True)])
+        ends.append([start + n for start, n in zip(offsets, entry.shape, strict=True)])
     shape = tuple(map(max, zip(*ends, strict=True)))
     return Parts(shape, first.dtype, tuple(boxes))
 

@@ -1,9 +1,9 @@
-"""Which tensors go into which file of a folder of safetensors, as Hugging Face's tools divide them.
+"""Split: tensors divided into the files of a folder of safetensors, as by Hugging Face's tools.
 
-1. Files are filled in the tensors' natural order, as transformers fills them: a file is closed before a tensor that
-   would make it longer than asked, and a tensor that is longer by itself has a file of its own.
-2. In a file, long elements lie first, so that every tensor begins at a multiple of its elements' size.
-3. All that depends on names, shapes, types and the size asked for, and on nothing else.
+1. Files are filled in the tensors' natural order, as by transformers: a file is closed before a tensor that would make
+   it exceed the limit, and a tensor that exceeds the limit by itself has a separate file.
+2. In a file, dtypes with large elements come first, so that every tensor begins at a multiple of its elements' size.
+3. The division depends only on names, shapes, dtypes and the limit.
 
 >>> rows = {f"layers.{i}": ((4,), "float32") for i in (10, 2, 1)}
 >>> [list(file) for file in split(rows, 32)], file_names(2)[0]
@@ -41,14 +41,14 @@ NUMBER = re.compile(r"([0-9]+)")
 
 
 def size_of(size: int | str) -> int:
-    """Bytes of `5000000` or "5MB", as transformers reads it. Raises CheckpointError for anything else.
+    """The number of bytes in `5000000` or "5MB", as transformers reads it. Raises CheckpointError for other values.
 
     >>> size_of("5GB"), size_of("1.5 kb")
     (5000000000, 1500)
     """
     nbytes: object = size
     if isinstance(size, str):
-        # "5" without a unit is five of what? A number of bytes is given as an int.
+        # Not "5" without a unit: a number of bytes is given as an int.
         nbytes = None if size.strip().isdecimal() else read_bytes(size)
     if type(nbytes) is not int or nbytes < 1:
         what = f"max_shard_size is {shown(size)}"
@@ -57,7 +57,7 @@ def size_of(size: int | str) -> int:
 
 
 def check_entries(entries: Mapping[str, Entry]) -> None:
-    """Raises CheckpointError for what safetensors cannot say: a type, or a name."""
+    """Raise CheckpointError for a dtype or a name that safetensors does not support."""
     for name, (shape, dtype) in entries.items():
         if dtype not in NAMES:
             what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
@@ -68,7 +68,7 @@ def check_entries(entries: Mapping[str, Entry]) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Whether UTF-8 can say it: half a surrogate pair, which a Python text may hold, it cannot."""
+    """Whether the name can be encoded in UTF-8: a lone surrogate, which a Python str may hold, cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def _is_text(name: str) -> bool:
 
 
 def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
-    """The tensors file by file, each of at most `limit` bytes unless a tensor alone has more."""
+    """Divide the tensors into files of at most `limit` bytes, or of one tensor that has more."""
     files: list[File] = []
     current: File = {}
     room = limit
@@ -98,27 +98,27 @@ def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
 
 
 def natural_order(name: str) -> tuple[list[tuple[bool, int, str]], str]:
-    """A key to sort names by, with the numbers in them by size: layer 2 before layer 10."""
+    """A key to sort names by, with numbers in them ordered by value: layer 2 before layer 10."""
     parts = []
     for part in NUMBER.split(name):
-        # By digits, not as int: a name may have a number of any length.
+        # Compared by length, then as text: a number in a name may have too many digits for an int.
         digits = len(part.lstrip("0")) if part.isdecimal() else 0
         parts.append((part.isdecimal(), digits, part))
     return parts, name
 
 
 def _put_long_elements_first(file: File) -> File:
-    """The same tensors by their elements' size, those of one size as they come."""
+    """The tensors, ordered by decreasing element size; the sort is stable."""
     by_size = sorted(file.items(), key=lambda item: -itemsize(item[1][1]))
     return dict(by_size)
 
 
 def count_bytes(entry: Entry) -> int:
-    """Bytes of a tensor of that shape and type."""
+    """The number of bytes of a tensor of that shape and dtype."""
     shape, dtype = entry
     return math.prod(shape) * itemsize(dtype)
 
 
 def file_names(count: int) -> list[str]:
-    """The names of so many files of a first export."""
+    """The names of `count` files of a first export."""
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -1,7 +1,7 @@
-"""Slices: a rank's local tensors from safetensors files, and compared with them.
+"""Slices: a rank's local tensors, read from safetensors files, and compared with them.
 
-1. A rank reads the boxes of its runs and nothing else; local cells that are not the tensor's own are zero.
-2. What is asked is held against the headers before a byte is read (`fits`).
+1. A rank reads only the boxes of its runs; holes in local tensors are zero.
+2. Layouts are compared with the headers before a byte is read (`fits`).
 3. A file is opened once, however many of its tensors are read.
 """
 
@@ -38,25 +38,25 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
-    """What `rank` holds as boxes: where each lies in the local tensor, and where in the global one."""
+    """The boxes that `rank` holds: the slices of each in the local tensor, and in the global one."""
     by_dim = [runs.segments for runs in layout.runs(rank)]
-    # One at a time: `layout.boxes` makes all of them at once, and a strided layout may have millions.
+    # One at a time: `layout.boxes` makes all boxes at once, and a strided layout may have millions.
     for segments in itertools.product(*by_dim):
-        local = tuple(slice(at, at + n) for at, _, n in segments)
-        glob = tuple(slice(at, at + n) for _, at, n in segments)
+        local = tuple(slice(start, start + n) for start, _, n in segments)
+        glob = tuple(slice(start, start + n) for _, start, n in segments)
         yield local, glob
 
 
-class _Slice(Protocol):
-    """A tensor in an open file, read where it is indexed."""
+class _StoredSlices(Protocol):
+    """A tensor in an open file; indexing reads the slice."""
 
     def __getitem__(self, index: Slices) -> torch.Tensor: ...
 
 
 def _open_tensors(
     weights: Weights, layouts: Mapping[str, Layout]
-) -> Iterator[tuple[str, Layout, _Slice]]:
-    """Every name with its layout and the stored tensor, to be sliced; a file is opened once."""
+) -> Iterator[tuple[str, Layout, _StoredSlices]]:
+    """Every name with its layout and its stored tensor, to be sliced; each file is opened once."""
     fits(weights, layouts)
     names = sorted(layouts, key=lambda name: str(weights.entries[name].file))
     for file, group in itertools.groupby(names, key=lambda name: weights.entries[name].file):
@@ -70,13 +70,13 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raises WeightsError where the checkpoint lacks a name, has it with another shape or dtype, or it is Partial."""
+    """Raise WeightsError for a tensor that is missing, has another shape or dtype, or whose layout is Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 
 
 def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
-    """The checkpoint has such a tensor as the layout says."""
+    """Raise WeightsError unless the checkpoint has the tensor, and it fits the layout."""
     entry = weights.entries.get(name)
     if entry is None:
         count = plural(weights.entries, "tensor")
@@ -94,13 +94,13 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
 def load(
     weights: Weights, layouts: Mapping[str, Layout], rank: int, *, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
-    """This rank's local tensors, by name, on the CPU: shape `layout.local_shape(rank)`, holes zero.
+    """Load this rank's local tensors, by name, on the CPU: shape `layout.local_shape(rank)`, holes zero.
 
-    Raises WeightsError where the checkpoint lacks a name or has it with another shape or dtype. `progress` is called
-    with the bytes of local tensors that are done, and with all of them.
+    Raises WeightsError if the checkpoint lacks a name or has it with another shape or dtype. `progress` is called with
+    the bytes of local tensors that are done, and of all of them.
     """
     out = {}
-    tally = _begin(layouts, rank, progress)
+    tally = _begin_tally(layouts, rank, progress)
     for name, layout, stored in _open_tensors(weights, layouts):
         out[name] = make_room(layout, rank)
         for local, glob in list_boxes(layout, rank):
@@ -109,15 +109,15 @@ def load(
     return {name: out[name] for name in layouts}
 
 
-def _begin(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
-    """What is told of all local tensors, holes among them."""
+def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
+    """A tally of the bytes of all local tensors, holes included."""
     tally = Tally(progress)
-    tally.begin(sum(math.prod(one.local_shape(rank)) * one.itemsize for one in layouts.values()))
+    tally.begin(sum(math.prod(held.local_shape(rank)) * held.itemsize for held in layouts.values()))
     return tally
 
 
 def make_room(layout: Layout, rank: int) -> torch.Tensor:
-    """A local tensor of `rank` to be filled: what will not be, holes, is zero."""
+    """A local tensor of `rank`, to be filled; if it has holes, they are zero."""
     if layout.holes(rank):
         return make_zeros(layout, rank)
     return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
@@ -126,7 +126,7 @@ def make_room(layout: Layout, rank: int) -> torch.Tensor:
 def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
     """A local tensor of `rank` of zero bytes."""
     shape = layout.local_shape(rank)
-    # Bytes, since not every type has the number 0: float8_e8m0fnu has none.
+    # As bytes, since float8_e8m0fnu has no number 0.
     cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
     return cells.view(dtype_of(layout.dtype)).view(shape)
 
@@ -139,12 +139,12 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Compare the local tensors of `rank` with the checkpoint, byte by byte; the number of bytes compared.
+    """Compare the local tensors of `rank` with the checkpoint, byte by byte, and return the number of bytes compared.
 
     Raises WeightsError with the tensor, the rank and the first global index that differs. `progress` is as in `load`.
     """
     total = 0
-    tally = _begin(layouts, rank, progress)
+    tally = _begin_tally(layouts, rank, progress)
     for name, layout, stored in _open_tensors(weights, layouts):
         for local, glob in list_boxes(layout, rank):
             total += _compare(name, rank, glob, tensors[name][local], stored[glob])
@@ -155,29 +155,29 @@ def check(
 def _compare(
     name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: torch.Tensor
 ) -> int:
-    """Bytes of the box, which are equal on both sides."""
+    """Compare one box, and return its number of bytes. Raises WeightsError if they differ."""
     ours = _view_bytes(arrived)
     theirs = _view_bytes(stored)
     if torch.equal(ours, theirs):
         return ours.numel()
     first = int((ours != theirs).nonzero()[0]) // stored.itemsize
     within = np.unravel_index(first, stored.shape)
-    at = [part.start + int(i) for part, i in zip(glob, within, strict=True)]
-    got = arrived.reshape(-1)[first].item()
-    kept = stored.reshape(-1)[first].item()
-    what = f"{name!r} differs from the file on rank {rank} at {at}"
-    raise WeightsError(f"{what}: {got} arrived, the file has {kept}; report this as a bug")
+    index = [part.start + int(i) for part, i in zip(glob, within, strict=True)]
+    actual = arrived.reshape(-1)[first].item()
+    expected = stored.reshape(-1)[first].item()
+    what = f"{name!r} differs from the file on rank {rank} at {index}"
+    raise WeightsError(f"{what}: {actual} arrived, the file has {expected}; report this as a bug")
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as one row of bytes."""
+    """The tensor's elements as a 1-d tensor of bytes."""
     return flat(tensor.detach().contiguous()).view(torch.uint8)
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The global tensor from the local tensors of all ranks of its layout, by rank."""
-    out = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
+    whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):
-            out[glob] = shards[rank][local]
-    return out
+            whole[glob] = shards[rank][local]
+    return whole

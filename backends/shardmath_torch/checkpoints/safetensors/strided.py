@@ -1,10 +1,10 @@
-"""Tensors in archives of torch.save, described: none of their data is read, and none of their code run.
+"""Strided: tensors in archives of torch.save, described without reading their data or running their code.
 
 1. torch reads an archive with its list of allowed types (`weights_only`), into tensors without memory.
-2. Before torch sees an archive, its directory and its pickle are looked at: what would take torch for ever, or what it
-   would read otherwise than it lies there, ends the reading.
+2. Before torch reads an archive, its directory and its pickle are checked: an archive that would take torch forever, or
+   that it would convert while reading, raises.
 3. A tensor lies within its storage, and its storage is a record of the archive, uncompressed and little-endian.
-4. Archives do not overlap and each is read once, so that all take no longer than the file is long.
+4. Archives do not overlap and each is read once, so the time for all is proportional to the file's length.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shardmath_torch.groups import compat
 __all__ = ["Strided", "describe_archives"]
 
 LITTLE = b"little"
-"""The record `byteorder` of an archive."""
+"""The content of the record `byteorder` of a little-endian archive."""
 MOST_PICKLED, MOST_TUPLES = 1 << 16, 16
-"""Of the pickle of a single tensor, which has some hundred bytes and six tuples."""
+"""The most bytes and tuples in the pickle of a single tensor, which has some hundred bytes and six tuples."""
 MOST_SHOWN = 300
-"""Characters of what torch or zipfile says, which may repeat names of any length from the file."""
+"""How many characters to show of an error by torch or zipfile, which may repeat long names from the file."""
 LOCAL_HEADER, LOCAL_LENGTHS = 30, 26
-"""Bytes of a zip file's header before a record's name, and where in it the lengths of the name and of extra fields are,
-two bytes each (PKWARE APPNOTE 4.3.7)."""
+"""The length of a zip record's header before its name, and the offset in it of the lengths of the name and of the extra
+fields, two bytes each (PKWARE APPNOTE 4.3.7)."""
 
 
 class Strided(NamedTuple):
-    """A tensor in a file: its first byte, type, shape, strides in elements, and whether its values are conjugated or
+    """A tensor in a file: its first byte, dtype, shape, strides in elements, and whether its values are conjugated and
     negated when they are read."""
 
     start: int
@@ -48,7 +48,7 @@ class Strided(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Elements from its first to its last, in memory."""
+        """How many elements its memory spans, from the first to the last."""
         if 0 in self.shape:
             return 0
         last = 0
@@ -58,27 +58,27 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """The tensors in archives (offset, length) of torch.save.
+    """Describe the tensors in archives (offset, length) of torch.save.
 
-    Raises CheckpointError where an archive is not a single plain tensor within its bytes, and where archives overlap.
+    Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """
-    named = list(archives)
-    each = sorted(set(named))
-    _check_disjoint(file, each)
+    asked = list(archives)
+    distinct = sorted(set(asked))
+    _check_disjoint(file, distinct)
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
 
     try:
         with opened(file) as stream, FakeTensorMode():
-            found = {archive: _describe(stream, *archive) for archive in each}
+            found = {archive: _describe_archive(stream, *archive) for archive in distinct}
     except Exception as error:
         why = str(error)[:MOST_SHOWN]
         what = f"{file} has an archive that is not a tensor of torch.save ({why})"
         raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
-    return [found[archive] for archive in named]
+    return [found[archive] for archive in asked]
 
 
 def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:
-    """Raises CheckpointError where one of the archives, in order, ends behind the beginning of the next."""
+    """Raise CheckpointError if one of the sorted archives ends behind the beginning of the next."""
     for (start, length), (later, later_length) in itertools.pairwise(archives):
         stop = start + length
         if stop > later:
@@ -87,9 +87,9 @@ def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:
             raise CheckpointError(f"{what}; the metadata or it is damaged: save again")
 
 
-def _describe(stream: BinaryIO, offset: int, length: int) -> Strided:
-    """Raises what torch and zipfile raise, and ValueError for what does not lie there as it is."""
-    view = io.BufferedReader(_Part(stream, offset, length))
+def _describe_archive(stream: BinaryIO, offset: int, length: int) -> Strided:
+    """Describe the tensor in one archive. Raises what torch and zipfile raise, and ValueError for other content."""
+    view = io.BufferedReader(_FilePart(stream, offset, length))
     records = _read_records(view)
     _check_pickle(view)
     view.seek(0)
@@ -110,14 +110,14 @@ def _describe(stream: BinaryIO, offset: int, length: int) -> Strided:
 
 
 def _as_strided(tensor: Tensor, start: int) -> Strided:
-    """The tensor as a value, with its first byte there."""
+    """The tensor as a Strided that begins at byte `start`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     return Strided(start, dtype, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _check_pickle(view: BinaryIO) -> None:
-    """Raises ValueError for a pickle that is not of a single tensor."""
+    """Raise ValueError for an archive whose pickle is not of a single tensor."""
     view.seek(0)
     with zipfile.ZipFile(view) as archive:
         found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
@@ -126,20 +126,20 @@ def _check_pickle(view: BinaryIO) -> None:
         if found[0].file_size > MOST_PICKLED:
             raise ValueError("its pickle is too long for a tensor's")
         text = archive.read(found[0])
-    # torch's reader hashes what a pickle calls a storage's key; tuples of tuples that share parts take 2^n steps.
+    # torch hashes a storage's key from the pickle; nested tuples that share parts take 2^n steps to hash.
     tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
     if tuples > MOST_TUPLES:
         raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
 
 
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file."""
+class _FilePart(io.RawIOBase):
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream = stream
         self._offset = offset
         self._length = length
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -148,40 +148,40 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = (0, self._at, self._length)[whence]
-        self._at = max(0, origin + offset)
-        return self._at
+        origin = (0, self._position, self._length)[whence]
+        self._position = max(0, origin + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        left = max(0, self._length - self._at)
-        self._stream.seek(self._offset + self._at)
+        left = max(0, self._length - self._position)
+        self._stream.seek(self._offset + self._position)
         data = self._stream.read(min(len(buffer), left))
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
 def _read_records(view: BinaryIO) -> dict[int, int]:
-    """Where the records of an archive begin, and their sizes. Raises ValueError for one that torch would change.
+    """The size of each record of an archive, by its first byte. Raises ValueError for one that torch would convert.
 
-    Nothing is compressed, and numbers are little-endian: torch would swap the bytes of others in place, also where
-    there are none.
+    Records are not compressed, and numbers are little-endian: torch would swap the bytes of others in place, even of
+    tensors without memory.
     """
-    out = {}
+    sizes = {}
     with zipfile.ZipFile(view) as archive:
         for info in archive.infolist():
             view.seek(info.header_offset + LOCAL_LENGTHS)
-            names = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
-            start = info.header_offset + LOCAL_HEADER + names
-            out[start] = info.file_size
+            variable = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
+            start = info.header_offset + LOCAL_HEADER + variable
+            sizes[start] = info.file_size
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{info.filename} is compressed")
             view.seek(start)
             if info.filename.endswith("/byteorder") and not _is_little(view, info.file_size):
                 raise ValueError("its numbers are not little-endian")
-    return out
+    return sizes
 
 
 def _is_little(view: BinaryIO, size: int) -> bool:
-    """Whether the record of that size says so; a long one is not read, since a directory may list it often."""
+    """Whether the record of that size is LITTLE; a longer one is not read, since a directory may list it often."""
     return size == len(LITTLE) and view.read(size) == LITTLE

@@ -1,9 +1,9 @@
-"""Weights: the tensors of a checkpoint of safetensors by name, found by headers alone.
+"""Weights: the tensors of a checkpoint of safetensors by name, read from headers only.
 
 1. A checkpoint is one file, a folder with `model.safetensors`, or a folder with `model.safetensors.index.json` and the
    files that it names.
-2. Only headers are read to know names, shapes and types. Each is proved against its file's size (`headers`).
-3. A file of an index is a name in the index's folder, never a path.
+2. Names, shapes and dtypes come from headers only. Each header is checked against its file's size (`headers`).
+3. An index names files in its own folder, never paths.
 4. Names that share one stored tensor (tied embeddings) are given by `tied`.
 """
 
@@ -31,14 +31,14 @@ __all__ = ["FILE", "INDEX", "Weights", "open_weights", "tied"]
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PART = re.compile(r"(.*)-\d{5,}-of-(\d{5,9})\.safetensors", re.DOTALL)
-"""A file of a model in several."""
+"""The name of one file of a model in several files."""
 MOST_SHOWN, MOST_FOUND = 3, 6
-"""Names in an error: of what is missing, and of what lies in a folder instead."""
+"""How many names an error shows: of missing files, and of other files in the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a checkpoint by name, as its headers describe them; no data."""
+    """The tensors of a checkpoint by name, as its headers describe them, without data."""
 
     path: Place
     entries: Mapping[str, HeaderEntry]
@@ -63,14 +63,14 @@ def open_weights(path: str | Place) -> Weights:
     if isinstance(found, Path):
         found = found.absolute()
     try:
-        return _open(found)
+        return _open_place(found)
     except OSError as error:
         what = f"{shown(str(error.filename or found))} cannot be read: {error.strerror}"
         raise WeightsError(f"{what}; check the file, its name and its permissions") from error
 
 
-def _open(path: Place) -> Weights:
-    """The same; raises OSError for a path or a folder that cannot be looked at."""
+def _open_place(path: Place) -> Weights:
+    """The checkpoint at that place. Raises WeightsError as `open_weights`, OSError for a path that cannot be read."""
     file = _choose_file(path) if path.is_dir() else path
     if not file.is_file():
         is_there = isinstance(file, Path) and file.exists()
@@ -102,12 +102,12 @@ def _choose_file(folder: Place) -> Place:
 
 
 def _list_missing_parts(names: Iterable[str]) -> list[str]:
-    """The first few files that are not there of a model in several, of which these are some."""
+    """The first few missing files, if these names include one of a model in several files."""
     present = set(names)
     for name in sorted(present):
         part = PART.fullmatch(name)
         if part is not None:
-            # A name may announce 999,999,999 files: they are counted up only until a few are missing.
+            # A name may say that there are 999,999,999 files: count only until a few are missing.
             every = (f"{part[1]}-{i:05d}-of-{part[2]}" for i in range(1, int(part[2]) + 1))
             files = (f"{stem}.safetensors" for stem in every)
             missing = (file for file in files if file not in present)
@@ -116,7 +116,7 @@ def _list_missing_parts(names: Iterable[str]) -> list[str]:
 
 
 def _read_index(index: Place) -> dict[str, HeaderEntry]:
-    """Every tensor that an index names, from the header of its file."""
+    """Every tensor that an index names, with its entry in the header of its file."""
     files = _read_weight_map(index)
     names = sorted(set(files.values()))
     _check_present(index, names)
@@ -135,7 +135,7 @@ def _read_index(index: Place) -> dict[str, HeaderEntry]:
 
 
 def _check_present(index: Place, names: list[str]) -> None:
-    """Raises WeightsError where files that the index names are not beside it."""
+    """Raise WeightsError if a file that the index names is not in the index's folder."""
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         first = [shown(name)[1:-1] for name in missing[:MOST_SHOWN]]
@@ -146,7 +146,7 @@ def _check_present(index: Place, names: list[str]) -> None:
 
 
 def _read_weight_map(index: Place) -> dict[str, str]:
-    """The file of each tensor, a name in the folder of the index."""
+    """The file name of each tensor in the index. Raises WeightsError for an index without, or with paths."""
     files = read_object(read_bytes(index), index, "the index").get("weight_map")
     if not isinstance(files, dict) or not files:
         raise WeightsError(f"{index} has no weight_map of names to files; fetch it again")
@@ -158,9 +158,9 @@ def _read_weight_map(index: Place) -> dict[str, str]:
 
 
 def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """The checkpoint with more names for tensors it has: `{"lm_head.weight": "model.embed_tokens.weight"}`.
+    """The checkpoint with additional names for its tensors: `{"lm_head.weight": "model.embed_tokens.weight"}`.
 
-    Raises WeightsError where the tensor is not there, or the new name is.
+    Raises WeightsError if the tensor is missing, or the new name is taken.
     """
     entries = dict(weights.entries)
     for name, stored in names.items():

@@ -1,9 +1,9 @@
-"""The index: what `save_state` says of a state besides its tensors, as a checked value and as JSON.
+"""Index: what `save_state` saves of a state besides its tensors, as a checked value and as JSON.
 
-1. Names of the module, each with the one that its tensor is kept under; kinds of extra states;
-   parameter groups with their options; and an entry for each value of a parameter's state.
+1. It has the module's names, each with the stored name of its tensor; kinds of extra states; parameter groups with
+   their options; and an entry for each item of a parameter's state.
 2. A tensor of the state is `Like` its parameter, or has its `Own` shape; else it is a `Value`.
-3. What was read is what was written, or an error: a stranger's JSON ends here.
+3. JSON that was not written here raises when it is read.
 
 >>> index = Index({"w": "w"}, {}, (SavedGroup(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
 >>> read_index("folder", write_index(index)) == index
@@ -50,14 +50,14 @@ INDEX = "training"
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A tensor that lies as its parameter does, of a type of its own."""
+    """A state tensor with its parameter's shape and placement, and its own dtype."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A tensor of its own shape, the same on all ranks."""
+    """A state tensor with its own shape, the same on all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Anything else that `values` can say."""
+    """Any other value that `values` can code."""
 
     value: object
 
@@ -84,7 +84,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """All names and those that they are kept under, kinds of extra states, groups (None: no optimizer), and entries."""
+    """Stored names by name, kinds of extra states, groups (None without an optimizer), and entries by parameter."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -110,17 +110,17 @@ class Index:
 
 
 def write_index(index: Index) -> Tensor:
-    """The index as bytes. Raises CheckpointError for a value that JSON cannot say, naming it."""
+    """The index as bytes. Raises CheckpointError, naming the value, for one that JSON cannot express."""
     groups = None
     if index.groups is not None:
         groups = write_groups(index.groups)
     state = write_entries(index.state)
-    said = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
-    return as_tensor(INDEX, json.dumps(said).encode())
+    coded = {"names": index.names, "extra": index.extra, "groups": groups, "state": state}
+    return as_tensor(INDEX, json.dumps(coded).encode())
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """The groups as JSON. Raises CheckpointError for an option that JSON cannot say, naming it."""
+    """The groups as JSON. Raises CheckpointError, naming the option, for one that JSON cannot express."""
     return [_write_group(group) for group in groups]
 
 
@@ -133,19 +133,19 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
-    """The entries of each parameter as JSON. Raises CheckpointError for a value that JSON cannot say, naming it."""
-    return {name: _write_entries(name, entries) for name, entries in state.items()}
+    """The entries of each parameter as JSON. Raises CheckpointError, naming the value, if JSON cannot express it."""
+    return {name: _write_parameter(name, entries) for name, entries in state.items()}
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError for a key that is not text, or of a class of text: it would come back as another."""
+    """Raise CheckpointError unless the key is exactly a str: a subclass would come back as str."""
     if type(key) is not str:
         raise CheckpointError(
             f"{of} has the key {shown(key)}; keys are text, of exactly the type str"
         )
 
 
-def _write_entries(name: str, entries: Entries) -> dict[str, Any]:
+def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
     written = {}
     for key, entry in entries.items():
         written[key] = _write_entry(entry, f"{key!r} of {name!r}")
@@ -166,9 +166,9 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
 
 
 def read_index(path: object, data: Tensor) -> Index:
-    """The index of these bytes. Raises CheckpointError, naming the path, for bytes that save_state did not write."""
+    """The index in these bytes. Raises CheckpointError, naming the path, for bytes that save_state did not write."""
     try:
-        return _read(json.loads(as_bytes(data)))
+        return _decode_index(json.loads(as_bytes(data)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"{path}: {INDEX!r} was not written by save_state ({error})"
         raise CheckpointError(
@@ -176,9 +176,9 @@ def read_index(path: object, data: Tensor) -> Index:
         ) from error
 
 
-def _read(said: object) -> Index:
-    """The index of this JSON. Raises ValueError, KeyError or TypeError for JSON that is not one."""
-    parts = _check_object(said)
+def _decode_index(coded: object) -> Index:
+    """The index in this JSON. Raises ValueError, KeyError or TypeError for other JSON."""
+    parts = _check_object(coded)
     if parts.keys() != {"names", "extra", "groups", "state"}:
         raise ValueError(f"its parts are {shown(sorted(parts))}")
     names = _check_object(parts["names"])
@@ -193,13 +193,13 @@ def _read(said: object) -> Index:
     return Index(names, extra, groups, read_entries(parts["state"]))
 
 
-def read_groups(said: object) -> tuple[SavedGroup, ...]:
+def read_groups(coded: object) -> tuple[SavedGroup, ...]:
     """The groups. Raises ValueError, KeyError or TypeError for JSON that `write_groups` did not write."""
-    return tuple(map(_read_group, _check_list(said)))
+    return tuple(map(_read_group, _check_list(coded)))
 
 
-def _read_group(said: object) -> SavedGroup:
-    group = _check_object(said)
+def _read_group(coded: object) -> SavedGroup:
+    group = _check_object(coded)
     parameters = tuple(_check_list(group["parameters"]))
     _check_texts(parameters)
     options = _check_object(group["options"])
@@ -207,46 +207,46 @@ def _read_group(said: object) -> SavedGroup:
     return SavedGroup(parameters, {key: decode(value) for key, value in options.items()})
 
 
-def read_entries(said: object) -> dict[str, Entries]:
+def read_entries(coded: object) -> dict[str, Entries]:
     """The entries of each parameter. Raises ValueError, KeyError or TypeError for JSON that `write_entries` did not
     write."""
-    state = _check_object(said)
-    return {name: _read_entries(entries) for name, entries in state.items()}
+    state = _check_object(coded)
+    return {name: _read_parameter(entries) for name, entries in state.items()}
 
 
-def _read_entries(said: object) -> Entries:
-    entries = _check_object(said)
+def _read_parameter(coded: object) -> Entries:
+    entries = _check_object(coded)
     return {key: _read_entry(entry) for key, entry in entries.items()}
 
 
-def _read_entry(said: object) -> Entry:
-    match said:
+def _read_entry(coded: object) -> Entry:
+    match coded:
         case {"like": str(dtype)} if dtype in ITEMSIZE:
             return Like(dtype)
         case {"own": [str(dtype), [*sizes]]} if dtype in ITEMSIZE and all(map(_is_size, sizes)):
             return Own(dtype, tuple(sizes))
         case {"value": value}:
             return Value(decode_value(value))
-    raise ValueError(f"{shown(said)} does not say how a value of the state lies")
+    raise ValueError(f"{shown(coded)} does not say how a value of the state lies")
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _check_object(said: object) -> dict[str, Any]:
-    if not isinstance(said, dict):
-        raise ValueError(f"{shown(said)} is not an object")
-    return said
+def _check_object(coded: object) -> dict[str, Any]:
+    if not isinstance(coded, dict):
+        raise ValueError(f"{shown(coded)} is not an object")
+    return coded
 
 
-def _check_list(said: object) -> list[Any]:
-    if not isinstance(said, list):
-        raise ValueError(f"{shown(said)} is not a list")
-    return said
+def _check_list(coded: object) -> list[Any]:
+    if not isinstance(coded, list):
+        raise ValueError(f"{shown(coded)} is not a list")
+    return coded
 
 
-def _check_texts(said: Any) -> None:
-    for one in said:
-        if not isinstance(one, str):
-            raise ValueError(f"{shown(one)} is not a name")
+def _check_texts(coded: Any) -> None:
+    for name in coded:
+        if not isinstance(name, str):
+            raise ValueError(f"{shown(name)} is not a name")

@@ -1,15 +1,13 @@
-"""Matching: what a module and its optimizers are to have of a checkpoint, by name.
+"""Matching: what a module and its optimizers take from a checkpoint, by name.
 
-1. A parameter is found under any of its names. Several names of one parameter are saved once, and
-   may be restored into parameters of their own; the other way round is an error, since the
-   checkpoint has several values.
-2. A group takes the options that its parameters had, which have to be the same for all of them that are here. A
-   group of which nothing is here, and of whose parameters options differ, keeps its own: no step is taken with them.
-3. State that is not made of its parameter's sizes, such as one flat history of a group, may depend on all
-   parameters of the group: it is for a group of the same parameters in the same order, whichever
-   optimizer keeps it. So are numbers that one parameter of a group alone has.
-4. A number goes into the tensor that an optimizer has in its place, and is an error where that
-   tensor would round it.
+1. A parameter is found under any of its names. A parameter with several names is saved once, and may be restored into
+   separate parameters; the reverse raises, since the checkpoint has several values.
+2. A group takes the options that its parameters had, which must be the same for all of them on this rank. If none is on
+   this rank, and their options differ, the group keeps its options: no step uses them here.
+3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
+   parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
+   same holds for numbers if only one parameter of a group has any.
+4. A number goes into the tensor that an optimizer has in its place; if that tensor would round it, that raises.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
 tensor(0.1000)
@@ -56,14 +54,14 @@ __all__ = [
 
 
 class Unmatched(NamedTuple):
-    """Names that the checkpoint lacks, and names that only the checkpoint has."""
+    """Names that the checkpoint lacks (`missing`), and names that only it has (`unexpected`)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
 class Goal(NamedTuple):
-    """A group, and what it is to have: its options, and the entries of its parameters' state."""
+    """A group, and what to restore into it: options, and the entries of its parameters' state."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -74,9 +72,9 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """The name under which the checkpoint keeps what it has of the module, by the first name here.
+    """The checkpoint's name of each tensor of the module that it has, by the tensor's first name here.
 
-    Raises CheckpointError for a parameter of which it has several values.
+    Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
     stored: dict[str, str] = {}
     for first, names in model.names.items():
@@ -93,7 +91,7 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """The names that only one side has; those of optimizers unless `groups` is None."""
+    """The names that only one side has, names of optimizer state included unless `groups` is None."""
     here = {name: name for names in model.names.values() for name in names}
     unmatched = _compare_names("model", here, saved.names)
     if groups is None:
@@ -106,7 +104,7 @@ def find_unmatched(
 def _compare_names(
     kind: str, here: Mapping[str, str | None], there: Mapping[str, object]
 ) -> Unmatched:
-    """The names that only one side has, with what they are names of; `here` says the name there of each."""
+    """The names that only one side has, with `kind` as prefix; `here` maps each name to its name in `there`."""
     reached = set(here.values())
     missing = [f"{kind}.{name}" for name, kept in here.items() if kept not in there]
     unexpected = [f"{kind}.{name}" for name in there if name not in reached]
@@ -114,13 +112,13 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """What to tell about names that only one side has."""
-    said = []
+    """The message of an error about names that only one side has."""
+    faults = []
     if unmatched.missing:
-        said.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
+        faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
     if unmatched.unexpected:
-        said.append(f"only the checkpoint has {_list_some(unmatched.unexpected)}")
-    return f"{path}: {'; '.join(said)}; pass strict=False to restore what both have"
+        faults.append(f"only the checkpoint has {_list_some(unmatched.unexpected)}")
+    return f"{path}: {'; '.join(faults)}; pass strict=False to restore what both have"
 
 
 def _list_some(names: tuple[str, ...], most: int = 8) -> str:
@@ -132,13 +130,13 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 
 
 def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """What the group is to have. Raises CheckpointError where its parameters that are here had different options, and
-    for state of which it is not known what a rank is to have, or that may depend on other parameters in the group."""
+    """What to restore into the group. Raises CheckpointError if its parameters on this rank had different options, for
+    state whose placement is not known, and for state that may depend on other parameters of the group."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)
         if kept is not None and kept in saved.state:
-            entries[name] = _own_values(saved.state[kept])
+            entries[name] = _copy_values(saved.state[kept])
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
@@ -148,34 +146,34 @@ def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[
 def _check_order(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError for state of a whole group, if the group here has other parameters, or in another order."""
+    """Raise CheckpointError for state of a whole group, if the group here has other parameters or another order."""
     groups = saved.members()
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
         kept = stored.get(name)
         if kept not in groups or groups[kept] == here:
             continue
-        why = _say_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
+        why = _explain_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
         if why:
             there = f"{_list_some(groups[kept])} in the checkpoint"
-            now = _list_some(tuple(group.parameters))
-            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}, and {now}"
+            present = _list_some(tuple(group.parameters))
+            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}"
             fix = "make the optimizer of the same parameters in the same order, or load without it"
-            raise CheckpointError(f"{what} here; {fix}")
+            raise CheckpointError(f"{what}, and {present} here; {fix}")
 
 
-def _say_shared(
+def _explain_shared(
     state: Mapping[str, Entries], name: str, shape: tuple[int, ...], group: tuple[str, ...]
 ) -> str:
-    """Why a parameter's state may be that of its whole group: "" if it is the parameter's own."""
+    """Why a parameter's state may belong to its whole group; "" if it belongs to the parameter."""
     entries = state.get(name, {})
-    own = _list_products(shape)
+    products = _list_products(shape)
     has_tensors = False
     for key, entry in entries.items():
-        for one in _list_shapes(entry, shape):
-            if not own.issuperset(one):
-                return f"{key!r} has shape {one}, not made of its sizes {shape}"
-            has_tensors |= one != ()
+        for state_shape in _list_shapes(entry, shape):
+            if not products.issuperset(state_shape):
+                return f"{key!r} has shape {state_shape}, not made of its sizes {shape}"
+            has_tensors |= state_shape != ()
     others = [other for other in group if state.get(other)]
     if has_tensors or others != [name]:
         return ""
@@ -183,7 +181,7 @@ def _say_shared(
 
 
 def _list_products(sizes: Iterable[int]) -> set[int]:
-    """The products of any of the sizes, 1 among them."""
+    """The products of all subsets of the sizes, 1 among them."""
     found = {1}
     for size in sizes:
         found |= {size * other for other in found}
@@ -191,7 +189,7 @@ def _list_products(sizes: Iterable[int]) -> set[int]:
 
 
 def _list_shapes(entry: Entry, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shapes of the tensors of an entry, of a parameter of that shape."""
+    """The shapes of the tensors in an entry, given the shape of its parameter."""
     match entry:
         case Like():
             return [parameter or (1,)]
@@ -201,19 +199,19 @@ def _list_shapes(entry: Entry, parameter: tuple[int, ...]) -> list[tuple[int, ..
             return [tuple(tensor.shape) for tensor in list_tensors(value)]
 
 
-def _own_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """The entries with values of their own: several parameters here may have been one."""
-    own = dict(entries)
+def _copy_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The entries with copies of their values: several parameters here may have been one."""
+    copied = dict(entries)
     for key, entry in entries.items():
         if isinstance(entry, Value):
-            own[key] = Value(copy.deepcopy(entry.value))
-    return own
+            copied[key] = Value(copy.deepcopy(entry.value))
+    return copied
 
 
 def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options that the group's parameters had: the same for all of them that are here."""
+    """The options that the group's parameters had, the same for all that are on this rank; empty if unknown."""
     by_name = saved.options()
     found = {}
     for name in group.parameters:
@@ -235,7 +233,7 @@ def _match_options(
 
 
 def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
-    """Raise CheckpointError where parameters of one group had options that are not the same."""
+    """Raise CheckpointError if these parameters of one group had different options."""
     different = _find_different(found)
     if different is not None:
         first, name, keys = different
@@ -247,10 +245,10 @@ def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
 def _find_different(
     found: Mapping[str, Mapping[str, object]],
 ) -> tuple[str, str, list[str]] | None:
-    """The first parameter, one that had other options, and the keys of these; None where all had the same."""
+    """The first parameter, another that had other options, and the keys that differ; None if all had the same."""
     first, options = next(iter(found.items()))
     for name, other in found.items():
-        if other is options:  # as they are where the group has not changed
+        if other is options:  # true if the group has not changed
             continue
         keys = sorted({*options, *other})
         differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
@@ -260,17 +258,17 @@ def _find_different(
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two options are equal, NaN to NaN, and dicts whatever the order of their keys."""
+    """Whether two options are equal; NaN equals NaN, and the order of a dict's keys is ignored."""
     coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
     texts = [json.dumps(value, sort_keys=True) for value in coded]
     return texts[0] == texts[1]
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value, as a tensor of the same kind where the optimizer has one, in tuples, lists and dicts too. A tuple is
-    named as the one that is there, and what was an Enum or a namedtuple is that of the class that is there.
+    """The value in the form of what the optimizer holds, in tuples, lists and dicts too: a tensor of the same dtype,
+    shape and device, a namedtuple or Enum of the same class.
 
-    Raises CheckpointError where that would change it; float32 takes a number as `torch.tensor` makes one of it.
+    Raises CheckpointError if that would change the value; rounding a Python float to float32 is allowed.
     """
     match value:
         case Kinded():
@@ -287,7 +285,7 @@ def fit_option(what: str, held: object, value: object) -> object:
 
 
 def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]) -> object:
-    """The tuple or list, of the class of the one that is here if that is a namedtuple of as many."""
+    """The tuple or list with fitted items, as a namedtuple if a namedtuple of as many items is held."""
     has_place = isinstance(held, tuple | list) and len(held) == len(value)
     places = held if has_place else [None] * len(value)
     fitted = map(partial(fit_option, what), cast(Sequence[object], places), value)
@@ -296,8 +294,8 @@ def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]
 
 
 def _fit_kinded(what: str, held: object, value: Kinded) -> object:
-    """The Enum or namedtuple of the class of the one that is here. Raises CheckpointError if that has another name."""
-    if isinstance(held, Kinded):  # in a group that is only in other ranks' optimizers
+    """The value as an Enum or namedtuple of the held one's class. Raises CheckpointError if that has another name."""
+    if isinstance(held, Kinded):  # in a group that only other ranks' optimizers have
         return value
     here = type(held).__qualname__
     plain = plain_of(held)
@@ -314,29 +312,29 @@ def _fit_kinded(what: str, held: object, value: Kinded) -> object:
 
 
 def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
-    """The value as a tensor of the kind of the one that is there. Raises CheckpointError where that would change it."""
+    """The value as a tensor like the held one. Raises CheckpointError if that would change the value."""
     given = _as_tensor(value)
     if given is None:
-        raise _refuse(what, held, value)
+        raise _make_error(what, held, value)
     if not can_fill(held):
         return given
-    made = given.to(held.dtype)
-    if made.numel() != held.numel():
-        raise _refuse(what, held, given.tolist())
+    fitted = given.to(held.dtype)
+    if fitted.numel() != held.numel():
+        raise _make_error(what, held, given.tolist())
     is_number = isinstance(value, float)
-    if not _is_unchanged(made, given) and not (is_number and _is_nearest(made, given)):
-        raise _refuse(what, held, given.tolist())
-    return made.reshape(held.shape).to(held.device)
+    if not _is_unchanged(fitted, given) and not (is_number and _is_nearest(fitted, given)):
+        raise _make_error(what, held, given.tolist())
+    return fitted.reshape(held.shape).to(held.device)
 
 
-def _is_nearest(made: Tensor, given: Tensor) -> bool:
-    """Whether one number is what float32 makes of another."""
-    if made.dtype != torch.float32:
+def _is_nearest(fitted: Tensor, given: Tensor) -> bool:
+    """Whether a number is another one rounded to float32."""
+    if fitted.dtype != torch.float32:
         return False
-    return math.isclose(float(made), float(given), rel_tol=2**-23)
+    return math.isclose(float(fitted), float(given), rel_tol=2**-23)
 
 
-def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
+def _make_error(what: str, held: Tensor, value: object) -> CheckpointError:
     here = f"a tensor of {held.dtype}{list(held.shape)}"
     said = f"{what} is {shown(value)} in the checkpoint and {here} here"
     fix = "make the optimizer with a number, or a tensor of the type and shape that was saved"
@@ -344,7 +342,7 @@ def _refuse(what: str, held: Tensor, value: object) -> CheckpointError:
 
 
 def _as_tensor(value: int | float | Tensor) -> Tensor | None:
-    """The value as a tensor that holds it exactly; None where there is none."""
+    """The value as a tensor that holds it exactly; None for an int of more than 64 bits."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, float):
@@ -354,12 +352,12 @@ def _as_tensor(value: int | float | Tensor) -> Tensor | None:
     return None
 
 
-def _is_unchanged(made: Tensor, given: Tensor) -> bool:
-    """Whether the values are still what they were; NaN is NaN."""
-    back = made.to(given.dtype)
+def _is_unchanged(fitted: Tensor, given: Tensor) -> bool:
+    """Whether the fitted values equal the given ones; NaN equals NaN."""
+    back = fitted.to(given.dtype)
     if given.is_floating_point():  # not all small types can be compared
         back = back.double()
         given = given.double()
-    are_nan = (made != made) & (given != given)
+    are_nan = (fitted != fitted) & (given != given)
     same = (back == given) | are_nan
     return bool(same.all())

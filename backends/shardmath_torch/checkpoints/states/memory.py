@@ -1,10 +1,9 @@
-"""Memory: where a tensor lies, whether values can be put there, and which tensors meet.
+"""Memory: where a tensor lies, whether it can be filled, and which tensors share memory.
 
-1. Tensors of one **spot** are one tensor: the same device, bytes, shape, strides and type.
-2. Tensors of different spots **meet** where they have a byte in common. Views of one buffer that
-   only interleave do not.
-3. A tensor without elements has no spot, and neither has one whose class keeps its values in a way
-   of its own: where these lie is not known.
+1. Tensors of one **spot** are one tensor: the same device, bytes, shape, strides and dtype.
+2. Tensors of different spots **meet** if they share a byte. Interleaved views of one buffer do not.
+3. A tensor without elements has no spot, and neither has one whose class stores its values elsewhere: where these lie
+   is not known.
 
 >>> flat = torch.zeros(8)
 >>> len(find_crowded([flat[:4], flat[4:], flat[4:]])), len(find_crowded([flat[:5], flat[4:]]))
@@ -48,7 +47,7 @@ __all__ = [
 
 
 def local_part(name: str, tensor: Tensor) -> Tensor:
-    """The memory of a tensor. Raises CheckpointError for a tensor on the meta device."""
+    """This rank's part of a tensor, detached. Raises CheckpointError for a tensor on the meta device."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         raise CheckpointError(
@@ -58,8 +57,8 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raises CheckpointError for a type that layouts do not have, for a nested tensor, whose parts have shapes, and for
-    a tensor of a lazy module that has not run yet, which has none."""
+    """Raise CheckpointError for a dtype that layouts do not have, a nested tensor, and a tensor of a lazy module that
+    has not run yet: the last two have no one shape."""
     if is_lazy(tensor):
         raise CheckpointError(f"{name!r} {SHAPELESS}")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -73,7 +72,7 @@ def check_shaped(name: str, tensor: Tensor) -> None:
 
 
 def say_unwritable(local: Tensor) -> str:
-    """Why values cannot be put into the memory: "" where they can; words that follow its name otherwise."""
+    """Why the memory cannot be filled, as words that follow the tensor's name; "" if it can."""
     if local.layout != torch.strided:
         return f"is stored as {local.layout}"
     if plain(local).__class__ is Tensor:
@@ -87,13 +86,13 @@ def say_unwritable(local: Tensor) -> str:
 
 
 def fill(local: Tensor, value: Tensor) -> None:
-    """Put values where the tensor lies, in the mode in which it was made: no other writes to it for good."""
+    """Copy values into the tensor. An inference tensor can only be written in inference mode."""
     with torch.inference_mode(local.is_inference()), torch.no_grad():
         local.copy_(value)
 
 
 def can_fill(held: Tensor) -> bool:
-    """Whether an optimizer's values can be put where the tensor lies, and steps write there."""
+    """Whether values can be copied into an optimizer's tensor, and steps can write to it."""
     if held.is_nested or held.is_meta or held.is_inference():
         return False
     local = local_of(held).detach() if isinstance(held, DTensor) else held
@@ -101,7 +100,7 @@ def can_fill(held: Tensor) -> bool:
 
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of one type, device and shape, and equal bit by bit: NaN is NaN."""
+    """Whether two tensors have the same dtype, device and shape, and are equal bit by bit, so that NaN equals NaN."""
     if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
     return _flatten_to_bytes(a).equal(_flatten_to_bytes(b))
@@ -116,7 +115,7 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """Where and how a tensor lies: its device, first byte and one past the last, and all that says which is which."""
+    """Where a tensor lies: its device, first byte, one past its last byte, and how its elements lie in between."""
 
     device: torch.device
     start: int
@@ -125,19 +124,19 @@ class MemorySpot(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_lazy: tuple[bool, bool]
-    """Whether its values are to be conjugated or negated."""
+    """Whether its values are conjugated, and negated, when they are read."""
 
 
-def _plain_part(tensor: Tensor) -> Tensor:
+def _plain_local(tensor: Tensor) -> Tensor:
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return plain(local)
 
 
 def spot_of(tensor: Tensor) -> MemorySpot | None:
-    """Where this rank's part of the tensor lies; None where it has no cells, or none that are known."""
+    """The spot of this rank's part of the tensor; None if it has no cells, or their place is not known."""
     if tensor.is_nested:
         return None
-    local = _plain_part(tensor)
+    local = _plain_local(tensor)
     if local.layout != torch.strided or missing_memory(local) or not local.numel():
         return None
     start = local.data_ptr()
@@ -149,19 +148,19 @@ def spot_of(tensor: Tensor) -> MemorySpot | None:
 
 
 def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
-    """The spots of those that have one."""
+    """The spots of the tensors that have one."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Pairs of spots that have a byte in common: one sweep over their first bytes."""
-    # By spot, so that a tensor that thousands of parameters share is looked at once.
+    """The pairs of different spots that share a byte, by one sweep over their first bytes."""
+    # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
         spot = spot_of(tensor)
         if spot is not None:
-            by_spot.setdefault(spot, _plain_part(tensor))
+            by_spot.setdefault(spot, _plain_local(tensor))
     reaching: list[MemorySpot] = []
     for spot in sorted(by_spot, key=lambda spot: (str(spot.device), spot.start)):
         reaching = [other for other in reaching if _reaches(other, spot)]
@@ -172,10 +171,10 @@ def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, Memor
 
 
 def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
-    """Whether the spot ends behind the first byte of one that begins no earlier."""
+    """Whether the spot ends behind the first byte of `later`, which begins no earlier."""
     return spot.device == later.device and spot.end > later.start
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """The spots that have a byte in common with another spot."""
+    """The spots that share a byte with another spot."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

@@ -1,12 +1,13 @@
 """Modules: this rank's memory of what a module holds, with layouts, by name.
 
 1. Nothing is copied: a slot's tensor is the storage of a parameter or a buffer.
-2. A parameter with several names has one slot, under the first. Names that `torch.compile` and
-   activation checkpointing add are left out.
-3. What is plain is the same on all ranks of a mesh, unless it says which part it is; DTensors lie as `layout_of` says.
-4. Where placements may stand for two layouts, the local shapes of other ranks tell which. A module's DTensors may be on
-   several meshes, each with groups of its own; of these a rank that has failed cannot be heard. So all ranks of the
-   group of the call are asked at once.
+2. A parameter with several names has one slot, under the first. Parts of names that `torch.compile` and activation
+   checkpointing add are removed.
+3. A plain tensor is the same on all ranks of a mesh, unless it says which part it is; DTensors have the layout that
+   `layout_of` gives.
+4. If placements may stand for two layouts, the local shapes of other ranks decide. A module's DTensors may be on
+   several meshes with separate groups, in which a failed rank would not be noticed. So local shapes are gathered once,
+   over the group of the call.
 
 >>> model = model_of(describe(nn.Linear(3, 2)), mesh=Mesh(world=1))
 >>> [(name, str(slot.layout)) for name, slot in model.slots.items()]
@@ -65,7 +66,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What wrappers put into names, between dots."""
+"""Parts of dotted names that wrappers add."""
 
 
 class ModuleSlot(NamedTuple):
@@ -88,21 +89,21 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """What has to be the same on all ranks."""
+        """What must be the same on all ranks."""
         tensors = self.parameters | self.buffers
-        said = {}
+        claims = {}
         for name, tensor in tensors.items():
-            said[repr(name)] = _describe_tensor(name, tensor)
-        said |= {repr(name): "an extra state" for name in self.extra}
+            claims[repr(name)] = _claim_tensor(name, tensor)
+        claims |= {repr(name): "an extra state" for name in self.extra}
         for names in self.names.values():
             if len(names) > 1:
-                said |= {f"the first name of {name!r}": repr(names[0]) for name in names}
-        said["the order of its tensors"] = digest(list(tensors))[:12]
-        return said
+                claims |= {f"the first name of {name!r}": repr(names[0]) for name in names}
+        claims["the order of its tensors"] = digest(list(tensors))[:12]
+        return claims
 
 
-def _describe_tensor(name: str, tensor: Tensor) -> str:
-    """What has to be the same of it on all ranks."""
+def _claim_tensor(name: str, tensor: Tensor) -> str:
+    """What must be the same of a tensor on all ranks."""
     if is_checkpointable(tensor):
         return f"part of {tensor.dtype}{list(read_boxes(name, tensor).shape)}"
     divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
@@ -118,14 +119,14 @@ class Model(NamedTuple):
     parameters: dict[int, str]
 
 
-# What a module has
+# Describing a module
 
 
 def describe(module: nn.Module) -> Description:
-    """What the module has. Talks to nobody. Has FSDP2 take back first what it gathered.
+    """Describe the module, without communication. FSDP2 first reshards the parameters that it has gathered.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
-    and two names that are one without wrappers.
+    and two names that are equal without wrappers' parts.
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
@@ -148,7 +149,7 @@ def describe(module: nn.Module) -> Description:
 def _list_names(
     parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[int, str], dict[str, list[str]]]:
-    """First names of parameters by id, and all names by first name."""
+    """The first name of each parameter by id, and all its names by the first."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -158,7 +159,7 @@ def _list_names(
 
 
 def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """By names without wrappers. Raises CheckpointError where two become one."""
+    """The values by names without wrappers' parts. Raises CheckpointError if two names become one."""
     unwrapped: dict[str, _T] = {}
     for name, value in named:
         stripped = _strip_wrappers(name)
@@ -175,7 +176,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _find_owner(module: nn.Module, name: str) -> nn.Module:
-    """The part of the module whose extra state has that name. Raises CheckpointError where the name is not of one."""
+    """The submodule whose extra state has that name. Raises CheckpointError if there is none."""
     path, _, last = name.rpartition(".")
     parts: list[tuple[str, nn.Module]] = list(module.named_modules())
     for part_path, part in parts:
@@ -190,11 +191,11 @@ def _is_wrapper(module: nn.Module) -> bool:
     return not module._modules.keys().isdisjoint(WRAPPERS)
 
 
-# Where it lies
+# Layouts
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """The module with its layouts, about which ranks talk only when all have described the same."""
+    """Lay out the module, over the group. Ranks exchange local shapes only if all have described the same module."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -211,15 +212,15 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Its parameters, persistent buffers and extra states. Collective where `layout_of` is, unless `ask` knows.
+    """Lay out parameters and persistent buffers, and add extra states. Collective if `layout_of` is, without an `ask`.
 
-    What is plain is replicated on `mesh`, by default the largest of the DTensors', or the ranks of the group.
+    Plain tensors are replicated on `mesh`, by default the DTensors' largest mesh, or the ranks of the group.
 
-    Raises CheckpointError for what is plain on a rank that the mesh lacks.
+    Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
     module, parameters, buffers, extra, names, first = described
     mesh = mesh or _mesh_of_group(module, group)
-    laid_out = lay_out(module, mesh, _rename(ask, _strip_wrappers))
+    laid_out = lay_out(module, mesh, _ask_renamed(ask, _strip_wrappers))
     layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
     layouts |= _lay_out_buffers(buffers, layouts.values(), mesh, ask)
     tensors = parameters | buffers
@@ -232,7 +233,7 @@ def model_of(
 
 
 def _mesh_of_group(module: nn.Module, group: Group | None) -> Mesh | None:
-    """The ranks of the group, if the module does not say where it is."""
+    """The mesh of the group's ranks; None without a group, or if the module's DTensors give a mesh."""
     if group is None or any(isinstance(p, DTensor) for p in module.parameters()):
         return None
     ranks = ranks_of(group)
@@ -242,7 +243,7 @@ def _mesh_of_group(module: nn.Module, group: Group | None) -> Mesh | None:
 def _lay_out_buffers(
     buffers: dict[str, Tensor], others: Iterable[Layout], mesh: Mesh | None, ask: Ask | None
 ) -> dict[str, Layout]:
-    """As if they were parameters, on the mesh of those."""
+    """Lay out buffers as parameters are, on the parameters' mesh."""
     meshes = (layout.mesh for layout in others)
     mesh = mesh or max(meshes, key=lambda mesh: mesh.size, default=None)
     listed = nn.ParameterList()
@@ -250,8 +251,8 @@ def _lay_out_buffers(
         parameter = nn.Parameter(buffer.detach(), requires_grad=False)
         keep_boxes(buffer, parameter)
         listed.append(parameter)
-    own_names = list(buffers)
-    layouts = lay_out(listed, mesh, _rename(ask, lambda place: own_names[int(place)]))
+    buffer_names = list(buffers)
+    layouts = lay_out(listed, mesh, _ask_renamed(ask, lambda number: buffer_names[int(number)]))
     return dict(zip(buffers, layouts.values(), strict=True))
 
 
@@ -265,14 +266,14 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
             raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
 
 
-# How DTensors lie
+# Asking other ranks
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """The local shapes of these DTensors, and the boxes of checkpointable tensors, on all ranks of the group, gathered
-    now; None where there are neither.
+    """Gather the local shapes of DTensors, and the boxes of checkpointable tensors, from all ranks of the group, and
+    return an `Ask` that looks them up; None if there are neither.
 
-    All ranks are known to have both under the same names. Raises CheckpointError where one is gone.
+    All ranks must have both under the same names. Raises CheckpointError if a rank is lost.
     """
     mine: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():
@@ -283,9 +284,9 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
     if not mine or is_alone():
         return None
     _, count = share_of(group)
-    said = gather_all("find out how its tensors lie", mine, count, group)
+    gathered = gather_all("find out how its tensors lie", mine, count, group)
     ranks = ranks_of(compat.group_of(group))
-    held: dict[int, dict[str, Any]] = dict(zip(ranks, said, strict=True))
+    held: dict[int, dict[str, Any]] = dict(zip(ranks, gathered, strict=True))
 
     def ask(unsure: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
         return {name: _find_held(name, tensor, held) for name, tensor in unsure.items()}
@@ -294,7 +295,7 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
 
 
 def _find_held(name: str, tensor: Tensor, held: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """What ranks said of a tensor, those of a DTensor's mesh or all. Raises CheckpointError if the group lacks one."""
+    """What each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks one."""
     found = {}
     ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else held
     for rank in ranks:
@@ -305,26 +306,25 @@ def _find_held(name: str, tensor: Tensor, held: Mapping[int, Mapping[str, Any]])
     return found
 
 
-def _rename(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
-    """The same, asked about tensors under other names, which `spell` turns into its own."""
+def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
+    """The `ask` under other names of tensors: `spell` turns each into the name that `ask` knows."""
     if ask is None:
         return None
 
     def asked(unsure: Mapping[str, Tensor]) -> dict[str, Mapping[int, Any]]:
-        own = {spell(name): tensor for name, tensor in unsure.items()}
-        answers = ask(own)
+        answers = ask({spell(name): tensor for name, tensor in unsure.items()})
         return {name: answers[spell(name)] for name in unsure}
 
     return asked
 
 
-# Whether it can be filled
+# Whether slots can be filled
 
 
 def check_slots(model: Model) -> None:
-    """Raises CheckpointError for memory that cannot take what is stored, before any does.
+    """Raise CheckpointError for slots that cannot be filled, or partly share memory, before any is filled.
 
-    Slots that are one tensor take one value (`check_one_value`); parts of one buffer that do not meet are apart.
+    Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """
     names: dict[MemorySpot | None, str] = {}
     for name, slot in model.slots.items():
@@ -334,14 +334,14 @@ def check_slots(model: Model) -> None:
                 f"{name!r} {why}; give the module a tensor with memory of its own, such as a clone"
             )
         names.setdefault(spot_of(slot.local), name)
-    for one, other in find_meetings(slot.local for slot in model.slots.values()):
-        what = f"{names[one]!r} and {names[other]!r} have a part of their memory in common"
+    for spot, other in find_meetings(slot.local for slot in model.slots.values()):
+        what = f"{names[spot]!r} and {names[other]!r} have a part of their memory in common"
         fix = "give each a tensor with memory of its own, such as a clone"
         raise CheckpointError(f"{what}, and are stored apart; {fix}")
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raises CheckpointError where slots are one tensor, and several values of it were found, by prefix and name."""
+    """Raise CheckpointError if several slots are one tensor and the values `found`, by prefix and name, differ."""
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)
@@ -350,7 +350,7 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
         first = firsts.setdefault(spot, name)
         if first == name:
             continue
-        values = [found[prefix + one].to(spot.dtype) for one in (first, name)]
+        values = [found[prefix + each].to(spot.dtype) for each in (first, name)]
         if not has_same_bits(*values):
             what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
             raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")

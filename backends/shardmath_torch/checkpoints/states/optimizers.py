@@ -1,18 +1,18 @@
 """Optimizers: what optimizers hold on this rank for the parameters of a module, with layouts.
 
-1. State of its parameter's shape, as a moment is, lies as its parameter does; scalars, and all
-   other state of plain parameters, are replicated. Of other state of DTensors, and of plain parameters that say which
-   part they are, it is not known what a rank holds: that is an error, of tensors in lists, tuples and dicts too, and
-   also where state of a plain parameter would become that of a DTensor.
-2. What an optimizer has besides tensors is a value (`values`), and so are tensors among the options
-   of a group, such as a learning rate.
-3. A parameter has one optimizer and one group: of two states, which one it is to have is not known.
-4. State is a parameter's. What an optimizer keeps under other keys, or for a tensor that is in none of its groups, has
-   no name in a checkpoint: that is an error. So is what it keeps in an optimizer of its own, and what its state dict
-   has beside the state of parameters and their groups.
-5. State of a DTensor of other ranks' mesh is not this rank's, whatever the optimizer made of it here: these ranks say
-   what there is of it (`telling`), and so of its options, parameter by parameter: a group of parameters whose ranks say
-   different options is several in what is saved. Parameters of such DTensors may be in no group here.
+1. State of its parameter's shape, such as a moment, is placed as its parameter; scalars, and all other state of plain
+   parameters, are replicated. The placement of other state of DTensors, and of plain parameters that say which part
+   they are, is not known and raises, also for tensors in lists, tuples and dicts, and also if state of a plain
+   parameter would become state of a DTensor.
+2. Anything in the state but tensors is a value (`values`), and so are tensors among the options of a group, such as a
+   learning rate.
+3. A parameter has one optimizer and one group: of two states it would not be clear which one to restore.
+4. State belongs to a parameter. State under other keys, or for a tensor in none of the optimizer's groups, has no name
+   in a checkpoint and raises. So do an inner optimizer with its own state, and entries of a state dict besides the
+   state of parameters and their groups.
+5. State of a DTensor on a mesh without this rank is described by the ranks on that mesh (`telling`), whatever this
+   rank's optimizer holds, and so are its options, parameter by parameter: a group whose parameters' ranks report
+   different options is saved as several. Such parameters may be in no group here.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ __all__ = [
 ]
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
-"""One, several that share the parameters out, or none."""
+"""One, several that divide the parameters among them, or none."""
 
 UNVALUED = ("params", "param_names")
-"""Keys of a group that say which parameters it has."""
+"""Keys of a group that list its parameters, and so are not options."""
 
 
 class ParameterGroup(NamedTuple):
@@ -85,7 +85,7 @@ class ParameterGroup(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """What optimizers hold: slots of tensors by parameter and key, groups, and an entry for each value."""
+    """What optimizers hold: slots of tensors by parameter and key, groups, and entries by parameter and key."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -93,18 +93,18 @@ class OptimizerState(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, ...] | None:
-        """The names of the groups' parameters; None without an optimizer."""
+        """The names of all groups' parameters; None without an optimizer."""
         return None if self.groups is None else name_trained(self.groups)
 
 
 class Elsewhere(NamedTuple):
-    """What other ranks say of parameters that are not here: entries of their state, and the groups they are in."""
+    """What other ranks report of parameters that are not on this rank: entries of their state, and their groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """The options of each parameter that is told of."""
+        """The options of each reported parameter."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -120,9 +120,8 @@ NOWHERE = Elsewhere({}, ())
 def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """All groups of all optimizers.
 
-    Raises CheckpointError for a value that is not an optimizer, for a parameter that is not the module's, for one that
-    is in two groups, for state that is not a parameter's, for state that is kept in another optimizer, and for what an
-    optimizer adds to it.
+    Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
+    groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
     """
     groups = []
     found: set[str] = set()
@@ -144,9 +143,9 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """The same, and groups of parameters that are only in other ranks' optimizers, as if one were here.
+    """The groups of `find_groups`, and groups of parameters that only other ranks' optimizers have, with empty state.
 
-    Not of what is here: that an optimizer on a parameter's mesh lacks it is for the comparison of ranks to find.
+    Leaves out parameters on this rank: if an optimizer on a parameter's mesh lacks it, ranks find that by comparing.
     """
     groups = find_groups(model, optimizer)
     known = set(name_trained(groups))
@@ -162,7 +161,7 @@ def find_all_groups(
 
 
 def hold(given: Optimizers) -> Optimizers:
-    """The optimizers, to be gone through as often as wanted: a generator is gone through once."""
+    """The optimizers, with an iterator turned into a tuple, so that they can be iterated again."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
@@ -174,9 +173,9 @@ def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
     if not isinstance(given, Iterable):
         raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
     found = tuple(given)
-    for one in found:
-        if not isinstance(one, Optimizer):
-            what = f"an optimizer is {shown(one)}, which is not one of torch.optim"
+    for each in found:
+        if not isinstance(each, Optimizer):
+            what = f"an optimizer is {shown(each)}, which is not one of torch.optim"
             raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
     return found
 
@@ -200,50 +199,50 @@ def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ..
 
 
 def _check_state(model: Model, optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless all that the optimizer holds is values by key for a parameter of its groups."""
-    grouped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    """Raise CheckpointError unless all state is a dict for a parameter of the optimizer's groups."""
+    grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key, held in optimizer.state.items():
-        # Whoever looks a key up in the state, and it is not there, leaves an empty dict.
+        # Looking up a missing key in a defaultdict leaves an empty dict.
         if isinstance(held, Mapping) and not held:
             continue
         if id(key) not in grouped:
-            raise CheckpointError(_word_stray(model, key))
+            raise CheckpointError(_explain_stray(model, key))
         if not isinstance(held, Mapping):
             what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
             raise CheckpointError(f"{what}; give a dict of values by text")
 
 
-def _word_stray(model: Model, key: object) -> str:
-    """What is wrong with state under a key that is not a parameter of the optimizer's groups."""
+def _explain_stray(model: Model, key: object) -> str:
+    """The message of an error about state under a key that is not a parameter of the optimizer's groups."""
     if not isinstance(key, Tensor):
         what = f"the optimizer's state has the key {shown(key)}, which is not a parameter of its groups"
         fix = "keep it in a parameter's state, or as an option of a group in param_groups"
         return f"{what}; {fix}"
     name = model.parameters.get(id(key))
-    of = f"of shape {tuple(key.shape)}" if name is None else repr(name)
-    what = f"the optimizer has state of a tensor {of} that is in none of its groups"
+    tensor = f"of shape {tuple(key.shape)}" if name is None else repr(name)
+    what = f"the optimizer has state of a tensor {tensor} that is in none of its groups"
     return f"{what}; delete it from optimizer.state, or put the parameter into a group"
 
 
 def is_here(model: Model, name: str) -> bool:
-    """Whether this rank is on the mesh of a parameter."""
+    """Whether this rank is on the parameter's mesh."""
     return rank_or_0() in model.slots[name].layout.mesh
 
 
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """What the optimizers hold for the parameters of the module; `elsewhere` is what other ranks say of those that are
-    not here, of which slots have an empty tensor.
+    """What the optimizers hold for the parameters of the module. `elsewhere` is what other ranks report of parameters
+    that are not on this rank; slots of their state have an empty tensor.
 
-    Raises CheckpointError for what `find_groups` does, and for state of which it is not known how it lies.
+    Raises CheckpointError for what `find_groups` does, and for state whose placement is not known.
     """
     slots: dict[tuple[str, str], ModuleSlot] = {}
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
-    told = elsewhere.options()
+    reported = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
-        groups += _split(model, group, told)
+        groups += _split_by_options(model, group, reported)
         for name, parameter, held in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
@@ -255,26 +254,26 @@ def describe_optimizers(
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
 
-def _split(
-    model: Model, group: ParameterGroup, told: Mapping[str, Mapping[str, object]]
+def _split_by_options(
+    model: Model, group: ParameterGroup, reported: Mapping[str, Mapping[str, object]]
 ) -> list[SavedGroup]:
-    """The group as it is saved: its parameters by their options, which of those that are not here are as told."""
-    own: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
+    """The group as it is saved, split by options: parameters that are not on this rank have their reported ones."""
+    local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
     named: dict[int, list[str]] = {}
-    options: dict[int, Mapping[str, object]] = {id(own): own}
+    options: dict[int, Mapping[str, object]] = {id(local): local}
     for name in group.parameters:
-        its = own if is_here(model, name) else told.get(name, own)
-        options[id(its)] = its
-        named.setdefault(id(its), []).append(name)
+        chosen = local if is_here(model, name) else reported.get(name, local)
+        options[id(chosen)] = chosen
+        named.setdefault(id(chosen), []).append(name)
     if not named:
-        return [SavedGroup((), own)]
+        return [SavedGroup((), local)]
     return [SavedGroup(tuple(names), options[key]) for key, names in named.items()]
 
 
 def _list_slots(
     name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
 ) -> dict[tuple[str, str], ModuleSlot]:
-    """The slots of the tensors among what is held for a parameter that has this layout."""
+    """The slots of a parameter's state tensors, given the parameter's layout."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
@@ -286,7 +285,7 @@ def _list_slots(
 def _list_empty(
     name: str, entries: Entries, parameter: Layout
 ) -> dict[tuple[str, str], ModuleSlot]:
-    """The slots of the tensors that other ranks hold for a parameter that has this layout."""
+    """Slots, with empty tensors, of state that only other ranks hold, given the parameter's layout."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
@@ -295,32 +294,32 @@ def _list_empty(
 
 
 def _describe_state(held: Mapping[Any, Any], parameter: Tensor, name: str) -> dict[str, Entry]:
-    """An entry for each value that an optimizer holds for a parameter."""
+    """An entry for each item of a parameter's state."""
     entries = {}
     for key, value in held.items():
         check_key(key, f"the optimizer's state of {name!r}")
-        entries[key] = _entry_of(value, parameter, name, key)
+        entries[key] = _describe_value(value, parameter, name, key)
     return entries
 
 
-def _entry_of(value: object, parameter: Tensor, name: str, key: str) -> Entry:
-    """How a value of a parameter's state lies."""
+def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> Entry:
+    """The entry of an item of a parameter's state."""
     if not isinstance(value, Tensor):
         check_known(Value(value), parameter, name, key)
         return Value(value)
     check_shaped(f"{name}.{key}", value)
     dtype = str(value.dtype).removeprefix("torch.")
-    if _lies_like(value, parameter):
+    if _is_placed_like(value, parameter):
         return Like(dtype)
-    own = Own(dtype, tuple(value.shape))
+    entry = Own(dtype, tuple(value.shape))
     if isinstance(value, DTensor):
-        raise CheckpointError(_word_unknown(own, parameter, name, key))
-    check_known(own, parameter, name, key)
-    return own
+        raise CheckpointError(_explain_unknown(entry, parameter, name, key))
+    check_known(entry, parameter, name, key)
+    return entry
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError for state of a DTensor of which it is not known what a rank holds."""
+    """Raise CheckpointError for state of a DTensor or a part whose placement is not known."""
     match entry:
         case Own(shape=shape):
             is_known = not shape
@@ -330,11 +329,11 @@ def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
             return
     is_part = isinstance(parameter, DTensor) or is_checkpointable(parameter)
     if is_part and not is_known:
-        raise CheckpointError(_word_unknown(entry, parameter, name, key))
+        raise CheckpointError(_explain_unknown(entry, parameter, name, key))
 
 
-def _word_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
-    """What is wrong with state of which it is not known what a rank holds."""
+def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
+    """The message of an error about state whose placement is not known."""
     known = "where it lies is known only of scalars and of state like the parameter"
     if isinstance(entry, Value):
         what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
@@ -343,8 +342,8 @@ def _word_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) ->
     return f"{key!r} of {name!r} has {shapes}, or other placements; {known}"
 
 
-def _lies_like(value: Tensor, parameter: Tensor) -> bool:
-    """Whether the value is divided as its parameter is."""
+def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether the value has its parameter's shape, and its mesh and placements if it is a DTensor."""
     if value.shape != parameter.shape:
         return False
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
@@ -354,7 +353,7 @@ def _lies_like(value: Tensor, parameter: Tensor) -> bool:
 
 
 def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
-    """The layout of a tensor of the state of a parameter that has this one."""
+    """The layout of a state tensor, given its parameter's layout."""
     if isinstance(entry, Like):
         return cast(parameter, entry.dtype)
     return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)

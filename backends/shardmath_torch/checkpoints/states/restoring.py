@@ -1,15 +1,15 @@
-"""Restoring: values into the memory that is there, so that FSDP2, captured graphs and the optimizer go on with it.
+"""Restoring: write values into existing memory, so that FSDP2, captured graphs and the optimizer stay valid.
 
-1. A value is restored into memory that is there only if nothing else that is restored has a cell of
-   it; else it is made anew. Parameters and buffers of the module keep theirs. Options that are one
-   tensor, such as a learning rate of several groups, keep it if they take one value.
-2. State that the optimizer has not yet is made like its parameter: no step is taken, and no gradient
-   needed. State that the checkpoint has not is dropped, as by `Optimizer.load_state_dict`.
-3. What later groups of an optimizer begin with, its defaults, stays as it is.
-4. State of a DTensor of other ranks' mesh is dropped, as a fresh optimizer has none: what takes a step looks there
-   whether it is to begin.
-5. What may fail of options is done before anything is restored (`plan_options`), and what may fail of a module's own
-   set_extra_state after all else: as by `load_state_dict`, a module finds its weights there.
+1. A value is written into the memory of the present tensor only if no other restored tensor shares a cell of it; else a
+   new tensor is made. Parameters and buffers of the module always keep their memory. Options that are one tensor, such
+   as a learning rate of several groups, keep it if all take the same value.
+2. State that the optimizer lacks is made like its parameter: without a step or a gradient. State that the checkpoint
+   lacks is dropped, as by `Optimizer.load_state_dict`.
+3. An optimizer's defaults, which later groups begin with, stay as they are.
+4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: a step begins such state if there
+   is none.
+5. Options are checked before anything is restored (`plan_options`), and a module's own set_extra_state, which may
+   raise, is called last: as in `load_state_dict`, a module finds its weights restored.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """One thing to read: its flat name here and in the checkpoint, its layout, and what puts it where it belongs."""
+    """A tensor to read: its flat name here and in the checkpoint, its layout, and a function that stores it."""
 
     here: str
     there: str
@@ -75,14 +75,14 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Where optimizers' tensors lie that have their cells to themselves; options, also if several are one tensor."""
+    """The spots of optimizers' tensors that share no cell with another; several options may be one tensor."""
 
     states: frozenset[MemorySpot]
     options: frozenset[MemorySpot]
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Which tensors of the optimizers may keep their memory."""
+    """The spots of the optimizers' tensors that may keep their memory."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
@@ -97,34 +97,34 @@ def find_free(model: Model, goals: Sequence[Goal]) -> Free:
 
 
 def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
-    """The tensors that optimizers hold as state."""
+    """The tensors in the optimizers' state of parameters."""
     found = []
     for goal in goals:
         for _, _, held in goal.group.states():
-            found += _keep_tensors(held.values())
+            found += _only_tensors(held.values())
     return found
 
 
 def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
-    """The tensors that groups have as options, in tuples and lists too."""
+    """The tensors among the groups' options, in tuples and lists too."""
     found = []
     for goal in goals:
         for key, value in goal.group.options.items():
             if key not in UNVALUED:
-                found += [held for held, _ in _pair_tensors(_word_option(key), value, None)]
+                found += [held for held, _ in _zip_tensors(_name_option(key), value, None)]
     return found
 
 
-def _word_option(key: str) -> str:
+def _name_option(key: str) -> str:
     return f"{key!r} of a parameter group"
 
 
-def _pair_tensors(
+def _zip_tensors(
     what: str, held: object, value: object, depth: int = 0
 ) -> Iterator[tuple[Tensor, object]]:
-    """Each tensor of an option, in tuples and lists too, and what the value has in its place, None for nothing.
+    """Pair each tensor of an option, in tuples and lists too, with the value's part in its place, or None.
 
-    Raises CheckpointError, which says `what` it is, for an option that contains itself.
+    Raises CheckpointError, naming the option as `what`, for an option that contains itself.
     """
     check_depth(what, depth)
     if isinstance(held, Tensor):
@@ -132,16 +132,16 @@ def _pair_tensors(
     elif isinstance(held, tuple | list):
         has_place = isinstance(value, tuple | list) and len(value) == len(held)
         values = value if has_place else [None] * len(held)
-        for one, other in zip(held, cast(Sequence[object], values), strict=True):
-            yield from _pair_tensors(what, one, other, depth + 1)
+        for item, value_item in zip(held, cast(Sequence[object], values), strict=True):
+            yield from _zip_tensors(what, item, value_item, depth + 1)
 
 
-def _keep_tensors(values: Iterable[object]) -> list[Tensor]:
+def _only_tensors(values: Iterable[object]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
-    """Whether values go where the tensor lies."""
+    """Whether the tensor's memory can be filled and is free: values are written into it."""
     if not can_fill(held):
         return False
     local = local_part("what is held", held)
@@ -149,13 +149,13 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError for an optimizer whose state takes no values, before any is restored."""
+    """Raise CheckpointError for an optimizer whose state is not a mutable dict, before anything is restored."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
-        for one in held:
-            if not isinstance(one, MutableMapping):
-                what = f"{type(optimizer).__name__} has state in a {type(one).__name__}"
+        for state in held:
+            if not isinstance(state, MutableMapping):
+                what = f"{type(optimizer).__name__} has state in a {type(state).__name__}"
                 raise CheckpointError(f"{what}, into which nothing is put; give a dict there")
 
 
@@ -163,7 +163,7 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
-    """What to read for the module's slots and extra states."""
+    """A job for each slot and extra state of the module that the checkpoint has."""
     for name, kept in stored.items():
         here = f"model.{name}"
         there = f"model.{kept}"
@@ -183,7 +183,7 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """What to read for the optimizers' tensors."""
+    """A job for each tensor of the optimizers' state."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -199,9 +199,9 @@ def list_state_jobs(
 def _put_state(
     goal: Goal, name: str, key: str, entry: Like | Own, free: Free, data: Tensor
 ) -> None:
-    """Put a value into the optimizer's tensor, or into a new one where it has none that fits and is its own."""
+    """Write a value into the optimizer's tensor, or into a new one if there is none that fits and shares no cell."""
     parameter = goal.group.parameters[name]
-    # A wrapper's state may be a plain dict, in which nothing is begun by asking.
+    # A wrapper's state may be a plain dict, which does not create entries on access.
     state = goal.group.optimizer.state.setdefault(parameter, {})
     device = _device_of_state(goal, parameter, key, entry)
     held = state.get(key)
@@ -213,7 +213,8 @@ def _put_state(
 
 
 def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own) -> torch.device:
-    """Steps are counted on the CPU, unless by the device (torch 2.13: _process_value_according_to_param_policy)."""
+    """The device of a state tensor: its parameter's, but the CPU for steps, unless the optimizer is capturable or fused
+    (torch 2.13: _process_value_according_to_param_policy)."""
     options = goal.group.options | goal.options
     by_device = options.get("capturable") or options.get("fused")
     if isinstance(entry, Own) and key == "step" and not by_device:
@@ -224,7 +225,7 @@ def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own)
 def _fits(
     held: object, parameter: Tensor, entry: Like | Own, device: torch.device
 ) -> TypeGuard[Tensor]:
-    """Whether the optimizer has a tensor of that type, shape and device, divided as it is to be."""
+    """Whether what the optimizer holds is a tensor of the right dtype, shape and device, a DTensor if it must be."""
     if not isinstance(held, Tensor) or held.is_nested:
         return False
     divided = isinstance(entry, Like) and isinstance(parameter, DTensor)
@@ -246,9 +247,9 @@ def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> T
 
 
 class OptionsPlan(NamedTuple):
-    """What groups and defaults are to have.
+    """Assignments to groups' options and optimizers' defaults.
 
-    `values` are (options or defaults, key, value), `copies` tensors that keep their memory, and what goes there.
+    `values` are (options or defaults, key, value), `copies` are tensors that keep their memory, each with its value.
     """
 
     values: list[tuple[dict[str, Any], str, object]]
@@ -256,11 +257,11 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Options that are tensors keep their memory, unless groups share it and are to have several values."""
+    """Plan the options: tensors keep their memory, unless groups share it and get different values."""
     filled = free.options & _find_agreed(goals)
     kept = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
-        plan = OptionsPlan(_keep_defaults(goals, kept), [])
+        plan = OptionsPlan(_copy_defaults(goals, kept), [])
     for goal in goals:
         options = goal.group.options
         for key, value in goal.options.items():
@@ -272,7 +273,8 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
 def _place_option(
     held: object, value: object, filled: frozenset[MemorySpot], copies: list[tuple[Tensor, Tensor]]
 ) -> object:
-    """The value; in place of its tensors, in tuples and lists too, those that are there and take it."""
+    """The value, with its tensors, in tuples and lists too, replaced by held tensors that keep their memory. Adds what
+    these are to be filled with to `copies`."""
     if isinstance(value, Tensor) and _takes_values(held, filled):
         copies.append((local_part("an option", held), value))
         return held
@@ -285,20 +287,20 @@ def _place_option(
 
 
 def _find_agreed(goals: Sequence[Goal]) -> set[MemorySpot | None]:
-    """The spots of options that are to have one value, in however many groups."""
+    """The spots of options that get the same value in all groups that share them."""
     wanted: dict[MemorySpot | None, list[object]] = {}
     for goal in goals:
         for key, option in goal.group.options.items():
             if key in UNVALUED:
                 continue
-            wished = goal.options.get(key, option)
-            for held, value in _pair_tensors(_word_option(key), option, wished):
+            new_option = goal.options.get(key, option)
+            for held, value in _zip_tensors(_name_option(key), option, new_option):
                 wanted.setdefault(spot_of(held), []).append(value)
     return {spot for spot, values in wanted.items() if _is_one_value(values)}
 
 
 def _is_one_value(values: Sequence[object]) -> bool:
-    """Whether all are tensors that are equal bit by bit."""
+    """Whether all values are tensors, equal bit by bit."""
     first = values[0]
     for value in values:
         if not isinstance(value, Tensor) or not isinstance(first, Tensor):
@@ -309,49 +311,49 @@ def _is_one_value(values: Sequence[object]) -> bool:
 
 
 def _takes_values(held: object, filled: frozenset[MemorySpot]) -> TypeGuard[Tensor]:
-    """Whether an option is a tensor, whole on this rank, that keeps its memory."""
+    """Whether an option is a tensor, whole on this rank, whose memory is filled."""
     if not isinstance(held, Tensor):
         return False
-    if isinstance(held, DTensor) and not all(one.is_replicate() for one in held.placements):
+    if isinstance(held, DTensor) and not all(where.is_replicate() for where in held.placements):
         return False
     return _keeps_memory(held, filled)
 
 
-def _keep_defaults(
+def _copy_defaults(
     goals: Sequence[Goal], filled: Sequence[Tensor]
 ) -> list[tuple[dict[str, Any], str, object]]:
-    """The defaults of optimizers, with copies of what they have of memory that is filled."""
+    """Assignments that keep optimizers' defaults: those on memory that is filled are replaced by copies."""
     kept: list[tuple[dict[str, Any], str, object]] = []
     spots = set(spots_of(filled))
     for defaults in _list_defaults(goals):
-        own = []
+        tensors = []
         for key, value in defaults.items():
             what = f"{key!r} of an optimizer's defaults"
-            own += [held for held, _ in _pair_tensors(what, value, None)]
-        touched = spots | find_crowded([*own, *filled])
+            tensors += [held for held, _ in _zip_tensors(what, value, None)]
+        touched = spots | find_crowded([*tensors, *filled])
         for key, value in defaults.items():
             kept.append((defaults, key, _clone_touched(value, touched)))
     return kept
 
 
 def _list_defaults(goals: Iterable[Goal]) -> Iterator[dict[str, Any]]:
-    """The defaults of optimizers and of those that they wrap, each once; a wrapper may have none."""
+    """The defaults of optimizers and of the optimizers that they wrap, each dict once; a wrapper may have none."""
     found: dict[int, dict[str, Any]] = {}
     for goal in goals:
         optimizer = goal.group.optimizer
-        for one in (optimizer, *(inner.optimizer for inner in list_inner(optimizer))):
-            defaults = getattr(one, "defaults", {})
+        for each in (optimizer, *(inner.optimizer for inner in list_inner(optimizer))):
+            defaults = getattr(each, "defaults", {})
             found[id(defaults)] = defaults
     yield from found.values()
 
 
 def _clone_touched(value: object, touched: set[MemorySpot]) -> object:
-    """The value, with tensors of its own in place of those that are touched."""
+    """The value, with the tensors at these spots, in tuples and lists too, replaced by clones."""
     if isinstance(value, Tensor):
         return value.clone() if spot_of(value) in touched else value
     if isinstance(value, tuple | list):
-        cloned = [_clone_touched(one, touched) for one in value]
-        is_same = all(one is other for one, other in zip(cloned, value, strict=True))
+        cloned = [_clone_touched(item, touched) for item in value]
+        is_same = all(new is item for new, item in zip(cloned, value, strict=True))
         return value if is_same else rebuild(value, cloned)
     return value
 
@@ -366,25 +368,25 @@ def restore(
     options: OptionsPlan,
     found: Mapping[str, Tensor],
 ) -> None:
-    """Put what was found where it belongs, extra states last: a module may look at its weights, and may raise."""
-    there = [job for job in jobs if job.here in found]  # not so for a DTensor of other ranks' mesh
+    """Store what was loaded, extra states last: set_extra_state may look at the module's weights, and may raise."""
+    loaded = [job for job in jobs if job.here in found]  # not a DTensor on a mesh without this rank
     with torch.no_grad():
-        for job in there:
+        for job in loaded:
             if job.layout is not None:
                 job.put(found[job.here])
         for held, value in options.copies:
             fill(held, value)
-        for of, key, placed in options.values:
-            of[key] = placed
+        for target, key, placed in options.values:
+            target[key] = placed
         for goal in goals:
             _finish_state(model, goal)
-        for job in there:
+        for job in loaded:
             if job.layout is None:
                 job.put(found[job.here])
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
-    """Set what is not a tensor of the state, and drop state that the checkpoint has not."""
+    """Set the state's values that are not tensors, and drop state that the checkpoint lacks."""
     for name, entries in goal.entries.items():
         parameter = goal.group.parameters[name]
         states = goal.group.optimizer.state
@@ -393,7 +395,7 @@ def _finish_state(model: Model, goal: Goal) -> None:
         if is_here(model, name):
             for key, entry in entries.items():
                 if isinstance(entry, Value):
-                    # JSON has no devices: where torch's own load_state_dict puts tensors in lists.
+                    # JSON has no devices; torch's own load_state_dict moves tensors in lists here, too.
                     kept[key] = move_tensors(entry.value, parameter.device)
                 else:
                     kept[key] = held[key]

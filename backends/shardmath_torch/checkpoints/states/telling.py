@@ -1,12 +1,12 @@
-"""Telling: what optimizers hold of parameters that are DTensors of other ranks' meshes.
+"""Telling: reports to all ranks on what optimizers hold for parameters that not every rank holds.
 
-1. The first of a mesh's ranks that makes the call tells all others, since everybody has the same layouts: entries of
-   the state, and options of the groups. An optimizer may lack the parameters of other meshes, as stages' do.
-2. Where every rank is on all meshes, nobody talks.
-3. Without a group, ranks of the meshes tell each other, of which there has to be a group: of a mesh of one axis, or
-   the default one. Whoever is outside cannot be told.
-4. Of what every rank has nobody tells: where ranks have shared out the state of that among them, nothing says so, and
-   that they differ is an error (`advise`).
+1. All ranks need the same layouts, but an optimizer may lack the parameters of other meshes, as pipeline stages' do. So
+   the first rank of each mesh, among those that call, reports entries of the state and options of the groups to all.
+2. If every rank is on all meshes, nothing is sent.
+3. Without a group, the ranks of the meshes report to each other, and need a group: the group of a mesh of one axis, or
+   the default group. Ranks outside it get no report.
+4. Parameters that every rank holds are not reported. If ranks have divided their state among them, ranks describe
+   different states, which raises (`advise`).
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """What other ranks of the group hold of parameters whose mesh lacks one of them.
+    """What ranks of the group report on parameters that not all of them hold.
 
-    Collective over the group where there may be any. Raises CheckpointError on every rank for what
+    Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
     """
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
-    return _tell(firsts, partial(_say_state, model, optimizer, firsts), group)
+    return _gather_reports(firsts, partial(_report_state, model, optimizer, firsts), group)
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """The same of the names of the parameters that optimizers have, alone."""
+    """The report of `tell_state`, reduced to the names of the optimizers' parameters."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
-    return _tell(firsts, partial(_say_names, model, optimizer, firsts), group)
+    return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """The same as `tell_state` of the ranks that are on a mesh of the module, whose `tensors` these are.
+    """The report of `tell_state` among the ranks that are on a mesh of the module, whose `tensors` these are.
 
-    Raises CheckpointError where they have no group, and on a rank that is not on any of them.
+    Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """
     ranks = sorted({rank for slot in model.slots.values() for rank in slot.layout.mesh.ranks})
     if is_alone() or not ranks:
@@ -80,11 +80,11 @@ def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Ten
     if not firsts:
         return NOWHERE
     group = _find_group(ranks, tensors)
-    return _tell(firsts, partial(_say_state, model, optimizer, firsts), group)
+    return _gather_reports(firsts, partial(_report_state, model, optimizer, firsts), group)
 
 
 def _find_group(ranks: Sequence[int], tensors: Iterable[Tensor]) -> ProcessGroup | None:
-    """The group of exactly these ranks, None for the default one. Makes none: that is collective over all ranks."""
+    """An existing group of exactly these ranks, None for the default one; making one is collective over all ranks."""
     absent = sorted(set(range(dist.get_world_size())) - set(ranks))
     if not absent:
         return None
@@ -101,66 +101,68 @@ def _find_group(ranks: Sequence[int], tensors: Iterable[Tensor]) -> ProcessGroup
 
 
 def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
-    """The first rank on the mesh of each tensor that not all have; None where none of the ranks has it."""
+    """The first of the ranks that holds each tensor that not all of them hold; None if none of them does."""
     meshes = {slot.layout.mesh for slot in model.slots.values()}
-    on_them = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
+    on_mesh = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
     firsts = {}
     for name, slot in model.slots.items():
-        on_it = on_them[slot.layout.mesh]
-        if len(on_it) < len(ranks):
-            firsts[name] = min(on_it, default=None)
+        holders = on_mesh[slot.layout.mesh]
+        if len(holders) < len(ranks):
+            firsts[name] = min(holders, default=None)
     return firsts
 
 
-def _tell(
+def _gather_reports(
     firsts: Mapping[str, int | None],
-    say: Callable[[], dict[str, Any]],
+    make_report: Callable[[], dict[str, Any]],
     group: ProcessGroup | None,
 ) -> Elsewhere:
-    """What the first ranks say."""
+    """The joined reports of all ranks."""
     if is_alone() or not firsts:
         return NOWHERE
-    # A name of its own: ranks that read meshes otherwise are not in this step, and are told so at once.
-    said = on_all("describe what lies on meshes apart", say, group)
+    # A separate step name: a rank that found other meshes is in another step, which raises at once.
+    report = on_all("describe what lies on meshes apart", make_report, group)
     _, count = share_of(group)
     entries: dict[str, Entries] = {}
     groups: list[SavedGroup] = []
-    for one in gather_all("tell what lies on it alone", said, count, group):
-        entries |= read_entries(one["entries"])
-        groups += read_groups(one["groups"])
+    for each in gather_all("tell what lies on it alone", report, count, group):
+        entries |= read_entries(each["entries"])
+        groups += read_groups(each["groups"])
     return Elsewhere(entries, tuple(groups))
 
 
-def _say_state(
+def _report_state(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """Entries and groups, as JSON, of the parameters of whose meshes this rank is the first."""
+    """Entries and groups, as JSON, of the parameters that this rank reports."""
     held = describe_optimizers(model, optimizer)
-    entries = {name: said for name, said in held.entries.items() if _is_told(name, firsts)}
-    groups = _keep_told(held.groups or (), firsts)
+    entries = {name: each for name, each in held.entries.items() if _is_reporter(name, firsts)}
+    groups = _keep_reported(held.groups or (), firsts)
     return {"entries": write_entries(entries), "groups": write_groups(groups)}
 
 
-def _say_names(
+def _report_names(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """The same, of names alone."""
+    """Groups, as JSON, with the names of the parameters that this rank reports and no options."""
     groups = [SavedGroup(tuple(group.parameters), {}) for group in find_groups(model, optimizer)]
-    return {"entries": {}, "groups": write_groups(_keep_told(groups, firsts))}
+    return {"entries": {}, "groups": write_groups(_keep_reported(groups, firsts))}
 
 
-def _keep_told(groups: Iterable[SavedGroup], firsts: Mapping[str, int | None]) -> list[SavedGroup]:
-    """The groups with those parameters alone of which this rank tells the others."""
+def _keep_reported(
+    groups: Iterable[SavedGroup], firsts: Mapping[str, int | None]
+) -> list[SavedGroup]:
+    """The groups, reduced to the parameters that this rank reports."""
     kept = []
     for group in groups:
-        names = tuple(name for name in group.parameters if _is_told(name, firsts))
+        names = tuple(name for name in group.parameters if _is_reporter(name, firsts))
         if names:
             kept.append(SavedGroup(names, group.options))
     return kept
 
 
-def _is_told(name: str, firsts: Mapping[str, int | None]) -> bool:
-    """Whether this rank tells the others of a parameter."""
+def _is_reporter(name: str, firsts: Mapping[str, int | None]) -> bool:
+    """Whether this rank reports the parameter to the others."""
     return firsts.get(name) == rank_or_0()
 
 
@@ -171,5 +173,5 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """What helps where ranks describe something otherwise: of state, they may have shared it out."""
+    """The fix for ranks that differ in `what`: they may have divided optimizer state among them."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

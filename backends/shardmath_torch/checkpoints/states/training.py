@@ -1,17 +1,17 @@
-"""Training: all that a module and its optimizer need to go on, saved, and restored under any parallelism.
+"""Training: a module and its optimizer, saved, and restored under any parallelism.
 
-1. `state_of` gives this rank's tensors, which are the storage itself, and everybody's layouts, by flat name. A layout
-   of None is for bytes. All ranks have the same layouts.
+1. `state_of` gives this rank's tensors, which are views of the storage, and the layouts of all ranks, by flat name. A
+   layout of None is for bytes. All ranks have the same layouts.
 
        model.<name>               a parameter, a persistent buffer, or a module's extra state (bytes)
        optim.state.<name>.<key>   a tensor of the optimizer's state
        training                   JSON (bytes): options of parameter groups, values that are not tensors, all names
 
-2. Layouts are those of `layout_of`, also where a rank's part is empty; `modules` and `optimizers` have the rules. Of a
-   DTensor whose mesh a rank is not on, it has the layout and no tensor, and so of the optimizer's state of it.
-3. Names meet as `matching` says, and `restoring` writes into the memory that is there.
-4. Bytes are each rank's own: a rank that the checkpoint does not know gets those of the lowest that it knows.
-5. Not saved: random states, schedules (but the learning rates are), positions in data. Of DistributedDataParallel, give
+2. Layouts are `layout_of`'s, even if a rank's part is empty; `modules` and `optimizers` have the rules. A rank that is
+   not on a DTensor's mesh has its layout and no tensor, and the same holds for the optimizer's state of it.
+3. `matching` matches names, and `restoring` writes into the existing memory.
+4. Bytes differ per rank: a rank that saved none gets the bytes of the lowest rank that did.
+5. Not saved: random states, schedules (learning rates are saved), positions in data. Give DistributedDataParallel's
    `.module`; pipeline stages, whose ranks have different names, save with a group and a path each.
 """
 
@@ -93,22 +93,21 @@ def state_of(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
-    """The training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
+    """Return the training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
 
-    Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are taken to be the same on
-    all ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` where some
-    ranks have DTensors on other meshes than other ranks, as under tensor parallelism with DistributedDataParallel.
+    Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are assumed the same on all
+    ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` if some ranks
+    have DTensors on other meshes than other ranks, as under tensor parallelism with DistributedDataParallel.
     Parameters that FSDP2 has gathered are resharded first.
-    Collective where `layout_of` is; and over the group, where an optimizer is given and some rank of the group is not
-    on the mesh of some parameter. Without a group, that is over the ranks of the DTensors' meshes together, if these
-    are all ranks, or those of a mesh of one axis.
+    Collective if `layout_of` is; and over the group, if an optimizer is given and some rank of the group is not on the
+    mesh of some parameter. Without a group, that is over the union of the DTensors' meshes, which must be all ranks, or
+    the ranks of a mesh of one axis.
 
-    Of an optimizer's parameter whose mesh a rank is not on, what the ranks on it say counts, of its state and of its
-    options; the rank's own optimizer may lack it.
+    State and options of a parameter are those of the ranks on its mesh; optimizers of other ranks may lack it.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
-    say, an optimizer's parameter that is not the module's or in two groups, an optimizer's state that is not a
-    parameter's or is kept in another optimizer, a module on the meta device, and where a group has to be given;
+    express, an optimizer's parameter that is not the module's or is in two groups, optimizer state that is not a
+    parameter's or is kept in another optimizer, a module on the meta device, and if a group has to be given;
     LayoutError as `layout_of`.
     """
     optimizer = hold(optimizer)
@@ -125,8 +124,8 @@ def state_of(
 
 
 class _State(NamedTuple):
-    """What is saved: this rank's tensors, everybody's layouts, and where torch's own tools nest each; by flat name. And
-    the names of parameters that optimizers have, None without an optimizer."""
+    """What is saved: names of the optimizers' parameters (None without an optimizer), and by flat name this rank's
+    tensors, the layouts of all ranks, and the paths under which torch's own tools nest each."""
 
     trained: tuple[str, ...] | None
     tensors: dict[str, Tensor]
@@ -134,9 +133,9 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """One more tensor, or bytes, by the keys that lead to it.
+        """Add a tensor, or bytes, by the keys that lead to it.
 
-        Of a DTensor of other ranks' mesh this rank has nothing, if an empty tensor in its place.
+        A DTensor on a mesh without this rank, for which it has an empty tensor, adds only a layout.
         """
         name = ".".join(path)
         if layout is None or rank_or_0() in layout.mesh:
@@ -146,7 +145,7 @@ class _State(NamedTuple):
 
 
 def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> _State:
-    """All that is saved of the module and its optimizers; `elsewhere` is what other ranks say of state of theirs."""
+    """Collect what is saved of the module and its optimizers; `elsewhere` is what other ranks report of theirs."""
     held = describe_optimizers(model, optimizer, elsewhere)
     state = _State(held.trained, {}, {}, {})
     for name, slot in model.slots.items():
@@ -161,7 +160,7 @@ def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> 
 
 
 def _make_index(model: Model, held: OptimizerState) -> Index:
-    """What is said of the state besides its tensors."""
+    """The index of the state: names, kinds of extra states, groups and entries."""
     firsts: dict[str, str] = {}
     for first, names in model.names.items():
         firsts |= dict.fromkeys(names, first)
@@ -178,51 +177,50 @@ def save_state(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """`save` of `state_of`, with its `progress`. Collective over the group, by default all ranks.
+    """Save a module and its optimizer: `save` of `state_of`. Collective over the group, by default all ranks.
 
-    Each rank's optimizer may have the parameters of all meshes of the module, or of its own alone, as under pipeline
-    stages that are meshes apart. Options of a parameter are those of the ranks that it is on.
+    Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
+    pipeline stages on separate meshes. Options of a parameter are those of the ranks that hold it.
 
-    Raises CheckpointError on every rank for what either raises on one, and where modules differ.
+    Raises CheckpointError on every rank if `state_of` or `save` raises on one, or if modules differ between ranks.
     """
     optimizer = hold(optimizer)
     with shared(group):
         model = agree_on_model(module, mesh, group)
         elsewhere = tell_state(model, optimizer, group)
         gather = partial(_gather_state, model, optimizer, elsewhere)
-        claim = _describe_state
-        state = on_all("describe its state", gather, group, claim=claim, fix=advise)
+        state = on_all("describe its state", gather, group, claim=_claim_state, fix=advise)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 
 
-def _describe_state(state: _State) -> dict[str, str]:
-    """What has to be the same on all ranks, as `save` sees too; and whose options are saved, as each rank's own."""
-    said = _describe_trained(state.trained)
+def _claim_state(state: _State) -> dict[str, str]:
+    """What must be the same on all ranks: the layouts, and which parameters have an optimizer."""
+    claims = _claim_trained(state.trained)
     for name, layout in state.layouts.items():
-        said[repr(name)] = "bytes" if layout is None else describe_form(layout)
-    return said
+        claims[repr(name)] = "bytes" if layout is None else describe_form(layout)
+    return claims
 
 
-def _describe_trained(trained: Iterable[str] | None) -> dict[str, str]:
-    """Which parameters have options, for the comparison of ranks."""
+def _claim_trained(trained: Iterable[str] | None) -> dict[str, str]:
+    """Which parameters have an optimizer, as claims that ranks compare."""
     if trained is None:
         return {"the optimizer": "None"}
-    of_each = {f"the optimizer of {name!r}": "given" for name in trained}
-    return {"the optimizer": "given", **of_each}
+    by_parameter = {f"the optimizer of {name!r}": "given" for name in trained}
+    return {"the optimizer": "given", **by_parameter}
 
 
 # Restoring
 
 
-class _Matched(NamedTuple):
-    """What is to be done, once names are matched."""
+class _Restoration(NamedTuple):
+    """A restoration, planned once names are matched."""
 
     unmatched: Unmatched
     goals: list[Goal]
     jobs: list[ReadJob]
     options: OptionsPlan
     trained: tuple[str, ...] | None
-    """The names of parameters that optimizers have here, None without an optimizer."""
+    """The names of the optimizers' parameters; None without an optimizer."""
 
 
 def load_state(
@@ -236,29 +234,28 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore in place what `save_state` saved of a module with the same names, whatever divides either.
+    """Restore in place what `save_state` saved of a module with the same names, whatever the parallelism of either.
 
-    The optimizer may be fresh. Its groups take the options of the groups that their parameters were in; they may be
-    other groups, if those agree: of parameters that are on this rank, if a group has any. Without an optimizer, only
-    the module is restored.
+    The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
+    be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an
+    optimizer, only the module is restored.
 
-    Collective over the group. Raises CheckpointError on every rank for names that only one side has, unless not
-    `strict`, when these are left alone and returned; for parameters and buffers that have a part of their memory in
-    common; and for what `state_of`, `load` and `matching` do not allow. Then nothing was restored, unless a module's
-    set_extra_state raised: these are called last, each module with all weights there, a module before those in it.
-    Then all was restored but the extra states of this module and those after it, and on other ranks all.
+    Collective over the group. Raises CheckpointError on every rank for names that only one side has (with
+    `strict=False` they are skipped and returned), for parameters and buffers that partly share memory, and for whatever
+    `state_of`, `load` and `matching` do not allow. After an error nothing is restored, unless a module's
+    set_extra_state raised: these are called last, a module's before its submodules', with all weights restored. Then
+    only the extra states of that module and later ones on that rank are missing.
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     optimizer = hold(optimizer)
-    # In inference mode an optimizer's state would be made of tensors to which no step writes.
+    # In inference mode an optimizer's state would be made of inference tensors, which no step can write.
     with shared(group), torch.inference_mode(False), torch.no_grad():
-        open_it = partial(_open_state, path)
-        checkpoint = on_all("find what save_state wrote", open_it, group)
+        checkpoint = on_all("find what save_state wrote", partial(_open_state, path), group)
         index = load(checkpoint, {INDEX: None}, group=group, verify=verify)[INDEX]
         model = agree_on_model(module, mesh, group)
         elsewhere = tell_names(model, optimizer, group)
         match = partial(_match_state, path, index, model, optimizer, elsewhere, strict)
-        matched = on_all("match its state", match, group, claim=_describe_match)
+        matched = on_all("match its state", match, group, claim=_claim_match)
         unmatched, goals, jobs, options, _ = matched
         layouts = {job.here: job.layout for job in jobs}
         names = {job.here: job.there for job in jobs}
@@ -288,8 +285,8 @@ def _match_state(
     optimizer: Optimizers,
     elsewhere: Elsewhere,
     strict: bool,
-) -> _Matched:
-    """What is to be done. Raises CheckpointError for all that can be known before data are read."""
+) -> _Restoration:
+    """Plan the restoration. Raises CheckpointError for every error that can be found before data are read."""
     check_slots(model)
     saved = read_index(path, index)
     groups = find_all_groups(model, optimizer, elsewhere)
@@ -305,16 +302,16 @@ def _match_state(
         *list_state_jobs(goals, model, stored, free),
     ]
     trained = None if optimizer is None else name_trained(groups)
-    return _Matched(unmatched, goals, jobs, plan_options(goals, free), trained)
+    return _Restoration(unmatched, goals, jobs, plan_options(goals, free), trained)
 
 
-def _describe_match(matched: _Matched) -> dict[str, str]:
-    """What has to be the same on all ranks: what goes where, wherever it lies."""
-    said = _describe_trained(matched.trained)
+def _claim_match(matched: _Restoration) -> dict[str, str]:
+    """What must be the same on all ranks: the stored name of every tensor, and the names of only one side."""
+    claims = _claim_trained(matched.trained)
     for job in matched.jobs:
-        said[f"the source of {job.here!r}"] = repr(job.there)
+        claims[f"the source of {job.here!r}"] = repr(job.there)
     for name in matched.unmatched.missing:
-        said[f"the place of {name!r} in the checkpoint"] = "nowhere"
+        claims[f"the place of {name!r} in the checkpoint"] = "nowhere"
     for name in matched.unmatched.unexpected:
-        said[f"the place of {name!r} in what is restored"] = "nowhere"
-    return said
+        claims[f"the place of {name!r} in what is restored"] = "nowhere"
+    return claims

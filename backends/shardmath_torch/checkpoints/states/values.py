@@ -1,15 +1,14 @@
-"""Values: what is not a tensor: options and state of optimizers as JSON and back, extra states of modules as bytes.
+"""Values: optimizers' options and state as JSON and back, and modules' extra states as bytes.
 
 1. A value is a number, text, None, a tensor, a number of numpy, or a list, tuple or dict by text of values. Its type
-   is exactly one of these: a subclass would come back as what it is made from.
-2. Tuples, dicts, tensors and numbers of numpy are objects of one key, which says what they are; a caller's dict is
-   inside of one, so its own keys are never taken for that.
-3. Numbers may be NaN and infinite, in Python's spelling. What would not come back is an error that
-   names the value.
-   An Enum or a namedtuple comes back only if the optimizer that takes it has one of that class (`Kinded`), as a fresh
-   optimizer has options, and has no state.
-4. Whatever a module's `get_extra_state` gives comes back as the same kind, but for bytearray and memoryview, which come
-   back as bytes. A checkpoint keeps the bytes, and a word that says what they were.
+   is exactly one of these: a subclass would come back as its base.
+2. Tuples, dicts, tensors and numbers of numpy become JSON objects of one key, which gives the kind; a caller's dict is
+   nested in one, so its keys are never mistaken for kinds.
+3. Numbers may be NaN and infinite, in Python's spelling. A value that would not come back unchanged raises an error
+   that names it. An Enum or a namedtuple comes back only if the optimizer that takes it holds one of the same class in
+   its place (`Kinded`): a fresh optimizer holds options, but no state.
+4. What a module's `get_extra_state` gives comes back as the same kind, except that bytearray and memoryview come back
+   as bytes. A checkpoint keeps the bytes, and a word for the kind.
 
 >>> coded = code_value((0.5, {"tensor": None}), "'betas'")
 >>> coded
@@ -59,26 +58,26 @@ __all__ = [
 ]
 
 MOST_DEPTH = 64
-"""Values inside of values; Python's JSON ends in a RecursionError at some hundreds."""
+"""How deep values may be nested; Python's JSON ends in a RecursionError at some hundreds."""
 
-UNSAID = "use numbers, text, lists, tuples, dicts by text, and tensors"
+CODABLE = "use numbers, text, lists, tuples, dicts by text, and tensors"
 
 NUMBERS = (
     *("bool", "int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"),
 )
-"""Types of numpy whose numbers Python has exactly."""
+"""Types of numpy whose numbers Python's numbers hold exactly."""
 
 
 class Kinded(NamedTuple):
-    """What an Enum or a namedtuple is made from, and the name of its class, which a checkpoint cannot make."""
+    """An Enum or a namedtuple as the name of its class, which a checkpoint cannot make, and its plain value."""
 
     kind: str
     plain: object
 
 
 def plain_of(value: object) -> object:
-    """What the class of an Enum or a namedtuple makes it from; the value itself of any other."""
+    """The value of an Enum, the tuple of a namedtuple, and any other value itself."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -87,16 +86,16 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError, which says `what` it is, for values that are too deep in others, or in themselves."""
+    """Raise CheckpointError, naming the value as `what`, for one nested too deep, or in itself."""
     if depth > MOST_DEPTH:
-        said = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
-        raise CheckpointError(f"{said}; give a value that is flatter")
+        fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
+        raise CheckpointError(f"{fault}; give a value that is flatter")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """The value as JSON. Raises CheckpointError for a value that JSON cannot say, and says `what` it is.
+    """The value as JSON. Raises CheckpointError, naming the value as `what`, for one that JSON cannot express.
 
-    `kinded` says whether what takes it will have Enums and namedtuples in the same places.
+    `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
     """
     check_depth(what, depth)
     if _is_plain(value):
@@ -111,10 +110,10 @@ def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0
             return {"numpy": [value.dtype.name, value.item()]}
         case list() | tuple() | dict() if type(value) in (list, tuple, dict):
             return _code_parts(value, what, code)
-    made_from = plain_of(value)
-    if kinded and made_from is not value:
-        return {"kinded": [type(value).__qualname__, code(made_from)]}
-    raise CheckpointError(_word_unsaid(value, what))
+    plain_value = plain_of(value)
+    if kinded and plain_value is not value:
+        return {"kinded": [type(value).__qualname__, code(plain_value)]}
+    raise CheckpointError(_explain_uncodable(value, what))
 
 
 def _code_parts(
@@ -122,31 +121,31 @@ def _code_parts(
 ) -> Any:
     if isinstance(value, dict):
         if not all(type(key) is str for key in value):
-            raise CheckpointError(_word_unsaid(value, what))
+            raise CheckpointError(_explain_uncodable(value, what))
         return {"dict": {key: code(item) for key, item in value.items()}}
     items = [code(item) for item in value]
     return items if isinstance(value, list) else {"tuple": items}
 
 
-def _word_unsaid(value: object, what: str) -> str:
-    """What is wrong with a value that would come back as another, or not at all."""
+def _explain_uncodable(value: object, what: str) -> str:
+    """The message of an error about a value that would come back as another, or not at all."""
     kind = type(value)
     for base in (int, float, str, list, tuple, dict):
         if isinstance(value, base) and kind is not base:
-            said = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
-            return f"{said} {base.__name__}; {UNSAID}, of exactly these types"
-    return f"{what} is {shown(value)}, which JSON cannot say; {UNSAID}"
+            fault = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
+            return f"{fault} {base.__name__}; {CODABLE}, of exactly these types"
+    return f"{what} is {shown(value)}, which JSON cannot say; {CODABLE}"
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON says the value as it is."""
+    """Whether JSON holds the value unchanged."""
     if isinstance(value, int) and type(value) is int:
-        return _has_digits(value)
+        return _is_printable(value)
     return value is None or type(value) in (bool, float, str)
 
 
-def _has_digits(number: int) -> bool:
-    """Whether Python writes and reads the number: it refuses more than 4300 digits, or what it was told."""
+def _is_printable(number: int) -> bool:
+    """Whether Python prints the number: it raises for more than 4300 digits, or the limit that was set."""
     try:
         int.__repr__(number)
     except ValueError:
@@ -155,8 +154,8 @@ def _has_digits(number: int) -> bool:
 
 
 def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
-    """The type and the nested lists of elements; the shape too where no list has it."""
-    unreadable = _say_unreadable(tensor)
+    """The dtype and the nested lists of elements, and the shape of a tensor without elements."""
+    unreadable = _explain_unreadable(tensor)
     if unreadable:
         raise CheckpointError(f"{what} {unreadable}; give a plain tensor on memory that is there")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -166,8 +165,8 @@ def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
     return [dtype, items, list(tensor.shape)]
 
 
-def _say_unreadable(tensor: Tensor) -> str:
-    """Why the elements cannot be listed: "" where they can; words that follow its name otherwise."""
+def _explain_unreadable(tensor: Tensor) -> str:
+    """Why the elements cannot be listed, as words that follow the tensor's name; "" if they can."""
     if isinstance(tensor, DTensor):
         return "is a DTensor, of which ranks hold parts"
     if tensor.is_nested:
@@ -177,14 +176,14 @@ def _say_unreadable(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "is on the meta device and has no values"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    # torch lists no elements of types of less than a byte
+    # torch does not list elements of less than a byte
     if tensor.is_complex() or dtype not in ITEMSIZE or dtype.startswith("float4"):
         return f"is a tensor of {dtype}, which JSON cannot say"
     return missing_memory(plain(tensor))
 
 
 def decode_value(coded: object, *, kinded: bool = False) -> Any:
-    """What was coded, with the same `kinded`. Raises ValueError for JSON that is not a coded value."""
+    """The value that `code_value` coded with the same `kinded`. Raises ValueError for other JSON."""
     decode = partial(decode_value, kinded=kinded)
     match coded:
         case _ if _is_plain(coded):
@@ -213,7 +212,7 @@ def _decode_array(coded: object) -> object:
 
 
 def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) -> Tensor:
-    """The tensor of these elements, in the shape of their lists if not in another."""
+    """The tensor of these elements, in that shape if given, else in the shape of their lists."""
     try:
         tensor = torch.tensor(items, dtype=dtype_of(dtype), device="cpu")
         return tensor if shape is None else tensor.reshape(shape)
@@ -229,7 +228,7 @@ def _decode_number(dtype: str, number: float) -> object:
 
 
 def rebuild(like: object, items: object) -> Any:
-    """Another value of that kind. Whatever its class raises where it is not made from such items."""
+    """A value of the same class from other items. Raises whatever the class raises for such items."""
     kind: Any = type(like)
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
@@ -237,17 +236,17 @@ def rebuild(like: object, items: object) -> Any:
 
 
 def list_tensors(value: object) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts however deep."""
+    """The tensors in a value, at any depth of lists, tuples and dicts."""
     found = []
     seen: dict[int, object] = {}
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif id(one) not in seen and isinstance(one, list | tuple | dict):
-            seen[id(one)] = one
-            left += one.values() if isinstance(one, dict) else one
+        part = left.pop()
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif id(part) not in seen and isinstance(part, list | tuple | dict):
+            seen[id(part)] = part
+            left += part.values() if isinstance(part, dict) else part
     return found
 
 
@@ -272,7 +271,7 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 class StateKind(NamedTuple):
-    """What an extra state may be: the types, and what makes one of a tensor of bytes again."""
+    """A kind of extra states: its types, and a function that restores one from a tensor of bytes."""
 
     types: tuple[type, ...]
     restore: Callable[[Tensor], object]
@@ -284,7 +283,7 @@ KINDS = {
     "bytes": StateKind((bytes, bytearray, memoryview), as_bytes),
     "none": StateKind((type(None),), lambda data: None),
 }
-"""By the word that the checkpoint keeps."""
+"""Kinds of extra states by the word that the checkpoint keeps."""
 
 
 class Extra(NamedTuple):
@@ -305,11 +304,11 @@ def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
 
 
 def _kind_of(value: object) -> str | None:
-    """The word for a value, None for one that is not bytes."""
+    """The word for a value's kind; None for a value that is not bytes."""
     if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
         return None
     for word, kind in KINDS.items():
-        # A subclass would come back as what it is made from; of a tensor, its bytes are all there is.
+        # A subclass would come back as its base; a subclass of Tensor may, as only its bytes matter.
         if isinstance(value, Tensor) if kind.types == (Tensor,) else type(value) in kind.types:
             return word
     return None

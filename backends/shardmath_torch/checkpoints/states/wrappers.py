@@ -1,11 +1,11 @@
-"""Wrappers: optimizers in optimizers, and what would be lost of either if only state and groups were saved.
+"""Wrappers: optimizers in optimizers, and state that would be lost if only state and groups were saved.
 
-1. An optimizer may have others as attributes, in containers however deep, which may have others. Where one has state
-   of its own, it has to be given instead. Containers are looked into where they keep what they have, and run nothing.
-2. Other objects are not looked into: an attribute that is a trainer, a monitor or a schedule has optimizers, and is no
-   part of one.
-3. What a state dict has beside state and groups is nowhere else. Only a class that makes its own, or a hook, adds any;
-   they are asked.
+1. An optimizer may have inner optimizers as attributes, at any depth of containers, and these may have more. An inner
+   one with separate state has to be given instead. Containers' stored items are read without running their code.
+2. Other objects are not searched: an attribute may be a trainer, a monitor or a schedule, which refers to optimizers
+   without being part of one.
+3. A state dict may hold more than state and groups. Only a class with its own `state_dict`, or a hook, can add entries,
+   so only these state dicts are made.
 
 >>> import torch
 >>> from torch.optim import SGD
@@ -37,20 +37,20 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 __all__ = ["Inner", "check_keeps_own", "list_inner"]
 
 STANDARD = ("state", "param_groups")
-"""What an optimizer has by torch's own state dict."""
+"""The keys of torch's own state dict of an optimizer."""
 
 SHOWN = 8
-"""Optimizers that an error lists."""
+"""How many optimizers an error lists."""
 
 BY_INDEX: tuple[Any, ...] = (list, tuple, deque)
 WITHOUT_INDEX: tuple[Any, ...] = (set, frozenset)
 CONTAINERS = (*BY_INDEX, *WITHOUT_INDEX, UserList, Mapping, SimpleNamespace)
 INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
-"""How what a container has is spelled, by what the container is and a key."""
+"""How an item is spelled, given the spelling of its container and its key there."""
 
 
 class Inner(NamedTuple):
-    """An optimizer that another one has: how it is reached from the first, and who has it under which attribute."""
+    """An inner optimizer: the expression that reaches it, the optimizer that holds it, and under which attribute."""
 
     path: str
     holder: Optimizer
@@ -58,72 +58,74 @@ class Inner(NamedTuple):
     optimizer: Optimizer
 
 
-class _Step(NamedTuple):
-    """How a value is reached from where another one is: of many values, few are spelled."""
+class _AccessStep(NamedTuple):
+    """The last step of the way to a value, and the steps before it; a linked list, as few of many ways are spelled."""
 
-    before: _Step | None
+    before: _AccessStep | None
     form: str
     key: object
 
 
 _Part: TypeAlias = tuple[str, object, object]
-"""How something in a container is spelled, the key of that, and what it is."""
+"""An item of a container: its form of spelling, its key, and the item."""
 
 
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
-    """The optimizers that attributes are, or have in containers however deep, and theirs in turn."""
+    """The inner optimizers of an optimizer, in attributes and at any depth of containers, and theirs in turn."""
     yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
 
 
 def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Iterator[Inner]:
-    """The same, with paths that begin with `start`; whatever is `seen` is passed over."""
+    """The inner optimizers, with paths that begin with `start`; objects that were `seen` are skipped."""
     for attribute, value in list(vars(holder).items()):
         if attribute in STANDARD:
             continue
-        for step, found in _walk(value, seen):
+        for step, found in _find_optimizers(value, seen):
             path = _spell(step, f"{start}.{attribute}")
             yield Inner(path, holder, attribute, found)
             yield from _list_inner(found, path, seen)
 
 
-def _spell(step: _Step | None, start: str) -> str:
-    """The expression that the last step is of."""
+def _spell(step: _AccessStep | None, start: str) -> str:
+    """The expression of the way that ends in this step."""
     steps = []
     while step is not None:
         steps.append(step)
         step = step.before
-    for one in reversed(steps):
-        start = one.form.format(start, one.key)
+    for each in reversed(steps):
+        start = each.form.format(start, each.key)
     return start
 
 
-def _walk(value: object, seen: dict[int, object]) -> Iterator[tuple[_Step | None, Optimizer]]:
-    """The optimizers in a value that are not yet seen, and how each is reached."""
-    left: list[tuple[_Step | None, object]] = [(None, value)]
+def _find_optimizers(
+    value: object, seen: dict[int, object]
+) -> Iterator[tuple[_AccessStep | None, Optimizer]]:
+    """The optimizers in a value that were not yet seen, each with the last step of the way to it."""
+    left: list[tuple[_AccessStep | None, object]] = [(None, value)]
     while left:
-        step, one = left.pop()
-        if id(one) in seen:
+        step, part = left.pop()
+        if id(part) in seen:
             continue
-        if _is_optimizer(one):
-            seen[id(one)] = one
-            yield step, one
-        elif _is_container(one):
-            # Kept, so that nothing else comes to have its id.
-            seen[id(one)] = one
-            left += reversed(_list_steps(step, one))
+        if _is_optimizer(part):
+            seen[id(part)] = part
+            yield step, part
+        elif _is_container(part):
+            # Kept, so that no other object gets its id.
+            seen[id(part)] = part
+            left += reversed(_extend_path(step, part))
 
 
-def _list_steps(step: _Step | None, holder: object) -> list[tuple[_Step, object]]:
-    """What may have optimizers of what is there, and how it is reached."""
-    steps: list[tuple[_Step, object]] = []
+def _extend_path(step: _AccessStep | None, holder: object) -> list[tuple[_AccessStep, object]]:
+    """The optimizers and containers in a container, each with the step to it."""
+    steps: list[tuple[_AccessStep, object]] = []
     for form, key, part in _list_parts(holder):
         if _is_optimizer(part) or _is_container(part):
-            steps.append((_Step(step, form, key), part))
+            steps.append((_AccessStep(step, form, key), part))
     return steps
 
 
 def _is_optimizer(value: object) -> TypeGuard[Optimizer]:
-    """Whether it is one by its type: proxies of what is gone raise where they are asked for their class."""
+    """Whether the value's type is an optimizer's; a dead weak proxy would raise if asked for its `__class__`."""
     return issubclass(type(value), Optimizer)
 
 
@@ -133,9 +135,9 @@ def _is_container(value: object) -> bool:
 
 
 def _list_parts(value: object) -> Iterator[_Part]:
-    """What a value has. Its own methods are not called, which may make values without end, or read files.
+    """The items and attributes of a value, without calling its methods, which may be endless or read files.
 
-    Of each there is a list at once: other threads may add to what helpers have.
+    Each kind is copied into a list at once, as other threads may add to it.
     """
     yield from _list_elements(value)
     held = dict(value) if isinstance(value, MappingProxyType) else value
@@ -153,18 +155,18 @@ def _list_elements(value: object) -> Iterator[_Part]:
 
 
 def _list_fields(value: object) -> Iterator[tuple[str, object]]:
-    """The attributes that an object has of its own, in a dict or in slots: properties are not asked."""
+    """The attributes that an object stores, in its dict or in slots; properties are not called."""
     yield from list(_get_own_dict(value).items())
     slots = {name: slot for kind in type(value).__mro__ for name, slot in vars(kind).items()}
     for name, slot in slots.items():
         if isinstance(slot, MemberDescriptorType) and name != "__dict__":
-            # It may be empty.
+            # The slot may be empty.
             with contextlib.suppress(AttributeError):
                 yield name, slot.__get__(value)
 
 
 def _get_own_dict(value: object) -> dict[str, object]:
-    """Where it has its attributes, not by what its class may say of that."""
+    """The dict that stores an object's attributes, even if its class overrides `__dict__`."""
     for kind in type(value).__mro__:
         slot = vars(kind).get("__dict__")
         if slot is not None:
@@ -174,38 +176,41 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer that keeps state in others, of its own, that were not given, that makes it
-    when it is asked, or that keeps something besides the state of parameters, itself or in one whose state it has."""
-    # Kept: of state that is made when it is asked for, the id would soon be of another.
-    states = [one.state for one in given]
+    """Raise CheckpointError for an optimizer of which a save would lose something.
+
+    That is one that has inner optimizers with separate state that are not `given`, one that makes its state anew at
+    each access, or one whose state dict, or that of an inner optimizer that shares its state, has additional entries.
+    """
+    # Kept in a list: if a state is made at each access, its id would be reused.
+    states = [each.state for each in given]
     seen = {id(state) for state in states}
     inner = list(list_inner(optimizer))
-    # Some wrappers have the state of what they wrap as theirs: then none of it is lost.
-    apart = [one for one in inner if id(one.optimizer.state) not in seen]
+    # Some wrappers share the state of what they wrap: then none of it is lost.
+    apart = [each for each in inner if id(each.optimizer.state) not in seen]
     if apart:
-        raise CheckpointError(_word_apart(optimizer, apart))
+        raise CheckpointError(_explain_apart(optimizer, apart))
     _check_keeps_state(optimizer)
-    shared = [one for one in inner if one.optimizer.state is optimizer.state]
-    # Of the innermost first: its wrappers say what it says.
-    for one in reversed(shared):
-        _check_adds_nothing(one.optimizer, one.path, "")
+    shared = [each for each in inner if each.optimizer.state is optimizer.state]
+    # The innermost first: its wrappers' state dicts repeat its entries.
+    for each in reversed(shared):
+        _check_adds_nothing(each.optimizer, each.path, "")
     _check_adds_nothing(optimizer, "optimizer", shared[0].path if shared else "")
 
 
 def _check_keeps_state(optimizer: Optimizer) -> None:
-    """Raise CheckpointError for an optimizer of which nothing can be filled."""
+    """Raise CheckpointError for an optimizer that makes its state at each access: nothing could be restored into it."""
     if optimizer.state is not optimizer.state:
         what = f"{type(optimizer).__name__} makes its state anew whenever it is asked for it"
         fix = "keep the state in one dict that its attribute state always gives, or in a plain optimizer"
         raise CheckpointError(f"{what}, and nothing that is loaded would stay in it; {fix}")
 
 
-def _word_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
-    """What is wrong with optimizers that have their state in others, and what to give instead."""
-    holder, attribute, one = apart[0].holder, apart[0].attribute, apart[0].optimizer
-    kind, of = type(holder).__name__, type(one).__name__
-    what = f"{kind} keeps state in an optimizer of its own, the {of} in its attribute {attribute!r}"
-    # Those inside of one that is given are looked at when it is.
+def _explain_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
+    """The message of an error about inner optimizers with separate state, and what to give instead."""
+    first = apart[0]
+    holder_kind, kind = type(first.holder).__name__, type(first.optimizer).__name__
+    what = f"{holder_kind} keeps state in an optimizer of its own, the {kind} in its attribute {first.attribute!r}"
+    # Optimizers inside a listed one are checked when that one is given.
     paths: list[str] = []
     for path in (inner.path for inner in apart):
         if not any(f"{outer}." in path for outer in paths):
@@ -216,35 +221,35 @@ def _word_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
         "divide the parameters by FSDP2, or consolidate the state on one rank after the other, and there in a plain "
         "optimizer of all parameters"
     )
-    give = _word_giving(optimizer, apart, listed)
+    give = _advise_giving(optimizer, apart, listed)
     return f"{what}, which would be lost; {give}, where every rank holds all of that state, else {other}"
 
 
-def _word_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> str:
-    """What to give of an optimizer that has these others: it itself too, as far as it has parameters of its own.
+def _advise_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> str:
+    """What to give instead of an optimizer with these inner ones; also itself if it has separate parameters.
 
-    Of parameters that both have, it may have state beside that of the others, as Lookahead has slow weights.
+    For parameters that both have, it may have additional state, as Lookahead has slow weights.
     """
-    own = _list_trained([optimizer])
-    if own and not own & _list_trained(inner.optimizer for inner in apart):
+    trained = _list_trained([optimizer])
+    if trained and not trained & _list_trained(inner.optimizer for inner in apart):
         return f"give [optimizer, {listed}]"
-    added = _find_added(optimizer)
+    added = _list_added(optimizer)
     if added or any(optimizer.state.values()):
-        return _word_twice(type(optimizer).__name__, listed, added)
+        return _advise_twice(type(optimizer).__name__, listed, added)
     return (
         f"give [{listed}] of it, as long as {type(optimizer).__name__} has nothing in its own state"
     )
 
 
-def _word_twice(kind: str, listed: str, added: Sequence[str]) -> str:
-    """What to do with an optimizer of this kind, that has state of its own beside the state of those listed."""
+def _advise_twice(kind: str, listed: str, added: Sequence[str]) -> str:
+    """The advice for an optimizer that has state in addition to the state of the listed inner ones."""
     rest = f"; keep {', '.join(map(repr, added))} as an option of a group" if added else ""
     twice = f"save twice, and load twice, as {kind} has state of its own too: [{listed}] of it under one path"
-    return f"{twice}, and under another {_word_plain('optimizer').removeprefix('give ')}{rest}"
+    return f"{twice}, and under another {_advise_plain('optimizer').removeprefix('give ')}{rest}"
 
 
 def _list_trained(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The ids of the parameters of their groups."""
+    """The ids of the parameters of the optimizers' groups."""
     found: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -252,53 +257,51 @@ def _list_trained(optimizers: Iterable[Optimizer]) -> set[int]:
     return found
 
 
-def _find_added(optimizer: Optimizer) -> list[str]:
-    """What the state dict of an optimizer has beside state and groups, as far as it gives one."""
+def _list_added(optimizer: Optimizer) -> list[str]:
+    """The keys of an optimizer's state dict besides state and groups; none if it cannot be made."""
     with contextlib.suppress(CheckpointError):
-        return _find_more(optimizer, "optimizer")
+        return _list_extra_keys(optimizer, "optimizer")
     return []
 
 
 def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> None:
-    """Raise CheckpointError for an optimizer whose own state dict has more than state and groups.
+    """Raise CheckpointError for an optimizer whose state dict has more than state and groups.
 
-    `spelled` is how the user reaches it, `wrapped` one whose state it has, "" for none.
+    `spelled` is the expression of the optimizer, `wrapped` of an inner one whose state it shares, "" if there is none.
     """
-    more = _find_more(optimizer, spelled)
-    if not more:
+    extra = _list_extra_keys(optimizer, spelled)
+    if not extra:
         return
     kind = type(optimizer).__name__
-    keys = ", ".join(map(repr, more))
+    keys = ", ".join(map(repr, extra))
     if wrapped:
         what = f"{kind} keeps {keys} beside the state of its {wrapped.removeprefix('optimizer.')!r}"
         fix = f"give {wrapped}, and keep the rest as an option of a group in its param_groups"
     else:
         what = f"{kind} keeps {keys} in its state dict beside 'state' and 'param_groups'"
-        fix = (
-            f"keep the rest as an option of a group in its param_groups, and {_word_plain(spelled)}"
-        )
+        fix = f"keep the rest as an option of a group in its param_groups, and {_advise_plain(spelled)}"
     raise CheckpointError(f"{what}, which would be lost; {fix}")
 
 
-def _find_more(optimizer: Optimizer, spelled: str) -> list[str]:
-    """What the state dict has that torch's own has not. Raises CheckpointError where there is no state dict."""
-    own = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
-    if own and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+def _list_extra_keys(optimizer: Optimizer, spelled: str) -> list[str]:
+    """The keys of a state dict that torch's own lacks. Raises CheckpointError if there is no state dict."""
+    is_torchs = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
+    if is_torchs and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return []
     try:
         found: object = optimizer.state_dict()
     except Exception as error:
         kind = type(optimizer).__name__
         what = f"{kind}.state_dict() raises {word_error(error)}"
-        fix = _word_plain(spelled)
+        fix = _advise_plain(spelled)
         raise CheckpointError(f"{what}, and what it keeps is not known; {fix}") from error
     if not isinstance(found, Mapping):
         what = f"{type(optimizer).__name__}.state_dict() gives {type(found).__name__}, not a dict"
-        raise CheckpointError(f"{what}, and what it keeps is not known; {_word_plain(spelled)}")
+        raise CheckpointError(f"{what}, and what it keeps is not known; {_advise_plain(spelled)}")
     return sorted(str(key) for key in found if key not in STANDARD)
 
 
-def _word_plain(spelled: str) -> str:
-    """What always can be given in place of an optimizer: one that has nothing but its state and its groups."""
+def _advise_plain(spelled: str) -> str:
+    """The advice that always works: give a plain optimizer with only the state and the groups."""
     plain = f"torch.optim.Optimizer({spelled}.param_groups, {{}})"
     return f"give plain = {plain} with plain.state = {spelled}.state"

@@ -1,9 +1,9 @@
-"""Weights: a module's weights from any checkpoint, those of few bits dequantised as they arrive.
+"""Weights: a module's weights from any checkpoint, quantized ones dequantized while they are loaded.
 
 In reading order:
 
-- `quantised`: which stored tensors have scales, and what of both a rank reads;
-- `dequantising`: a rank's numbers from data and scales;
-- `converted`: tensors that transformers stacks;
+- `quantised`: stored tensors with scales, and the parts of both that a rank reads;
+- `dequantising`: a rank's values from data and scales;
+- `converted`: stored tensors that transformers stacks;
 - `filling`: `load_weights`.
 """

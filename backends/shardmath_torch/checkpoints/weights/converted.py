@@ -1,8 +1,8 @@
-"""Converted: stored tensors as the larger ones that transformers makes of them, such as experts in a stack.
+"""Converted: stored tensors joined into the larger ones that transformers makes of them, such as stacked experts.
 
-1. A tensor of a checkpoint is stored in boxes. So a stack is one more tensor, in the boxes of all that is stacked. It
-   is loaded under any layout, and each rank reads its own bytes.
-2. Scales beside data are put together as the data are, if the cuts between the data are cuts between blocks.
+1. A tensor of a checkpoint is stored in boxes. So a stack is an additional tensor, in the boxes of all its parts. It is
+   loaded under any layout, and each rank reads only its bytes.
+2. Scales are joined as their data are, if parts of the data meet at boundaries of blocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["add_converted"]
 def add_converted(
     checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, format: Format | None
 ) -> Checkpoint:
-    """The checkpoint with those tensors of the module, of these shapes and types, that it has in parts.
+    """The checkpoint, plus the module's tensors, of these shapes and dtypes, that it has in parts.
 
-    Raises CheckpointError for parts that are missing, have another shape or type, or are archives of torch.save;
-    StoreError where transformers computes with them; FormatError where a block of the format is in two parts.
+    Raises CheckpointError for parts that are missing, have another shape or dtype, or are archives of torch.save;
+    StoreError if transformers computes with parts; FormatError if two parts share a block of the format.
     """
     recorded = record_conversion(module, shapes)
     if recorded is None:
@@ -40,30 +40,30 @@ def add_converted(
     tensors = dict(checkpoint.tensors)
     for name, parts in by_tensor.items():
         if name not in checkpoint and any(part.name in checkpoint for part in parts):
-            tensors |= _put_together(checkpoint, name, parts, format)
+            tensors |= _join_tensor_and_scales(checkpoint, name, parts, format)
     digest = sha256(f"{checkpoint.digest} {recorded.digest}".encode()).hexdigest()
     return replace(checkpoint, tensors=tensors, digest=digest)
 
 
-def _put_together(
+def _join_tensor_and_scales(
     checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart], format: Format | None
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensor, and its scales in that format if the parts have scales, by stored name."""
-    tensor = _join(checkpoint, name, parts)
+    """The tensor, and if the parts have scales its scales in that format, by stored name."""
+    tensor = _join_parts(checkpoint, name, parts)
     yield name, tensor
     for part in parts:
         scales = find_scales(checkpoint, part.name)
         if scales is None:
             continue
         key = name + scales.removeprefix(part.name)
-        # Without a format it only counts that there are scales.
+        # Without a format it only matters that there are scales.
         joined = format and _join_scales(checkpoint, tensor, key, parts, format)
         yield key, joined or checkpoint[scales]
         return
 
 
-def _join(checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart]) -> StoredTensor:
-    """The tensor in the boxes of its parts."""
+def _join_parts(checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart]) -> StoredTensor:
+    """The tensor, stored in the boxes of its parts."""
     first = checkpoint[parts[0].name]
     boxes: list[StoredBox] = []
     for part in parts:
@@ -72,23 +72,23 @@ def _join(checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart]) -> Stor
             what = f"{part.name!r} is stored as {stored.dtype}{list(stored.shape)}"
             wanted = f"{name!r} takes {first.dtype}{list(part.shape)} of it"
             raise CheckpointError(f"{what}, and {wanted}; give the checkpoint of this model")
-        boxes += _lift(checkpoint, part, stored.pieces)
+        boxes += _to_larger(checkpoint, part, stored.pieces)
     shape = tuple(max(part.box[d][1] for part in parts) for d in range(len(parts[0].box)))
     return StoredTensor(shape, first.dtype, tuple(boxes))
 
 
-def _lift(
+def _to_larger(
     checkpoint: Checkpoint, part: SavedPart, pieces: Iterable[StoredBox]
 ) -> Iterator[StoredBox]:
-    """The stored boxes of a part as boxes of the larger tensor: the same bytes."""
+    """The stored boxes of a part as boxes of the larger tensor, with the same bytes."""
     for piece in pieces:
         if piece.archive:
             what = f"{checkpoint.path} has {part.name!r} in archives of torch.save"
             raise CheckpointError(f"{what}, which are not stacked; save it as safetensors")
         offsets = [start for start, _ in part.box]
         sizes = [1] * len(part.box)
-        for d, at, n in zip(part.kept, piece.offsets, piece.sizes, strict=True):
-            offsets[d] += at
+        for d, offset, n in zip(part.kept, piece.offsets, piece.sizes, strict=True):
+            offsets[d] += offset
             sizes[d] = n
         yield piece._replace(offsets=tuple(offsets), sizes=tuple(sizes))
 
@@ -100,7 +100,7 @@ def _join_scales(
     parts: Sequence[SavedPart],
     format: Format,
 ) -> StoredTensor:
-    """The scales `name` of the tensor, in the boxes of those of its parts. Raises FormatError where a block is cut."""
+    """The tensor's scales, joined from its parts' scales. Raises FormatError if two parts share a block."""
     found = []
     for part in parts:
         scales = find_scales(checkpoint, part.name)
@@ -108,8 +108,8 @@ def _join_scales(
             what = f"{part.name!r} has no scales, and other parts of {part.tensor!r} have"
             raise CheckpointError(f"{what}; give the checkpoint of this model")
         index = tuple(slice(start, stop) for start, stop in part.box)
-        of_blocks = format.blocks.scale_slice(index, tensor.shape, part.name)
-        box = tuple((cut.start, cut.stop) for cut in of_blocks if isinstance(cut, slice))
+        block_slices = format.blocks.scale_slice(index, tensor.shape, part.name)
+        box = tuple((cut.start, cut.stop) for cut in block_slices if isinstance(cut, slice))
         shape = tuple(box[d][1] - box[d][0] for d in part.kept)
         found.append(SavedPart(scales, shape, name, box, part.kept))
-    return _join(checkpoint, name, found)
+    return _join_parts(checkpoint, name, found)

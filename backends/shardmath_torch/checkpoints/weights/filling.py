@@ -1,9 +1,9 @@
 """Filling: a module's weights from any checkpoint.
 
-1. Names meet under one of a parameter's names, or as `names` say, or as transformers would convert the checkpoint
-   (`converted`). Values are cast to the module's types.
-2. What is stored as data and scales is dequantised by each rank as it arrives (`quantised`), whatever the layout.
-3. All that can be wrong is known before data are read, but for checksums; a module is filled last, and then whole.
+1. A parameter is found under one of its names, as `names` says, or as transformers would convert the checkpoint
+   (`converted`). Values are cast to the module's dtypes.
+2. Tensors stored as data and scales are dequantized by each rank while it loads (`quantised`), under any layout.
+3. All errors except checksums are found before data are read; the module is filled last, with all tensors.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ __all__ = ["load_weights"]
 
 
 class _Weights(NamedTuple):
-    """What is to be read: the checkpoint, layouts of its types, stored names, and what has scales, by name in the
-    module; scales have names of their own."""
+    """What to read: the checkpoint, and by name in the module, layouts in stored dtypes, stored names, and tensors with
+    scales. Scales are listed under additional names."""
 
     checkpoint: Checkpoint
     layouts: dict[str, Layout]
     stored: dict[str, str]
     quantised: dict[str, QuantisedRead]
 
-    def add(self, one: QuantisedRead) -> None:
-        """A tensor that is read as data and scales."""
-        self.quantised[one.name] = one
-        self.layouts.update(one.reads())
-        self.stored[one.key] = one.stored_scales
+    def add(self, read: QuantisedRead) -> None:
+        """Add a tensor that is read as data and scales."""
+        self.quantised[read.name] = read
+        self.layouts.update(read.reads())
+        self.stored[read.key] = read.stored_scales
 
 
 def load_weights(
@@ -75,26 +75,24 @@ def load_weights(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> None:
-    """Fills the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
+    """Fill the module's parameters and persistent buffers, in place, from any checkpoint that `load` reads.
 
-    `names` says, as {name in the module: stored name}, what is stored under another name. A parameter with several
-    names is found under any of them. What transformers saves of a model of its own under other names, or of a stack one
-    by one, is found as it is saved. Values are cast to the module's types; uint8 and types of 8 or 4 bits are taken
-    for each other as bytes.
+    `names` maps names in the module to stored names, if they differ. A parameter with several names is found under any
+    of them. Tensors that transformers saves under other names, or unstacked, are found as it saves them. Values are
+    cast to the module's dtypes; uint8 and FP8 or FP4 are copied as bytes into each other.
 
-    `format` says what stands in a checkpoint of quantised weights: where `NAME` is of the format's type and there is
-    `NAME_scale_inv` or `NAME_scale`, and the module's type is another, the numbers that both stand for are filled in.
-    Each rank reads its own part and dequantises it; layouts may cut blocks.
+    `format` is the format of quantized weights: if `NAME` is stored in the format's dtype, next to `NAME_scale_inv` or
+    `NAME_scale`, and the module's dtype is another, the values of both together are filled in. Each rank reads its own
+    part and dequantizes it; layouts may cut blocks.
 
-    Collective over the group; raises CheckpointError on every rank for what is missing or has another shape, where
-    `names` are not the same on all ranks, for numbers with scales that no `format`, or another, can read, and for
-    parameters and buffers that have a part of their memory in common. `mesh` is as in `state_of`, `progress` and
-    `verify` as in `load`.
+    Collective over the group. Raises CheckpointError on every rank if a tensor is missing or has another shape, if
+    `names` differ between ranks, if a tensor has scales and no `format` fits, and if parameters and buffers partly
+    share memory. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     with shared(group):
         model = agree_on_model(module, mesh, group)
-        match = partial(_match, path, module, model, names, format)
-        weights = on_all("match its weights", match, group, claim=_describe)
+        match = partial(_match_weights, path, module, model, names, format)
+        weights = on_all("match its weights", match, group, claim=_claim_weights)
         checkpoint, layouts, stored, quantised = weights
         found = load(
             checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify
@@ -104,52 +102,52 @@ def load_weights(
         on_all("fill the module", partial(_fill, model, found), group)
 
 
-def _match(
+def _match_weights(
     path: str | os.PathLike[str],
     module: nn.Module,
     model: Model,
     names: Mapping[str, str] | None,
     format: Format | None,
 ) -> _Weights:
-    """What is to be read. Raises CheckpointError for all that can be known before data are."""
+    """Plan what to read. Raises CheckpointError for every error that can be found before data are read."""
     check_slots(model)
     check_names(names)
     check_format(format)
-    checkpoint = _complete(open_checkpoint(path), module, model, names or {}, format)
+    checkpoint = _add_converted_if_needed(open_checkpoint(path), module, model, names or {}, format)
     weights = _Weights(checkpoint, {}, {}, {})
     for name, slot in model.slots.items():
         stored = _find_weight(weights.checkpoint, model.names[name], names or {})
         weights.stored[name] = stored
-        weights.layouts[name] = _choose_type(slot.layout, weights.checkpoint[stored].dtype)
-        one = _find_quantised(weights, name, slot.layout, format)
-        if one is not None:
-            weights.add(one)
+        weights.layouts[name] = _layout_to_read(slot.layout, weights.checkpoint[stored].dtype)
+        read = _find_quantised(weights, name, slot.layout, format)
+        if read is not None:
+            weights.add(read)
     return weights
 
 
-def _complete(
+def _add_converted_if_needed(
     found: Checkpoint,
     module: nn.Module,
     model: Model,
     names: Mapping[str, str],
     format: Format | None,
 ) -> Checkpoint:
-    """The checkpoint with what transformers would make of it, if it lacks something that the module has."""
+    """The checkpoint, with the tensors that transformers would make of it if it lacks any of the module's."""
     if all(_find_weight(found, model.names[name], names) in found for name in model.slots):
         return found
     shapes = {name: (slot.layout.shape, slot.layout.dtype) for name, slot in model.slots.items()}
     return add_converted(found, module, shapes, format)
 
 
-def _choose_type(layout: Layout, stored: str) -> Layout:
-    """The layout of the type that is read, which is cast then; bytes are not."""
+def _layout_to_read(layout: Layout, stored: str) -> Layout:
+    """The layout in the dtype that is read, to be cast later: the stored one, unless bytes are copied."""
     return layout if has_same_bytes(layout.dtype, stored) else cast(layout, stored)
 
 
 def _find_quantised(
     weights: _Weights, name: str, layout: Layout, format: Format | None
 ) -> QuantisedRead | None:
-    """The tensor with its scales; None where it has none, or is wanted as it is stored."""
+    """The tensor with its scales; None if it has none, or if the module has the stored dtype."""
     checkpoint = weights.checkpoint
     stored = weights.stored[name]
     scales = find_scales(checkpoint, stored)
@@ -160,33 +158,32 @@ def _find_quantised(
     return pair(checkpoint, name, layout, stored, scales, format)
 
 
-def _describe(weights: _Weights) -> dict[str, str]:
-    """What has to be the same on all ranks: the checkpoint, and what goes where."""
-    said = {"the checkpoint": weights.checkpoint.digest}
+def _claim_weights(weights: _Weights) -> dict[str, str]:
+    """What must be the same on all ranks: the checkpoint, stored names, and formats."""
+    claims = {"the checkpoint": weights.checkpoint.digest}
     for name, stored in weights.stored.items():
-        said[f"the source of {name!r}"] = repr(stored)
-    for name, one in weights.quantised.items():
-        said[f"the format of {name!r}"] = repr(one.format)
-    return said
+        claims[f"the source of {name!r}"] = repr(stored)
+    for name, read in weights.quantised.items():
+        claims[f"the format of {name!r}"] = repr(read.format)
+    return claims
 
 
 def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: what is said of one of its names, or the first of them that is there."""
-    told = [renamed[name] for name in names if name in renamed]
-    candidates = [*told, *names]
+    """The stored name of a parameter: the first that exists of its `renamed` names and its own."""
+    candidates = [*(renamed[name] for name in names if name in renamed), *names]
     return next((name for name in candidates if name in found), candidates[0])
 
 
 def _dequantise(quantised: Mapping[str, QuantisedRead], found: dict[str, Tensor]) -> None:
-    """Puts numbers in the place of data, tensor by tensor, and drops the scales."""
+    """Replace data by values, tensor by tensor, and drop the scales."""
     rank = rank_or_0()
-    for name, one in quantised.items():
-        # A rank that is not on a tensor's mesh has found nothing of it.
-        scales = found.pop(one.key, None)
+    for name, read in quantised.items():
+        # A rank that is not on a tensor's mesh has loaded neither data nor scales.
+        scales = found.pop(read.key, None)
         if scales is not None:
-            found[name] = dequantise(one, found[name], scales, rank)
+            found[name] = dequantise(read, found[name], scales, rank)
 
 
 def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
-    for name, value in found.items():  # without a DTensor of other ranks' mesh
+    for name, value in found.items():  # without DTensors on meshes that lack this rank
         fill(model.slots[name].local, value)

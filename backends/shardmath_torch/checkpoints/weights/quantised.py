@@ -1,11 +1,11 @@
-"""Quantised: stored tensors of few bits, the scales beside them, and what of both a rank reads.
+"""Quantized: stored tensors with scales, and the parts of both that a rank reads.
 
 1. The scales of `NAME` are stored as `NAME_scale_inv` (DeepSeek, transformers) or `NAME_scale` (vLLM). Both multiply.
-2. A rank reads of the data what it has of the tensor, and the scales of all blocks of which that has some. Files have
+2. A rank reads the data of its part of the tensor, and the scales of all blocks that its part touches. Files have
    everything, so a layout may cut blocks anywhere.
-3. Data are read as bytes. Scales that a format has as float32 are read as what they are stored as, and converted:
-   powers of two may be stored in a byte (E8M0), under its own name or as uint8.
-4. Without the format, numbers of few bits would be taken without their scales. That is an error.
+3. Data are read as bytes. Scales that are float32 in the format are read in their stored dtype, and converted: powers
+   of two may be stored in a byte (E8M0), labeled as that or as uint8.
+4. Without the format, data would be taken without their scales. That raises.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardmath_torch.checkpoints.stored import Checkpoint
 __all__ = ["E8M0", "QuantisedRead", "check_format", "find_scales", "pair", "say_scaled"]
 
 SUFFIXES = "_scale_inv", "_scale"
-"""What scales are called, behind the name of their data."""
+"""Suffixes of the names of scales, after the name of their data."""
 
 E8M0 = "float8_e8m0fnu"
 BYTES = E8M0, "uint8"
-"""What scales that are bytes may be stored as."""
+"""Stored dtypes of scales that are bytes in the format."""
 NUMBERS = "float32", "bfloat16", "float16", *BYTES
-"""What scales of float32 may be stored as."""
+"""Stored dtypes of scales that are float32 in the format."""
 
 
 class QuantisedRead(NamedTuple):
-    """A tensor that is stored as data and scales: its layout in the module, and the layouts of what is read."""
+    """A tensor stored as data and scales: its layout in the module, and the layouts of both as they are read."""
 
     name: str
     format: Format
@@ -45,22 +45,22 @@ class QuantisedRead(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Under which name the scales are loaded, beside the names of the module."""
+        """The name under which the scales are loaded, in addition to the module's names."""
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:
-        """What is loaded, by name."""
+        """The layouts of the data and the scales, by the names under which they are loaded."""
         yield self.name, self.data
         yield self.key, self.scales
 
 
 def check_format(format: object) -> None:
-    """Raises CheckpointError for a format that cannot be read from a tensor and its scales."""
+    """Raise CheckpointError for a value that is not a format of data and scales."""
     if format is None:
         return
     if not isinstance(format, Format):
         fix = "give one of shardmath.formats, such as formats.FP8Blocks()"
-        raise CheckpointError(f"format={shown(format)} is no format; {fix}")
+        raise CheckpointError(f"format={shown(format)} is not a format; {fix}")
     if len(format.parts) != 2:
         names = ", ".join(part.name for part in format.parts)
         what = (
@@ -70,9 +70,9 @@ def check_format(format: object) -> None:
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
-    """The stored name of the scales of what is stored under that name; None where it has none."""
+    """The stored name of a stored tensor's scales; None if it has none."""
     dtype = checkpoint[stored].dtype
-    # No format has integers: they are found so that they are not taken for numbers.
+    # int8 is not in a format; its scales are found so that it is not loaded without them.
     if dtype != "int8" and not has_same_bytes("uint8", dtype):
         return None
     names = (stored + suffix for suffix in SUFFIXES)
@@ -80,7 +80,7 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """What is wrong where no format says what data and scales stand for."""
+    """The message of an error about data with scales and no format."""
     what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
@@ -89,7 +89,7 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantisedRead:
-    """The tensor that is stored under these two names. Raises CheckpointError where they do not fit the format."""
+    """The tensor stored as these data and scales. Raises CheckpointError if they do not fit the format."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]
@@ -106,7 +106,7 @@ def pair(
         what = f"{scales!r} is stored as {found.dtype}, and {format.name} has {scale_part.kind}"
         raise CheckpointError(f"{what}; {fix}")
     scale_layout = format.scale_layout(layout, name, duplicated=True)
-    # Bytes are read as bytes; numbers as they are stored, and converted then.
+    # Scales that are bytes are read as bytes; others in their stored dtype, and converted later.
     read_as = scale_part.dtype if as_bytes else found.dtype
     return QuantisedRead(
         name, format, layout, cast(layout, data_part.dtype), cast(scale_layout, read_as), scales

@@ -1,4 +1,4 @@
-"""Models: shapes and flat buffers of real ones.
+"""Models: shapes and flat buffers of real models.
 
 In reading order:
 

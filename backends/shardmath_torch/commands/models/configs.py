@@ -1,4 +1,4 @@
-"""Configurations of models known without a network, as far as they say shapes.
+"""Configurations of models known without a network: the settings that determine shapes.
 
 Sources: config.json of each model on the Hub, by its name.
 """
@@ -35,7 +35,7 @@ _NEMOTRON: dict[str, object] = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-"""What the hybrids of Mamba, experts and attention have in common; without layers of multi-token prediction."""
+"""The common settings of hybrids of Mamba, experts and attention, without layers of multi-token prediction."""
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     DEEPSEEK_V3: (
@@ -133,4 +133,4 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-"""Model type and configuration of models known without a network: what is published of their shapes."""
+"""The model type and the published settings of models known without a network, by name."""

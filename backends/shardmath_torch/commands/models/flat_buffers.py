@@ -1,12 +1,12 @@
-"""Flat buffers of real parameters: modules as the rules see them, layouts by parameter, and views of flat arrays.
+"""Flat buffers of real parameters: modules as buffers' Params, layouts by parameter, and views of flat arrays.
 
-1. `params_of` reads a module as Megatron-Core's DDP does: what is trained, in order, each once, as
-   this rank holds it; and the marks that Megatron puts on parameters (`shared_embedding`,
+1. `params_of` reads a module as Megatron-Core's DDP does: trained parameters in order, each once,
+   with this rank's shapes; and the marks that Megatron puts on parameters (`shared_embedding`,
    `allreduce`, `is_embedding_or_output_parameter`).
-2. `by_parameter` gives a layout the keys and types that Megatron's own `PerBufferParamLayout` has;
-   `by_name` reads one back.
-3. `state_views` are local tensors that lie in a rank's flat array: what is moved into them, is in
-   the array. `views` are the same of any Store.
+2. `by_parameter` gives a layout the keys and types of Megatron's own `PerBufferParamLayout`;
+   `by_name` converts one back.
+3. `state_views` are local tensors in the memory of a rank's flat array: moving into them fills the
+   array. `views` are such tensors for any Store.
 
 >>> module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
 >>> [(param.name, param.shape) for param in params_of(module)]
@@ -42,10 +42,10 @@ __all__ = [
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
-    """The trained parameters in forward order, with this rank's shapes; a tied one has its first name.
+    """The trained parameters in forward order, with this rank's shapes; a tied parameter appears under its first name.
 
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
-    Quantised storage is not seen: replace such a Param with `quantised=` what it is.
+    Quantized storage is not detected: set `quantised=` of such a Param.
     """
     unmanaged = embeddings(module)
     params = []
@@ -56,7 +56,7 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
 
 
 def embeddings(module: nn.Module) -> set[int]:
-    """Ids of the parameters of embeddings and of the output layer."""
+    """The ids of the parameters of embeddings and of the output layer."""
     tables: list[nn.Module] = []
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -68,7 +68,7 @@ def embeddings(module: nn.Module) -> set[int]:
 
 
 def _describe(name: str, p: nn.Parameter, embedding: bool) -> buffers.Param:
-    """The parameter as rules of buffers see it, by the marks that Megatron puts on it."""
+    """The Param of a parameter, with the marks that Megatron puts on it."""
     unmanaged = embedding or getattr(p, "is_embedding_or_output_parameter", False)
     if getattr(p, "use_muon", None) is False:
         unmanaged = True
@@ -111,9 +111,9 @@ class _LikeMegatron(Protocol):
 
 
 def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> ParamLayout:
-    """The layout with the module's parameters for names.
+    """The layout with the module's parameters as keys instead of names.
 
-    Raises ParamLayoutError for a name that it does not have.
+    Raises ParamLayoutError for a name that the module lacks.
     """
     named = dict(module.named_parameters())
     unknown = [name for name, _ in layout.placed if name not in named]
@@ -132,13 +132,13 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """A layout by parameter, Megatron-Core's own or `by_parameter`'s, by name and checked.
+    """A layout by parameter, Megatron-Core's own or `by_parameter`'s, converted to names and checked.
 
-    Such a one does not know how many ranks it is laid out for: with `data_parallel_world_size` the
-    result does.
+    Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
+    it.
 
-    Raises ParamLayoutError for a parameter that the module does not have, and where the layout
-    contradicts itself.
+    Raises ParamLayoutError for a parameter that the module lacks, and for a layout that contradicts
+    itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -170,8 +170,8 @@ def state_views(
 
     They have the array's dtype. A rank outside the mesh has none.
 
-    Raises StoreError where the array is not flat, or not as long as the rank's share of the buffer,
-    and ParamLayoutError as `state_layouts` does.
+    Raises StoreError for an array that is not flat, or not as long as the rank's share of the
+    buffer, and ParamLayoutError as `state_layouts` does.
     """
     share = buffers.state_numel(buffer_layout, mesh, axis=axis)
     if rank not in mesh:
@@ -194,7 +194,7 @@ def views(
 ) -> dict[str, Tensor]:
     """This rank's local tensors, by local name, as views of its flat arrays, detached.
 
-    A single array is `buffers.SHARD`. Tensors of which the rank has no part are left out. Raises
+    A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.
     """
     named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
@@ -206,7 +206,7 @@ def views(
 
 
 def _view_in(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tensor]) -> Tensor:
-    """The place in its array. Raises StoreError where the array does not hold it."""
+    """A view of the place in its array. Raises StoreError if the array does not hold it."""
     array = arrays.get(place.buffer)
     if array is None:
         known = ", ".join(map(repr, arrays)) or "none"
@@ -215,7 +215,7 @@ def _view_in(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tens
         what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
         given = f"the array is {array.dtype}{list(array.shape)}"
         raise StoreError(f"{what}, {given}; give a flat one that holds it")
-    # A place counts elements of the array, as_strided those of the storage that the array may step through.
+    # A place counts elements of the array, as_strided elements of its storage, which the array may stride over.
     step = array.stride(0)
     strides = tuple(stride * step for stride in place.strides)
     start = array.storage_offset() + place.offset * step

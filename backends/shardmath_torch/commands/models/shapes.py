@@ -1,17 +1,17 @@
-"""Shapes: what a checkpoint of a real architecture holds, from its transformers config alone.
+"""Shapes: names, shapes and dtypes of a real model's checkpoint, from its transformers config only.
 
 1. The model is built on the meta device: no memory, no data and, for a config or a name of MODELS,
    no network.
 2. Names, shapes and dtypes are those of the Hugging Face checkpoint: persistent buffers are
-   included (DeepSeek-V3's router biases), and of tied tensors the first name alone
+   included (DeepSeek-V3's router biases), and tied tensors only under the first name
    (`lm_head.weight` tied to the embedding is not there).
-3. transformers 5 keeps experts stacked, `experts.gate_up_proj` (E, 2I, H), where the checkpoint has
-   one tensor per expert. UNSTACK says how to undo it, by model type; all other types go by what
-   transformers 5 itself would save, slower: experts that are stacked in the checkpoint, too, stay
-   so (gpt-oss), and renamed modules have their old names.
-4. Elements are of `dtype`, or of the config's own; what transformers keeps in float32 (router
-   biases) is float32.
-5. `parameters` are those that are trained, as the rules of `shardmath.buffers` see them, in forward
+3. transformers 5 stacks experts, `experts.gate_up_proj` (E, 2I, H), while the checkpoint has one
+   tensor per expert. UNSTACK lists how to undo it, by model type; for other types, transformers'
+   own conversion is used, which is slower: experts that are stacked in the checkpoint, too, stay
+   stacked (gpt-oss), and renamed modules have their old names.
+4. Floating-point tensors have `dtype`, or the config's; those that transformers keeps in float32
+   (router biases) are float32.
+5. `parameters` are the trained tensors, as Params for the rules of `shardmath.buffers`, in forward
    order.
 
 >>> from transformers import MixtralConfig
@@ -66,8 +66,8 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 class Unstack(NamedTuple):
     """A tensor whose name ends in `stacked`, (E, ...), is E tensors for each name of `parts`.
 
-    Dimension 0 is the expert {e}, and dimension 1 is cut evenly among the parts. A part without {e}
-    is another name for the tensor as it is.
+    Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
+    {e} is another name for the unchanged tensor.
     """
 
     stacked: str
@@ -106,10 +106,10 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 
     `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes
     (a folder, a Hub id). The architecture is the config's `architectures[0]` if that is a model of
-    transformers, else the causal language model, else the bare model; nobody else's code is run,
-    and nothing is asked. `dtype` is that of the floating-point elements; the config's own if not
-    given, else float32. Raises ShardError for a model that cannot be built, and for experts that do
-    not fit UNSTACK.
+    transformers, else the causal language model, else the bare model; custom code is never run,
+    and nothing prompts for it. `dtype` is the floating-point dtype, by default the config's, else
+    float32. Raises ShardError for a model that cannot be built, and for experts that do not fit
+    UNSTACK.
     """
     config = _find_config(model)
     network = _build(config)
@@ -119,11 +119,11 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 def parameters(
     model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
 ) -> tuple[Param, ...]:
-    """The tensors of `shapes` that are trained, as rules of buffers see them, in forward order.
+    """The trained tensors of `shapes`, as Params for the rules of buffers, in forward order.
 
-    Experts are what is named `.experts.`; embeddings and output layers are not managed by LayerWise
-    optimizers, what is named in `shared` is a shared embedding. Raises ShardError as `shapes` does,
-    and for a name that is none of them.
+    Experts have `.experts.` in their names; embeddings and output layers are not managed by
+    LayerWise optimizers; names in `shared` are shared embeddings. Raises ShardError as `shapes`
+    does, and for a name in `shared` that is not a parameter's.
     """
     config = _find_config(model)
     network = _build(config)
@@ -167,7 +167,7 @@ def _check_shared(
 
 
 def _find_config(model: PretrainedConfig | str) -> PretrainedConfig:
-    """The config of that name, or as given. Raises ShardError where there is none."""
+    """The config, or the config of that name. Raises ShardError if there is none."""
     if not isinstance(model, str):
         return model
     from transformers import AutoConfig
@@ -203,11 +203,11 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _make_network(config: PretrainedConfig) -> PreTrainedModel:
-    """The model, by its config's first architecture if that is one of transformers' own."""
+    """The model of the config's first architecture, if transformers has it, else an automatic one."""
     import transformers
 
     config = copy.deepcopy(config)
-    # Any other attention may name code on the Hub, and none changes a shape.
+    # Attention does not change shapes, and other implementations may load code from the Hub.
     config._attn_implementation = "eager"
     wanted = (config.architectures or [""])[0]
     if wanted in _list_own_models():
@@ -221,7 +221,7 @@ def _make_network(config: PretrainedConfig) -> PreTrainedModel:
 
 @functools.cache
 def _list_own_models() -> frozenset[str]:
-    """The names of transformers' own models; a config may name anything else that transformers has, too."""
+    """The names of transformers' own models; a config could also name any other object in transformers."""
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -234,12 +234,12 @@ def _list_own_models() -> frozenset[str]:
 
 
 MOST_MODULES = 300_000
-"""More than any model has, DeepSeek-V3 with an expert a module 60,000; a config may ask for any number of layers."""
+"""A limit above any model's (DeepSeek-V3 with a module per expert has 60,000), as a config may set any number."""
 
 
 @contextlib.contextmanager
 def _bound_modules() -> Iterator[None]:
-    """Raises ShardError as soon as more modules than that have been made."""
+    """Raise ShardError in the block as soon as more than MOST_MODULES modules have been made."""
     made = itertools.count(1)
 
     def count(*_: object) -> None:
@@ -253,11 +253,11 @@ def _bound_modules() -> Iterator[None]:
         hook.remove()
 
 
-# Its tensors, as the checkpoint has them
+# The checkpoint's tensors
 
 
 def _list_stored(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that a checkpoint stores: of tied tensors the first."""
+    """(name, tensor) of all tensors that a checkpoint stores; tied tensors appear under their first name."""
     seen: set[int] = set()
     for name, tensor in network.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -268,7 +268,7 @@ def _list_stored(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _name_as_stored(
     network: PreTrainedModel, tensors: dict[str, Tensor], default: str
 ) -> dict[str, Entry]:
-    """Shape and dtype of tensors of the network under the names that its checkpoint has for them, and cut alike."""
+    """Shape and dtype of tensors of the network, named and split as in its checkpoint."""
     wide = tuple(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
     rules = UNSTACK.get(network.config.model_type, ())
     if not rules:
@@ -282,13 +282,13 @@ def _name_as_stored(
 
 
 def _convert_as_saved(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names, and cut as, transformers saves them; in the model's order, not sorted as there."""
+    """The tensors, named and split as transformers saves them, but in the model's order instead of sorted."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, modules are named and cut as their checkpoints
         return tensors
     found: dict[str, Tensor] = revert_weight_conversion(network, tensors)
-    # Converted one by one, tensors say their order; those that come only of several together follow.
+    # Converting tensors one by one gives the order; results that need several tensors at once come last.
     order: dict[str, None] = {}
     for name, tensor in tensors.items():
         alone = revert_weight_conversion(network, {name: tensor})
@@ -298,7 +298,7 @@ def _convert_as_saved(network: PreTrainedModel, tensors: dict[str, Tensor]) -> d
 
 
 def _find_dtype(name: str, tensor: Tensor, default: str, wide: tuple[str, ...]) -> str:
-    """The stored dtype: that of integers is their own, and names with a part of `wide` are float32."""
+    """The stored dtype: integers keep theirs, names that contain one of `wide` are float32, others are `default`."""
     if not tensor.is_floating_point():
         return dtypes.canonical(tensor.dtype)
     if any(part in name for part in wide):
@@ -309,20 +309,20 @@ def _find_dtype(name: str, tensor: Tensor, default: str, wide: tuple[str, ...]) 
 def _unstack(
     name: str, shape: tuple[int, ...], rules: tuple[Unstack, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors that this one is in the checkpoint."""
+    """(name, shape) of the checkpoint's tensors for this one."""
     for rule in rules:
         if name.endswith(f".{rule.stacked}"):
             prefix = name.removesuffix(rule.stacked)
-            for part, cut in _cut_stack(name, shape, rule):
+            for part, cut in _split_stack(name, shape, rule):
                 yield f"{prefix}{part}", cut
             return
     yield name, shape
 
 
-def _cut_stack(
+def _split_stack(
     name: str, shape: tuple[int, ...], rule: Unstack
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(end of the name, shape) of the parts. Raises ShardError where they are not equal."""
+    """(end of the name, shape) of the parts of a stack. Raises ShardError if it does not divide evenly."""
     if "{e}" not in rule.parts[0]:
         yield rule.parts[0], shape
         return

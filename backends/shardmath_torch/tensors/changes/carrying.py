@@ -1,10 +1,10 @@
-"""Carrying: a carrier of what has changed since the move before.
+"""Carrying: a carrier that sends what has changed since the previous move.
 
-1. The first move is a whole one, and so is the next after a whole one that came to nothing.
-2. A snapshot is of what is in place at destinations, or of what will be once all ranks have promised: then it is
-   brought up to date, and not before. One that could not be is this rank's objection to the next move of changes.
-3. Beside the destination (`commit="all"`) what has come is kept as it came, packet by packet: memory in proportion to
-   what changed. Only a whole move has shadows, and lets go of them.
+1. The first move is whole, and so is the next one after a whole move that failed.
+2. A snapshot equals what destinations hold, or will hold once all ranks have committed: it is updated then, and not
+   earlier. If it could not be updated, this rank objects to the next move of changes.
+3. With `commit="all"`, received packets are kept until the commit, in memory proportional to the changes. Only a whole
+   move has shadows, and frees them afterwards.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """How changes are asked for: which cells have changed, by local key (None: those that differ), or all of them."""
+    """A call's request: the changed cells by local key (None: those that differ), or `whole` for all cells."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool
 
 
 class Sent(NamedTuple):
-    """What a rank has sent to others.
+    """What a rank has sent to others: changed elements, messages that were sent whole, bytes, and seconds per phase.
 
-    `elements` have changed, `whole` messages went whole, `nbytes` are all bytes. `seconds` are of each phase:
-    "comparing" sources with snapshots, "mapping" what changed to messages, "agreeing", "moving".
+    The phases are "comparing" sources with snapshots, "mapping" changes to messages, "agreeing", "moving".
     """
 
     elements: int
@@ -57,8 +56,8 @@ class Sent(NamedTuple):
     seconds: Mapping[str, float]
 
 
-class _Load(NamedTuple):
-    """What is ready to be sent: changes by tensor and by message; None of these where all goes."""
+class _PreparedChanges(NamedTuple):
+    """Changes ready to be sent, by tensor and by message (`sorted` is None for a whole move); seconds so far."""
 
     changed: list[Changed]
     sorted: Sorted | None
@@ -67,7 +66,7 @@ class _Load(NamedTuple):
 
 
 class Sparse:
-    """Carries what has changed, by a plan without reductions; `whole` carries the rest."""
+    """A carrier of changes, by a plan without reductions; `whole` carries whole moves."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -78,7 +77,7 @@ class Sparse:
         self._signed: object = None
         self._is_known = False
         self._is_fresh = False
-        self._load: _Load | None = None
+        self._load: _PreparedChanges | None = None
         self._lacks = ""
         self.last: Sent | None = None
 
@@ -100,7 +99,7 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of snapshots: those of what is sent of source tensors, once it was."""
+        """Bytes of snapshots: of the boxes of source tensors that were sent."""
         return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:
@@ -111,20 +110,22 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Whole moves, which alone need something, are few: it is enough to know that these may be others."""
+        """Note that the tensors may be new ones. Only whole moves, which are few, have more to prepare."""
         self._is_known = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find what has changed. Raises ExchangeError where that cannot be told."""
+        """Find what has changed. Raises ExchangeError if that cannot be determined."""
         watch.lap(laps.PREPARED)
         since = time.perf_counter()
         self._load = None
-        assert isinstance(how, How), "made by those who call"
+        assert isinstance(how, How), "callers make one"
         _check_how(how)
         if self._goes_whole(how):
-            # Not held: what is kept of held tensors would keep the shadows.
+            # held=False: what is cached for held tensors would keep the shadows alive.
             self._whole.prepare(src, dst, held=False)
-            self._load = _Load([], None, {"comparing": 0.0, "mapping": 0.0}, time.perf_counter())
+            self._load = _PreparedChanges(
+                [], None, {"comparing": 0.0, "mapping": 0.0}, time.perf_counter()
+            )
             return
         walker = self._find_walker(src, dst)
         changed = list(self._list_changed(src, how.positions))
@@ -133,13 +134,13 @@ class Sparse:
         mapped = time.perf_counter()
         watch.lap(laps.COMPARED)
         seconds = {"comparing": compared - since, "mapping": mapped - compared}
-        self._load = _Load(changed, found, seconds, mapped)
+        self._load = _PreparedChanges(changed, found, seconds, mapped)
 
     def _find_walker(self, src: Tensors, dst: Tensors) -> Walker:
-        """What brings changes to these tensors. Raises ExchangeError where nothing can."""
+        """The walker of the last whole move. Raises ExchangeError if it was for other tensors, or there is none."""
         what = self._lacks
-        # Tensors that are prepared for again may be others; all else are those that were compared here before.
-        self._is_known = self._is_known or self._signed == _sign(src, dst)
+        # After `prepare` tensors may be new ones; otherwise they are those that were compared here before.
+        self._is_known = self._is_known or self._signed == _sign_tensors(src, dst)
         if not what and not self._is_known:
             what = "these are not the tensors, in the same memory, of the last whole move"
         if what or self._walker is None:
@@ -149,7 +150,7 @@ class Sparse:
     def _list_changed(
         self, src: Tensors, positions: Mapping[str, Tensor] | None
     ) -> Iterator[Changed]:
-        """The changed cells of source tensors. Raises ExchangeError for positions that cannot be."""
+        """The changed cells of source tensors. Raises ExchangeError for invalid positions, or without snapshots."""
         if positions is not None:
             yield from _read_positions(src, positions)
             return
@@ -161,7 +162,7 @@ class Sparse:
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         load = self._load
-        assert load is not None, "who has none objects"
+        assert load is not None, "a rank without changes has objected"
         began = time.perf_counter()
         arrived = self._carry(load.sorted, src, dst, watch)
         seconds = {
@@ -178,20 +179,20 @@ class Sparse:
         return self._carry_changes(found, Ends(src, dst, self.is_beside), watch)
 
     def _carry_whole(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
-        self._drop()
+        self._drop_snapshots()
         arrived = self._whole.carry(src, dst, False, watch)
         with self._deferring_failure():
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
                 self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
-            self._signed = _sign(src, dst)
+            self._signed = _sign_tensors(src, dst)
             self._is_known = True
         watch.lap(laps.KEPT)
         return arrived
 
     @contextmanager
     def _deferring_failure(self) -> Iterator[None]:
-        """Keep a failure within, not raised: this move has gone well, and the next one reports it to all ranks."""
+        """Record a failure instead of raising it: this move has succeeded, and the next one reports it to all ranks."""
         try:
             yield
         except Exception as error:
@@ -208,14 +209,14 @@ class Sparse:
         return Arrived(ends.dst, lambda: put_all(ends.dst, puts))
 
     def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
-        """What was sent."""
+        """The record of what was sent."""
         if found is not None and self._walker is not None:
             return Sent(*self._walker.outgoing.measure(found), seconds)
-        sends = [m for one in self._task.part.rounds for m in one.sends]
+        sends = [message for each in self._task.part.rounds for message in each.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """None: whoever has come back has nothing of what snapshots are of."""
+        """Keep nothing: a rank that has joined again lacks what snapshots assume."""
 
     def let_go(self) -> None:
         self.forget()
@@ -227,7 +228,7 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """Remember what destinations now hold."""
+        """Update snapshots to what destinations now hold."""
         load, self._load = self._load, None
         if load is None:
             return
@@ -241,10 +242,10 @@ class Sparse:
 
     def forget(self) -> None:
         self._load = None
-        self._drop()
+        self._drop_snapshots()
 
-    def _drop(self) -> None:
-        """Let go of what is remembered: before other snapshots are made, since both need not fit."""
+    def _drop_snapshots(self) -> None:
+        """Drop snapshots, before new ones are made: memory may not suffice for both."""
         self._is_fresh = False
         self._snapshots = None
         self._walker = None
@@ -252,24 +253,24 @@ class Sparse:
 
 
 def put_all(dst: Tensors, puts: Iterable[Put]) -> None:
-    """Put in place what has come for these."""
+    """Write what has arrived into the destination tensors."""
     mark_written(dst.values())
-    # In inference mode inference tensors, too, may be written.
+    # Inference tensors can only be written in inference mode.
     with torch.inference_mode():
         for put in puts:
             put()
 
 
-def _sign(src: Tensors, dst: Tensors) -> object:
-    """Equal where destinations are in the same memory, and sources lie alike in theirs."""
-    lying = {}
+def _sign_tensors(src: Tensors, dst: Tensors) -> object:
+    """A value that is equal for destinations in the same memory, and sources of equal strides, dtypes and devices."""
+    forms = {}
     for key, tensor in src.items():
-        lying[key] = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return signature(({}, dst)), lying
+        forms[key] = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return signature(({}, dst)), forms
 
 
 def _check_how(how: How) -> None:
-    """Raise ExchangeError for arguments that mean nothing."""
+    """Raise ExchangeError for arguments of wrong types."""
     if not isinstance(how.whole, bool):
         raise ExchangeError(f"whole={shown(how.whole)}; pass True or False")
     positions: object = how.positions
@@ -279,10 +280,12 @@ def _check_how(how: How) -> None:
 
 
 def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[Changed]:
-    """The cells that the caller says have changed. Raises ExchangeError for what cannot be."""
+    """The changed cells by the caller's positions. Raises ExchangeError for invalid ones."""
     for key in positions:
         if key not in src:
-            raise ExchangeError(f"positions of {key!r}, which is no source tensor of this rank")
+            sent = ", ".join(list(src)[:8]) or "none"
+            what = f"positions= names {key!r}, which this rank does not send"
+            raise ExchangeError(f"{what}; its source tensors are {sent}")
     for key, given in positions.items():
         cells = _check_positions(key, src[key], given)
         if len(cells):
@@ -290,7 +293,7 @@ def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[C
 
 
 def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
-    """The cells, ascending, where they are some of the tensor's, each once. Raises ExchangeError."""
+    """The cells, ascending. Raises ExchangeError unless they are cells of the tensor, each given once."""
     if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.ndim != 1:
         raise ExchangeError(f"positions of {key!r} are {shown(given)}; pass a row of int64")
     cells = given.numpy(force=True)

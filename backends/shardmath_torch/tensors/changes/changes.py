@@ -1,13 +1,13 @@
-"""Changes: a mover made ready, whose moves send only what changed since the move before.
+"""Changes: a compiled mover whose moves send only what changed since the previous move.
 
     send = smt.compile_changes(plan)     # collective, once
     send(mine, out=theirs)               # the first is a whole move
     send(mine, out=theirs)               # from then on, what has changed at the sources
 
-1. Each source rank keeps a snapshot of what it sent, or is told which cells have changed.
-2. Destinations must still hold what the move before brought: what a rank changes there itself stays changed.
-3. Every call is a turn of the group, as every move is (`mover`): what one rank objects to is an error on all, and no
-   destination has changed.
+1. Each source rank keeps a snapshot of what it sent, or the caller passes which cells have changed.
+2. Destinations must still hold what the previous move brought: cells that a rank changes there are not restored.
+3. Every call is a turn of the group, as every move is (`mover`): if one rank objects, all raise, and no destination has
+   changed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A plan compiled to move what has changed: `send(src_tensors, out=dst_tensors)`, collective.
+    """A plan compiled to move changes: `send(src_tensors, out=dst_tensors)`, collective.
 
-    `last` says what this rank sent in the last call, `snapshot_bytes` what its snapshots take. Raises ExchangeError.
+    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Raises ExchangeError.
     """
 
     @property
@@ -68,16 +68,16 @@ class Changes(Mover):
 
     @property
     def moved(self) -> Moved | None:
-        """What the latest move that ended well did on this rank, as of `Mover.last`."""
+        """What the latest successful move did on this rank, as in `Mover.last`."""
         return self._ledger.last
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of this rank's snapshots: those of what it sends of its source tensors, once it was sent."""
+        """Bytes of this rank's snapshots: of the boxes of its source tensors that were sent."""
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
-        """What a call asks for that does not know which cells have changed: those that differ, or all of them."""
+        """The request of a call without positions: the cells that differ, or all of them."""
         return How(None, whole)
 
     def __call__(  # type: ignore[override]
@@ -94,10 +94,10 @@ class Changes(Mover):
         async_op: bool = False,
         progress: Progress | None = None,
     ) -> Sent | Handle:
-        """Bring `out` up to date with `src`; whole the first time, and where `whole` on all ranks alike.
+        """Update `out` to `src`; a whole move the first time, and with `whole`, which is the same on all ranks.
 
-        `positions` tells which cells have changed, by local key: int64 tensors of numbers of cells, row by row in the
-        local shape, each once; of tensors that are not named nothing has. The other arguments are a move's.
+        `positions` gives the changed cells, by local key: int64 tensors of cell numbers, counted row by row in the
+        local shape, each once; tensors that are not named are unchanged. The other arguments are a move's.
         """
         how = How(keep(positions), whole)
         call = Call(src, out, timeout, acknowledge, label, check, progress, how=how)
@@ -119,11 +119,11 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """The plan made ready to move what has changed. Collective, with the arguments of `compile`.
+    """Compile the plan to move changes. Collective, with the arguments of `compile`.
 
-    `snapshots=False` keeps none: every call but whole ones then passes `positions`. With `commit="all"` a whole move
-    takes as many bytes beside the destination as that has, a move of changes what it receives. Raises ExchangeError on
-    every rank where ranks pass different plans or settings, for a plan that reduces, and for a program.
+    `snapshots=False` keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole
+    move needs additional memory of the destination's size, a move of changes as much as it receives. Raises
+    ExchangeError on every rank if ranks pass different plans or settings, for a plan that reduces, and for a program.
     """
     settings = Settings(timeout, max_inflight_bytes, "auto", thread, commit, agree)
     return make_changes(plan, group, settings, snapshots)
@@ -137,7 +137,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """As `compile_changes`, with stages, and what else ranks agree on before they go on by another plan."""
+    """Compile as `compile_changes`, with stages, and `agree_first`, which ranks call before another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)
@@ -158,7 +158,7 @@ def make_changes(
 def _agree(
     plan: object, group: compat.Group | None, timeout: float, snapshots: bool, objection: str
 ) -> None:
-    """Ranks agree that they move changes, and that this is a plan by which they can."""
+    """Vote on moving changes, and object to a plan by which they cannot be moved. Raises ExchangeError."""
     waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     grace = min(LONGEST_GRACE_S, waiting / 5)
     party = join(compat.group_of(group), waiting - grace, grace)
@@ -170,7 +170,7 @@ def _agree(
 
 
 def _find_objection(plan: object, snapshots: object) -> str:
-    """Why changes of this cannot be moved; "" where they can."""
+    """Why changes cannot be moved by this plan; "" if they can."""
     if not isinstance(snapshots, bool):
         return f"snapshots={shown(snapshots)}; pass True or False"
     if not isinstance(plan, Plan):
@@ -183,10 +183,10 @@ def _find_objection(plan: object, snapshots: object) -> str:
 
 
 def _find_unfinished(stages: Sequence[Stage], commit: object) -> str:
-    """Why changes cannot come in place on all ranks or on none where stages make tensors of them; "" where they can."""
-    own = list_own(stages)
-    if not (is_text(commit, ALL) and own):
+    """Why `commit="all"` is not supported with stages that finalize tensors; "" if it is, or is not requested."""
+    finalized = list_own(stages)
+    if not (is_text(commit, ALL) and finalized):
         return ""
-    what = f"{shown(min(own))} is what a rule makes another tensor of at the destination"
+    what = f"{shown(min(finalized))} is what a rule makes another tensor of at the destination"
     why = "with changes and commit='all' parts of it come as ranks commit, after that"
     return f"{what}, and {why}; leave out one of both, or make it at the source"

@@ -1,9 +1,9 @@
-"""Comparing: which cells of tensors differ from what they held before.
+"""Comparing: which cells of tensors differ from a snapshot.
 
-1. Snapshots are contiguous copies of the words in a box of each tensor: of what leaves it. Words are compared, not
-   values: NaN is equal to itself, and -0.0 is not 0.0.
-2. Blocks are compared that fit a cache, in the order in which they lie in memory: nothing else is as large as a tensor.
-3. Cells are numbered row by row, however the tensor lies in memory.
+1. Snapshots are contiguous copies of the words in a box of each tensor: the box that is sent. Words are compared, not
+   values: NaN is equal to itself, and -0.0 differs from 0.0.
+2. Tensors are compared in blocks that fit a cache, in memory order, so that no temporary is as large as a tensor.
+3. Cells are numbered row by row, whatever the tensor's strides.
 
 >>> weights = {"w": torch.tensor([1.0, 2.0, 3.0])}
 >>> snapshots = Snapshots(weights, {"w": (slice(0, 3),)})
@@ -37,13 +37,13 @@ from shardmath_torch.tensors.changes.differing import (
 __all__ = ["Changed", "Snapshots", "take"]
 
 DEVICE_BLOCK_BYTES = 1 << 26
-"""Of a tensor and its snapshot each, on a device where every block is waited for."""
+"""Bytes of a block of a tensor, and of its snapshot, on a device, where comparing waits for every block."""
 
 
 class Changed(NamedTuple):
-    """Cells of a source tensor, numbered row by row, and the words that they hold now.
+    """The changed cells of a source tensor, numbered row by row, and their present words.
 
-    `places` are the numbers of their words among the snapshots' of that size, where these are known.
+    `places` are the positions of these words in the snapshots' row of words of that size, if known.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Changed(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """What a tensor held in a box: which cells, and where its words begin among those of its size."""
+    """The snapshot of a tensor's box: its cells, and where its words begin in the row of words of its size."""
 
     window: ChangedWindow
     size: int
@@ -65,7 +65,7 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """What tensors held in these boxes, given as slices with both ends."""
+    """Snapshots of tensors' boxes, which are given as slices with both ends."""
 
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()
@@ -73,59 +73,59 @@ class Snapshots:
         lengths: dict[int, int] = {}
         for key, box in boxes.items():
             tensor = tensors[key]
-            # Dimensions in the order in which they lie in memory: so the tensor is read end to end.
+            # Dimensions by decreasing stride, so that the tensor is read in memory order.
             order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
             window = make_window(tensor.shape, box, order)
             size = tensor.element_size()
             first = lengths.setdefault(size, 0)
             self._snapshots[key] = _Snapshot(window, size, first)
             lengths[size] += window.count
-        # Words of one size are one row: where they have changed, all are brought up to date at once.
+        # Words of one size are one row, so that one scatter updates all of them.
         self._words: dict[int, Tensor] = {}
         for size, length in lengths.items():
             device = next(t.device for t in tensors.values() if t.element_size() == size)
             self._words[size] = torch.empty(length, dtype=dtypes.WORDS[size], device=device)
         for key, snapshot in self._snapshots.items():
             view = snapshot.view(tensors[key])
-            self._before(snapshot).view(view.shape).copy_(view)
+            self._get_words(snapshot).view(view.shape).copy_(view)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that they take."""
+        """Bytes of all snapshots."""
         return sum(words.nbytes for words in self._words.values())
 
-    def _before(self, snapshot: _Snapshot) -> Tensor:
-        """What the tensor held, as a row."""
+    def _get_words(self, snapshot: _Snapshot) -> Tensor:
+        """The words of a snapshot, as a row."""
         past = snapshot.first + snapshot.window.count
         return self._words[snapshot.size][snapshot.first : past]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """The cells of the boxes that the tensors, which lie as before, have otherwise."""
+        """The cells of the boxes that have changed. The tensors have the same strides as at the snapshot."""
         for key, snapshot in self._snapshots.items():
             view = snapshot.view(tensors[key])
-            before = self._before(snapshot)
+            before = self._get_words(snapshot)
             if view.device.type == "cpu":
                 places, words = _compare(dtypes.see_words(view), before.numpy(), self._scratch)
             else:
-                places, words = _compare_there(view, before)
+                places, words = _compare_on_device(view, before)
             if len(places):
                 cells = snapshot.window.number(places)
                 yield Changed(key, cells, words, places + snapshot.first)
 
     def update(self, changed: Iterable[Changed]) -> None:
-        """Remember what these cells hold; those beyond the boxes are not remembered."""
+        """Update snapshots with these cells' words; cells outside the boxes are ignored."""
         by_size: dict[int, list[tuple[Ints, Tensor]]] = {}
-        for one in changed:
-            if one.key in self._snapshots:
-                size = one.words.element_size()
-                by_size.setdefault(size, []).append(self._locate(one))
+        for each in changed:
+            if each.key in self._snapshots:
+                size = each.words.element_size()
+                by_size.setdefault(size, []).append(self._locate(each))
         for size, located in by_size.items():
-            places = np.concatenate([each for each, _ in located])
-            words = torch.cat([each for _, each in located])
+            places = np.concatenate([positions for positions, _ in located])
+            words = torch.cat([present for _, present in located])
             self._words[size].scatter_(0, torch.from_numpy(places).to(words.device), words)
 
     def _locate(self, changed: Changed) -> tuple[Ints, Tensor]:
-        """Where words are remembered, and those."""
+        """The positions of changed words in the row of their size, and the words."""
         if changed.places is not None:
             return changed.places, changed.words
         snapshot = self._snapshots[changed.key]
@@ -142,11 +142,11 @@ def take(tensor: Tensor, cells: Ints) -> Tensor:
     if words.is_contiguous():
         return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]
     along = unravel(cells, tuple(words.shape))
-    return words[tuple(torch.from_numpy(one).to(words.device) for one in along)]
+    return words[tuple(torch.from_numpy(axis).to(words.device) for axis in along)]
 
 
 def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]:
-    """Where words are others than before, row by row, and what they are now."""
+    """The positions, row by row, at which words have changed, and the present words."""
     places = []
     words = []
     first = 0
@@ -155,7 +155,7 @@ def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]
         past = first + len(block)
         found = scratch.find_different(block, before[first:past])
         if len(found):
-            # Taken while the block is in a cache.
+            # Copied while the block is in the cache.
             words.append(block[found])
             found += first
             places.append(found)
@@ -167,8 +167,8 @@ def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]
     return np.concatenate(places), torch.from_numpy(np.concatenate(words))
 
 
-def _compare_there(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
-    """As `_compare`, on the tensors' device."""
+def _compare_on_device(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
+    """`_compare` on the tensors' device."""
     places = [np.zeros(0, np.int64)]
     words = [before[:0]]
     first = 0
@@ -183,7 +183,7 @@ def _compare_there(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
 
 
 def _list_blocks(shape: Sequence[int], most: int) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of blocks of at most so many cells, in order."""
+    """Indices of blocks of at most `most` cells, in order."""
     if not shape:
         yield ()
         return

@@ -1,6 +1,6 @@
-"""Parcels: what really goes of each message: all of it, a packet of numbered elements, or nothing.
+"""Parcels: the part of each message that is sent: all of it, a packet of numbered elements, or nothing.
 
-Notices go first: how many elements each message has.
+Notices are sent first, with the counts of elements of each message.
 
 >>> from shardmath.plans.programs.messages import make_message
 >>> message = make_message((0, 0, 0), 0, 3, 1, ())
@@ -20,33 +20,33 @@ from shardmath_torch.tensors.changes.packets import count_bytes, list_sizes
 __all__ = ["Notice", "Packet", "Parcel", "list_parcels", "make_notices"]
 
 COUNT_BYTES = 8
-"""Of an int64."""
+"""The size of a count in a notice, an int64."""
 
 
 class Packet(Message):
-    """A message of which only so many bytes go."""
+    """A message of which only `nbytes` bytes are sent."""
 
     __slots__ = ()
 
     @property
     def payload(self) -> int:
-        """The bytes, those of numbers too."""
+        """The bytes of the packet, numbers included."""
         return self.nbytes
 
 
 class Notice(Message):
-    """The counts of all messages from one rank to another, as int64, in the place of the first of them."""
+    """The counts of all messages from one rank to another, as int64, sent in the step of the first of them."""
 
     __slots__ = ()
 
     @property
     def payload(self) -> int:
-        """Nothing of any tensor."""
+        """Zero: a notice has no bytes of tensors."""
         return 0
 
 
 Parcel: TypeAlias = Message | None
-"""A message as it goes; None where nothing does."""
+"""A message as it is sent; None if nothing is sent."""
 
 
 def list_parcels(
@@ -54,9 +54,9 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """The parcel of each message, by the sizes of its pieces' elements and how many of each piece have changed.
+    """The parcel of each message, given the sizes of its elements and how many of each size have changed.
 
-    A message without counts is sent whole, one of which nothing has changed is not sent (None).
+    A message without counts is sent whole; one in which nothing has changed is not sent (None).
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):
@@ -69,7 +69,7 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """The notice of each pair of ranks that these messages, in order of their steps, go between."""
+    """The notice of each pair of ranks of these messages, which are in order of their steps."""
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:

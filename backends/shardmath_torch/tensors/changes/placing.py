@@ -1,8 +1,7 @@
-"""Placing: what a rank receives of changed elements, put where it belongs.
+"""Placing: received elements, written into destination tensors.
 
-1. How many elements each message has is told first, so that memory for packets is there.
-2. Tensors that share memory, as views of one fused tensor do, are one row of words, into which elements are put at
-   once.
+1. The counts of elements of each message are received first, so that packets' memory can be allocated.
+2. Tensors that share memory, such as views of one fused tensor, are one row of words, into which one scatter writes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ __all__ = ["Counts", "Incoming"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Counts: TypeAlias = tuple[int, ...] | None
-"""Of a packet, the elements of each size; None where the message goes whole."""
+"""The counts of a packet's elements of each size; None if the message is sent whole."""
 
 
 class Incoming:
-    """The messages that a rank receives, or keeps, for these destination tensors."""
+    """The messages that a rank receives, or copies locally, into these destination tensors."""
 
     def __init__(self, dst: Tensors, messages: Sequence[Message]) -> None:
         self.messages = messages
@@ -39,7 +38,7 @@ class Incoming:
         self._receivers = Receivers(self._find_rows(dst), messages)
 
     def _find_rows(self, dst: Tensors) -> dict[str, Lying]:
-        """How each tensor lies, in rows of words that are all of a storage."""
+        """Where each tensor lies in the row of words of its whole storage."""
         numbers: dict[tuple[int, int], int] = {}
         lying = {}
         for key, tensor in dst.items():
@@ -54,9 +53,9 @@ class Incoming:
             lying[key] = Lying(numbers[where], int(words.storage_offset()), words.stride())
         return lying
 
-    def read(self, told: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """The counts of each message, of what each sender has told."""
-        rest = {rank: iter(counts) for rank, counts in told.items()}
+    def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
+        """The counts of each message, from the concatenated counts of each sender."""
+        rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):
             following = rest[message.src_rank]
@@ -65,17 +64,16 @@ class Incoming:
         return found
 
     def place(self, number: int, elements: Iterable[Some]) -> None:
-        """Put elements of a message where they belong."""
+        """Write elements of a message into the destination tensors."""
         for _, numbers, words in elements:
-            # Some at once: what is made of them stays in a cache.
+            # In batches, so that temporaries stay in a cache.
             for first in range(0, len(numbers), BATCH):
                 past = first + BATCH
                 self._put(number, numbers[first:past], words[first:past])
 
     def _put(self, number: int, numbers: Ints, words: Tensor) -> None:
-        """Put words of a message, which ascend in number, where they belong."""
+        """Write words of a message, in ascending order of their numbers."""
         for row, which, cells in self._receivers.place(number, numbers):
-            some = torch.from_numpy(which).to(words.device)
-            at = torch.from_numpy(cells).to(words.device)
-            taken = words.index_select(0, some)
-            self._rows[row].scatter_(0, at, taken)
+            index = torch.from_numpy(which).to(words.device)
+            targets = torch.from_numpy(cells).to(words.device)
+            self._rows[row].scatter_(0, targets, words.index_select(0, index))

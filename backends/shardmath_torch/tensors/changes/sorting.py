@@ -1,9 +1,9 @@
-"""Sorting: what a rank sends of changed cells, message by message.
+"""Sorting: a rank's changed cells, divided into messages.
 
-1. Changed cells are routed to messages, and each message goes as a packet of numbered elements, or whole where that is
+1. Changed cells are routed to messages, and each message is sent as a packet of numbered elements, or whole if that is
    fewer bytes.
-2. Elements of a message ascend in number: whoever receives them counts on it.
-3. How many elements each message has is told first, pair by pair, so that both ends know how long packets are.
+2. Elements of a message ascend in number, as receivers require.
+3. The counts of elements are sent first, pair by pair, so that both ends know how long packets are.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from shardmath_torch.tensors.changes.parcels import Parcel, list_parcels
 __all__ = ["WHOLE", "Elements", "Outgoing", "Sorted", "Volume"]
 
 WHOLE = -1
-"""Told in the place of counts where a message goes whole."""
+"""Sent instead of a message's counts if it is sent whole."""
 
 Elements: TypeAlias = list[Some]
-"""Elements of a message, those of each size together."""
+"""The elements of a message, grouped by size."""
 
 
 class Sorted(NamedTuple):
-    """The elements that each message of a rank takes; None where it goes whole."""
+    """The changed elements of each message of a rank; None if the message is sent whole."""
 
     sends: list[Elements | None]
     keeps: list[Elements | None]
 
 
 class Volume(NamedTuple):
-    """What a rank sends to others: changed elements, messages that go whole, and bytes of both together."""
+    """What a rank sends to others: changed elements, messages sent whole, and the bytes of both."""
 
     elements: int
     whole: int
@@ -49,16 +49,16 @@ class Volume(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Elements of one piece: their numbers, and which of the changed words they hold."""
+    """Changed elements of one piece of a message: their numbers, and the indices of their words among the changed."""
 
     numbers: Ints
     which: Ints
 
 
 class Outgoing:
-    """The messages that a rank sends, and those that it keeps, of source tensors of these shapes.
+    """The messages that a rank sends, and its local copies, from source tensors of these shapes.
 
-    `hulls` are the boxes of these tensors from which something goes anywhere.
+    `hulls` are the boxes of these tensors that bound everything that is sent or copied.
     """
 
     def __init__(
@@ -75,40 +75,39 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """These changes by message."""
+        """Sort changes by message, and decide which messages are sent whole."""
         by_size: dict[int, list[Changed]] = {}
-        for one in changed:
-            size = one.words.element_size()
-            by_size.setdefault(size, []).append(one)
+        for each in changed:
+            size = each.words.element_size()
+            by_size.setdefault(size, []).append(each)
         parts = {size: self._sort_alike(size, alike) for size, alike in by_size.items()}
         found: list[Elements | None] = []
         for number, message in enumerate(self._messages):
             elements = []
             for size in self._sizes[number]:
-                here = parts.get(size, {})
-                elements.append(here.get(number) or _nothing(size))
+                elements.append(parts.get(size, {}).get(number) or _make_empty(size))
             is_smaller = _count_packet(elements) < message.nbytes
             found.append(elements if is_smaller and self._is_numbered[number] else None)
         sends = len(self.sends)
         return Sorted(found[:sends], found[sends:])
 
     def _sort_alike(self, size: int, changed: Sequence[Changed]) -> dict[int, Some]:
-        """The elements of each message that has some, of words of one size."""
+        """The changed elements of each message that has some, for words of one size."""
         runs = self._list_runs(changed)
-        words = torch.cat([one.words for one in changed])
+        words = torch.cat([each.words for each in changed])
         found = {}
         for number, pieces in enumerate(self._senders.pieces):
-            here: list[_Run] = []
+            runs_of_message: list[_Run] = []
             for piece in pieces:
-                here += runs.get(piece, ())
-            if here:
-                found[number] = _join(size, here, words)
+                runs_of_message += runs.get(piece, ())
+            if runs_of_message:
+                found[number] = _join_runs(size, runs_of_message, words)
         return found
 
     def _list_runs(self, changed: Sequence[Changed]) -> dict[int, list[_Run]]:
-        """The elements of each piece that has some."""
+        """The runs of changed elements by piece."""
         runs: dict[int, list[_Run]] = {}
-        asked = [AskedCells(one.key, one.cells) for one in changed]
+        asked = [AskedCells(each.key, each.cells) for each in changed]
         for cell, piece, element in self._senders.route(asked):
             first = begins(piece)
             numbers = piece[first].tolist()
@@ -119,48 +118,47 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """What each receiver is told: the counts of all messages to it, end to end."""
-        told: dict[int, list[int]] = {}
+        """The counts to send to each receiver: those of all messages to it, concatenated."""
+        counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])
             if elements is not None:
                 counts = [len(some.numbers) for some in elements]
-            all_counts = told.setdefault(message.dst_rank, [])
-            all_counts += counts
-        return told
+            counts_of.setdefault(message.dst_rank, []).extend(counts)
+        return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """What goes of each message to others, and of each that is kept."""
+        """The parcel of each message to others, and of each local copy."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)
         return parcels[:sends], parcels[sends:]
 
     def measure(self, given: Sorted) -> Volume:
-        """What goes to others."""
+        """The volume of what is sent to others."""
         elements = whole = nbytes = 0
         for message, some in zip(self.sends, given.sends, strict=True):
             if some is None:
                 whole += 1
                 nbytes += message.nbytes
             else:
-                elements += sum(len(one.numbers) for one in some)
+                elements += sum(len(part.numbers) for part in some)
                 nbytes += _count_packet(some)
         return Volume(elements, whole, nbytes)
 
 
-def _nothing(size: int) -> Some:
+def _make_empty(size: int) -> Some:
     """No elements of that size."""
     numbers = np.zeros(0, np.int64)
     words = torch.zeros(0, dtype=dtypes.WORDS[size], device="cpu")
     return Some(size, numbers, words)
 
 
-def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
-    """All elements of one message and size."""
+def _join_runs(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
+    """Join the changed elements of one message and size, ordered by number."""
     numbers = np.concatenate([run.numbers for run in runs])
     which = np.concatenate([run.which for run in runs])
-    # As they are where tensors lie in memory as they are numbered.
+    # Already in order if tensors lie in memory as they are numbered.
     if (numbers[1:] < numbers[:-1]).any():
         order = numbers.argsort()
         numbers = numbers[order]
@@ -170,12 +168,12 @@ def _join(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
 
 
 def _count_elements(elements: Elements | None) -> Sequence[int] | None:
-    """How many elements there are of each size; None where the message goes whole."""
+    """How many elements there are of each size; None for a message that is sent whole."""
     return None if elements is None else [len(some.numbers) for some in elements]
 
 
 def _count_packet(elements: Elements) -> int:
-    """Bytes of the packet of these elements."""
+    """The size in bytes of the packet of these elements."""
     sizes = [some.itemsize for some in elements]
     counts = [len(some.numbers) for some in elements]
     return count_bytes(sizes, counts)

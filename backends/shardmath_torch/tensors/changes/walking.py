@@ -1,12 +1,12 @@
-"""Walking: the rounds of a plan, of which only what changed is sent.
+"""Walking: the rounds of a plan, with only changes sent.
 
-1. Ranks tell each other first how many elements each message has, so that both ends know how long packets are. A packet
-   of no elements is not sent. What is told of a pair's messages is one notice, which goes in the step of the first of
-   them: so it is in one step at both ends, and a step has no more notices than messages.
-2. The exchange's loop runs both, notices and packets (`moves.exchange.rounds`). Packets have memory of their own.
-3. Whole messages go as the exchange sends them (`_InPlace`): out of and into tensors, or through the group's staging.
-   Put in place later (`_Beside`), what has come stays in memory of its own, whole messages too; so does what the rank
-   keeps, since its source may change before.
+1. Ranks first send how many elements each message has, so that both ends know how long packets are. A packet without
+   elements is not sent. The counts of all messages of a pair of ranks are one notice, sent in the step of the first of
+   them: so both ends have it in the same step, and a step has no more notices than messages.
+2. The exchange's loop runs both, notices and packets (`moves.exchange.rounds`). Packets have separate memory.
+3. Whole messages are moved as in any exchange (`_ImmediatePlacing`): between tensors, or through the group's staging.
+   If placing is deferred (`_DeferredPlacing`), received data stay in separate memory, and so do local copies, since
+   their source may change before.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["Ends", "Put", "Walker"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Put: TypeAlias = Callable[[], object]
-"""Puts something in place, however often it is called."""
+"""A function that writes received data into a destination tensor; calling it again has no further effect."""
 
 
-class _Step(NamedTuple):
-    """A round of which each kind of message is numbered, over all rounds."""
+class _NumberedStep(NamedTuple):
+    """A round with each kind of message numbered over all rounds."""
 
     step: Step
     sends: list[tuple[int, Endpoint]]
@@ -50,28 +50,28 @@ class _Step(NamedTuple):
 
 
 class _Parcels(NamedTuple):
-    """What goes of each message of a rank."""
+    """The parcel of each message of a rank."""
 
     sends: list[Parcel]
     receives: list[Parcel]
     keeps: list[Parcel]
 
     def count_traffic(self) -> Traffic:
-        """All of it, by peer."""
+        """The traffic of all parcels, by peer."""
         sends, receives, keeps = (tuple(filter(None, parcels)) for parcels in self)
         return count_traffic([Round(sends, receives, keeps)])
 
 
 class Ends(NamedTuple):
-    """The tensors at both ends; `is_beside`: what comes is put in place later."""
+    """The tensors at both ends; `is_beside` defers writing into destinations to the commit."""
 
     src: Tensors
     dst: Tensors
     is_beside: bool = False
 
 
-class _InPlace:
-    """What comes is put in place as it comes."""
+class _ImmediatePlacing:
+    """Writes data into destinations as it arrives."""
 
     def __init__(self, views: MoveViews) -> None:
         self.receive = views.receive
@@ -79,63 +79,63 @@ class _InPlace:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Put it in place now; of what has changed nothing is to be folded."""
+        """Write now; changes are never reduced, so nothing is left to fold."""
         put()
         return []
 
 
-class _Beside:
-    """What comes is put in place later, by `puts`."""
+class _DeferredPlacing:
+    """Collects functions in `puts` that later write data into destinations."""
 
     def __init__(self, views: MoveViews) -> None:
         self._views = views
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Put it in place later."""
+        """Add to `puts`."""
         self.puts.append(put)
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """The whole message, into memory of its own."""
-        apart, memory = self._set_apart(endpoint)
-        staged = _stage(endpoint)
+        """Receive the whole message into separate memory."""
+        views, memory = self._make_separate_views(endpoint)
+        staged = _to_staged(endpoint)
 
         def find_unpacking() -> Unpacking:
-            return partial(self.put, apart.find_unpacking(staged))
+            return partial(self.put, views.find_unpacking(staged))
 
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """The whole message, copied as it is now."""
-        # Both live until views of both are found: staging knows endpoints by their identities.
-        here, there = _stage(source), _stage(target)
+        """Copy the whole message as it is now, into separate memory."""
+        # Both are kept until their views are found: staging knows endpoints by identity.
+        staged_source, staged_target = _to_staged(source), _to_staged(target)
 
         def copy() -> list[Fold]:
-            apart, _ = self._set_apart(source)
-            apart.pack(here)
-            return self.put(apart.find_unpacking(there))
+            views, _ = self._make_separate_views(source)
+            views.pack(staged_source)
+            return self.put(views.find_unpacking(staged_target))
 
         return Keep(source.message, copy)
 
-    def _set_apart(self, endpoint: Endpoint) -> tuple[MoveViews, Tensor]:
-        """The same tensors, with staging of the message alone."""
+    def _make_separate_views(self, endpoint: Endpoint) -> tuple[MoveViews, Tensor]:
+        """Views of the same tensors, with new staging memory for only this message."""
         memory = self._views.staged.memory.new_empty(endpoint.message.nbytes)
         return self._views.over(memory), memory
 
 
-class _Call(NamedTuple):
-    """What goes in one call, between which tensors, and how it is put in place."""
+class _WalkCall(NamedTuple):
+    """The state of one walk: changes, counts, parcels, views of tensors, and when to write into destinations."""
 
     given: Sorted
     counts: Sequence[Counts]
     parcels: _Parcels
     views: MoveViews
-    placing: _InPlace | _Beside
+    placing: _ImmediatePlacing | _DeferredPlacing
 
 
 class Walker:
-    """A rank's part of a plan, for tensors that lie in memory as these do."""
+    """A rank's part of a plan, for tensors with these strides and these destinations."""
 
     def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
         part = task.part
@@ -147,9 +147,9 @@ class Walker:
         self._steps = list(_number(bound))
         self._needed = count_staging_bytes(bound)
         self._staging = staging_of(task.group, self._device)
-        sends = [m for one in part.rounds for m in one.sends]
-        receives = [m for one in part.rounds for m in one.receives]
-        keeps = [m for one in part.rounds for m in one.keeps]
+        sends = [message for each in part.rounds for message in each.sends]
+        receives = [message for each in part.rounds for message in each.receives]
+        keeps = [message for each in part.rounds for message in each.keeps]
         shapes = {key: tuple(tensor.shape) for key, tensor in src.items()}
         self.outgoing = Outgoing(shapes, sends, keeps)
         self._receives = Incoming(dst, receives)
@@ -158,58 +158,58 @@ class Walker:
         self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
-        """These changes by message. Makes room for messages that go whole."""
+        """Sort changes by message, and reserve staging memory for whole messages."""
         self._staging.reserve(self._needed)
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """The counts of each message that is to come. Raises PeerFailure."""
-        told = self.outgoing.tell(given)
+        """Exchange the counts of all messages. Returns those of messages to receive. Raises PeerFailure."""
+        counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
         arriving = {}
-        for one in self._notices:
+        for each in self._notices:
             receives = []
-            for notice in one.receives:
+            for notice in each.receives:
                 memory = torch.zeros(notice.nbytes, dtype=torch.uint8, device=self._device)
                 arriving[notice.src_rank] = memory.view(torch.int64)
                 receives.append(Receive(notice, memory, None))
             sends = []
-            for notice in one.sends:
-                counts = told[notice.dst_rank]
+            for notice in each.sends:
+                counts = counts_to_send[notice.dst_rank]
                 memory = torch.tensor(counts, dtype=torch.int64, device=self._device)
                 sends.append(Send(notice, memory.view(torch.uint8), None))
-            rounds.run(one.step, receives, sends)
-        # The host reads what has come.
+            rounds.run(each.step, receives, sends)
+        # The host reads the counts below.
         rounds.finish()
         return self._receives.read({rank: memory.tolist() for rank, memory in arriving.items()})
 
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send, receive and put in place; or, beside it, give what does that. Raises PeerFailure."""
+        """Send and receive. Returns the functions that write into destinations, if deferred. Raises PeerFailure."""
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)
         with torch.inference_mode(), self._staging.lend(self._needed) as block:
             views = MoveViews(ends.src, ends.dst, Staged(block.memory))
-            placing = _Beside(views) if ends.is_beside else _InPlace(views)
-            call = _Call(given, counts, parcels, views, placing)
-            for one in self._steps:
-                receives = self._list_receives(one, call)
-                sends = self._list_sends(one, call)
-                keeps = self._list_keeps(one, call)
-                rounds.run(one.step, receives, sends, keeps)
+            placing = _DeferredPlacing(views) if ends.is_beside else _ImmediatePlacing(views)
+            call = _WalkCall(given, counts, parcels, views, placing)
+            for numbered in self._steps:
+                receives = self._list_receives(numbered, call)
+                sends = self._list_sends(numbered, call)
+                keeps = self._list_keeps(numbered, call)
+                rounds.run(numbered.step, receives, sends, keeps)
             rounds.finish()
         return placing.puts
 
     def _list_parcels(self, given: Sorted, counts: Sequence[Counts]) -> _Parcels:
-        """What goes of each message."""
+        """The parcel of each message."""
         sends, keeps = self.outgoing.list_parcels(given)
         receives = list_parcels(self._receives.messages, self._receives.sizes, counts)
         return _Parcels(sends, receives, keeps)
 
-    def _list_receives(self, step: _Step, call: _Call) -> Iterator[Receive]:
-        """What comes in the step."""
+    def _list_receives(self, step: _NumberedStep, call: _WalkCall) -> Iterator[Receive]:
+        """The step's receives."""
         for number, endpoint in step.receives:
             parcel = call.parcels.receives[number]
             counts = call.counts[number]
@@ -222,8 +222,8 @@ class Walker:
             place = partial(self._place, number, packet, counts)
             yield _receive_packet(parcel, packet, call.placing, place)
 
-    def _list_sends(self, step: _Step, call: _Call) -> Iterator[Send]:
-        """What leaves in the step."""
+    def _list_sends(self, step: _NumberedStep, call: _WalkCall) -> Iterator[Send]:
+        """The step's sends."""
         for number, endpoint in step.sends:
             parcel = call.parcels.sends[number]
             elements = call.given.sends[number]
@@ -235,8 +235,8 @@ class Walker:
             packet = self._make_packet(parcel)
             yield Send(parcel, packet, partial(pack, elements, packet))
 
-    def _list_keeps(self, step: _Step, call: _Call) -> Iterator[Keep]:
-        """What stays on this rank in the step."""
+    def _list_keeps(self, step: _NumberedStep, call: _WalkCall) -> Iterator[Keep]:
+        """The step's local copies."""
         for number, ends in step.keeps:
             parcel = call.parcels.keeps[number]
             elements = call.given.keeps[number]
@@ -249,35 +249,37 @@ class Walker:
             yield Keep(parcel, partial(call.placing.put, place))
 
     def _make_packet(self, parcel: Message) -> Tensor:
-        """Memory for it."""
+        """Memory for the parcel's packet."""
         return torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
 
-    def _place(self, number: int, packet: Tensor, told: Sequence[int]) -> None:
-        """Put what has come where it belongs, which the host works out of the numbers that came with it."""
+    def _place(self, number: int, packet: Tensor, counts: Sequence[int]) -> None:
+        """Write a packet's elements into destinations; the host computes their cells from the numbers in the packet."""
         self._wire.finish()
-        self._receives.place(number, unpack(packet, self._receives.sizes[number], told))
+        self._receives.place(number, unpack(packet, self._receives.sizes[number], counts))
 
 
 def _receive_packet(
-    parcel: Message, packet: Tensor, placing: _InPlace | _Beside, place: Put
+    parcel: Message, packet: Tensor, placing: _ImmediatePlacing | _DeferredPlacing, place: Put
 ) -> Receive:
-    """A packet that comes, and what puts its elements in place."""
+    """The receive of a packet, with the function that writes its elements."""
     return Receive(parcel, packet, lambda: partial(placing.put, place))
 
 
-def _stage(endpoint: Endpoint) -> Endpoint:
-    """The same end, of a message that lies from the first byte of its own memory on."""
+def _to_staged(endpoint: Endpoint) -> Endpoint:
+    """The endpoint of the same message at the first byte of separate staging memory."""
     return endpoint._replace(contiguous=None, start=0)
 
 
-def _number(rounds: Iterable[BoundRound]) -> Iterator[_Step]:
-    """The rounds, with numbers that go on from round to round."""
+def _number(rounds: Iterable[BoundRound]) -> Iterator[_NumberedStep]:
+    """The rounds, with messages numbered over all rounds."""
     sends = receives = keeps = 0
-    for one in rounds:
-        numbered = enumerate(one.sends, sends)
-        coming = enumerate(one.receives, receives)
-        staying = enumerate(one.keeps, keeps)
-        yield _Step(one.step, list(numbered), list(coming), list(staying))
-        sends += len(one.sends)
-        receives += len(one.receives)
-        keeps += len(one.keeps)
+    for each in rounds:
+        yield _NumberedStep(
+            each.step,
+            list(enumerate(each.sends, sends)),
+            list(enumerate(each.receives, receives)),
+            list(enumerate(each.keeps, keeps)),
+        )
+        sends += len(each.sends)
+        receives += len(each.receives)
+        keeps += len(each.keeps)

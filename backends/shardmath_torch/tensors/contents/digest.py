@@ -1,9 +1,9 @@
-"""`digest`: a number for what all ranks hold of a tensor, the same under every layout.
+"""`digest`: a number for the content of a tensor on all ranks, the same under every layout.
 
-1. Each rank weighs what it holds, where it is; what ranks tell each other is 8 bytes for each tensor.
-2. It is a turn of the group, as a move is: a rank's wrong tensor is an objection, hence an error on all
-   ranks; so are replicas that differ.
-3. Numbers are those of `shardmath.content.digest_of`, on every device.
+1. Each rank weighs its part on its device; ranks exchange 8 bytes per tensor.
+2. A digest is a turn of the group, as a move is: if one rank's tensor does not fit, or replicas differ, all ranks
+   raise.
+3. Numbers equal those of `shardmath.content.digest_of`, on every device.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def digest(
 def digest(
     held: Held, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
 ) -> int | dict[str, int]:
-    """The digest of a tensor from what all ranks hold of it, 0 to 2^61 - 2; of several, by name.
+    """The digest, from 0 to 2^61 - 2, of a tensor that ranks hold together; for several tensors, by name.
 
-    `held` is a layout, a tuple of them for a tensor in windows, or a mapping of either by name, the same
-    on all ranks; `tensors` are this rank's, as a move takes them; None where it holds nothing. The numbers
-    are those of `shardmath.content.digest_of`. Collective over `group` (default: all ranks), which has every rank
-    of the layouts. Raises ExchangeError on every rank: for tensors that do not fit, for replicas that
-    differ, for a Partial layout, for one that leaves an element to nobody, or where ranks disagree.
+    `held` is a layout, a tuple of layouts for a tensor in windows, or a mapping of either by name, the same on all
+    ranks; `tensors` are this rank's, as a move takes them, or None if it holds nothing. The numbers equal those of
+    `shardmath.content.digest_of`. Collective over `group` (default: all ranks), which has every rank of the layouts.
+    Raises ExchangeError on every rank if tensors do not fit, if replicas differ, for a Partial layout, if no rank
+    holds some element, or if ranks disagree.
     """
     found = compat.group_of(group)
     party = party_of(found)
@@ -69,14 +69,14 @@ def digest(
     digests = party.together(
         lambda: _agree_and_add(party, given), lambda failure, rank: "ranks were to compare digests"
     )
-    # Replicas that differ are known to all ranks alike, whose turn has ended.
+    # All ranks know that replicas differ, and their turn has ended.
     if isinstance(digests, str):
         raise ExchangeError(digests)
     return digests if isinstance(held, Mapping) else digests[""]
 
 
 class _Given(NamedTuple):
-    """What `digest` was called with."""
+    """The arguments of `digest`."""
 
     held: Held
     tensors: Local
@@ -88,14 +88,14 @@ _Prepared: TypeAlias = tuple[DigestSide, list[int]]
 
 
 def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
-    """The digests by name, or what to say of replicas that differ. Raises Refused, PeerFailure."""
+    """The digests by name, or a message about replicas that differ. Raises Refused, PeerFailure."""
     claim = "digest"
     objection = ""
     prepared: _Prepared | None = None
-    # What fails here is an objection: the others wait for this rank's vote.
+    # A failure becomes an objection, since the others wait for this rank's vote.
     try:
         prepared = _prepare(party, given)
-        claim = f"digest of {_word(prepared[0])}"
+        claim = f"digest of {_make_claim(prepared[0])}"
     except Exception as error:
         objection = word_objection(error)
     party.vote(Ballot(claim + in_thread(None), objection=objection), party.patience)
@@ -136,7 +136,7 @@ def _read_tensors(rank: int, side: Mapping[str, Windows], given: Local, single: 
 
 
 def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
-    """Raise ExchangeError where the group lacks a rank of a layout."""
+    """Raise ExchangeError if the group lacks a rank of a layout."""
     known = set(party.ranks)
     for windows in side.values():
         for layout in windows:
@@ -148,7 +148,7 @@ def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
                 )
 
 
-def _word(side: DigestSide) -> str:
-    """What all ranks must say alike: which tensors, how they are held, and the seed."""
+def _make_claim(side: DigestSide) -> str:
+    """What must be the same on all ranks: the tensors, how they are held, and the seed."""
     held = [(name, tuple(map(holdings_digest, own))) for name, own in side.windows.items()]
     return f"{digest_text(held)[:24]}, seed={side.seed}"

@@ -1,9 +1,8 @@
-"""Saved: what transformers saves of a module's tensors, under other names or in parts.
+"""Saved: the tensors that transformers saves for a module, under other names or in parts.
 
-1. transformers keeps some models otherwise than it saves them, such as experts in a stack. Its own code that makes the
-   one of the other is run once on tensors without data, and recorded.
-2. Where a saved tensor is a box of a module's, in its order, it is a `SavedPart`: no data moves to make the one of the
-   other.
+1. Some models of transformers hold other tensors than it saves, such as stacked experts. transformers' own conversion
+   is run once on tensors without data, and recorded.
+2. If a saved tensor is a box of a module's tensor, in the same order, it is a `SavedPart`: converting moves no data.
 
 >>> recorded = Recorded(
 ...     (("experts", (3, 2), "int64"),),
@@ -48,18 +47,18 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """What checkpoints of the module have of tensors of these shapes; None where that is the tensors themselves.
+    """Record how transformers saves the module's tensors, of these shapes; None if it saves the tensors themselves.
 
-    Raises StoreError where transformers computes with them.
+    Raises StoreError if transformers computes with them.
     """
-    revert = _find_reversion(module)
+    revert = _find_converter(module)
     if revert is None:
         return None
     blank = {}
     for name, (shape, dtype) in shapes.items():
         blank[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
     saved = revert(blank)
-    # A tensor of the same name may be another, as one that is saved transposed.
+    # A tensor of the same name may be another, such as one that is saved transposed.
     if saved.keys() == blank.keys() and all(saved[name] is blank[name] for name in blank):
         return None
     into = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
@@ -71,8 +70,8 @@ def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
     return record(load, shapes, into)
 
 
-def _find_reversion(module: nn.Module) -> Any:
-    """What transformers makes a module's tensors into as it saves them; None where it is no model of its."""
+def _find_converter(module: nn.Module) -> Any:
+    """transformers' conversion of a module's tensors to saved ones; None if the module is not one of its models."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
         return None
     from transformers.core_model_loading import revert_weight_conversion
@@ -85,7 +84,7 @@ def _find_reversion(module: nn.Module) -> Any:
 
 
 def find_parts(recorded: Recorded) -> list[SavedPart]:
-    """The saved tensors as parts of the module's. Raises StoreError for one that is not a box of one tensor."""
+    """The saved tensors as boxes of the module's. Raises StoreError for one that is not a box of one tensor."""
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]
 
@@ -106,18 +105,18 @@ def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> SavedPart:
 
 
 def _find_box(piece: Piece, shape: _Shape, kept: tuple[int, ...], whole: _Shape) -> Box:
-    """Where the piece begins in the whole tensor, as long as the shape along the dimensions that are kept."""
+    """The box that begins where the piece does, with the shape's sizes along `kept` dimensions, and 1 along others."""
     sizes = dict(zip(kept, shape, strict=True))
     box = []
     element = piece.element
     for d, stride in enumerate(_list_strides(whole)):
-        at, element = divmod(element, stride)
-        box.append((at, at + sizes.get(d, 1)))
+        start, element = divmod(element, stride)
+        box.append((start, start + sizes.get(d, 1)))
     return tuple(box)
 
 
 def _lies_in(piece: Piece, box: Box, whole: _Shape) -> bool:
-    """Whether the piece is all of that box, in its order, and the box is inside the tensor."""
+    """Whether the box is inside the tensor, and the piece is exactly the box, in row-major order."""
     sizes = [stop - start for start, stop in box]
     steps = zip(sizes, _list_strides(sizes), _list_strides(whole), strict=True)
     inside = all(stop <= n for (_, stop), n in zip(box, whole, strict=True))
@@ -125,7 +124,7 @@ def _lies_in(piece: Piece, box: Box, whole: _Shape) -> bool:
 
 
 def _list_strides(shape: Sequence[int]) -> list[int]:
-    """Elements from one index to the next, per dimension."""
+    """The strides of a contiguous tensor of that shape, in elements."""
     strides = [1]
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * n)

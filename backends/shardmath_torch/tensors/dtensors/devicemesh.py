@@ -1,9 +1,9 @@
 """DeviceMesh and Mesh: the same axes over the same ranks, with process groups and without.
 
 1. A DeviceMesh without names has the axes `dim0`, `dim1`, ...
-2. Making a DeviceMesh, or a group, is for all ranks of the default group to do together; what was
-   made here is kept, and made once under one default group. A process that ends its groups and
-   begins others begins here, too.
+2. Making a DeviceMesh, or a group, is collective over the default group, so each is made once per
+   default group and cached. If a process destroys its groups and makes others, the cache starts
+   again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class World:
-    """What ranks made together under the default group `group`, by what it was made for.
-
-    `kept` is for other files.
-    """
+    """The meshes and groups made under the default group `group`, by their ranks; `kept` is for other modules."""
 
     group: object
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
@@ -44,7 +41,7 @@ _latest = World(None)
 
 
 def world() -> World:
-    """What was made under the present default group; what was made under an earlier one is dropped."""
+    """The cache of the present default group; an earlier group's is dropped."""
     global _latest
     group = dist.group.WORLD
     if _latest.group is not group:
@@ -53,7 +50,7 @@ def world() -> World:
 
 
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
-"""Weak, since a DeviceMesh holds what its world made."""
+"""Meshes by DeviceMesh. Weak, since a DeviceMesh keeps its process groups alive."""
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
@@ -83,7 +80,7 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
         what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{size - 1}"
         raise MeshError(f"{what}; use ranks of the group")
     made = world().meshes
-    # No other thread makes groups in between: ranks have to make them in one order.
+    # `shared` keeps other threads from making groups in between: all ranks must make them in one order.
     if (mesh, device_type) not in made:
         with shared(None):
             for each in _gather_requests((mesh, device_type), made, "make a DeviceMesh"):
@@ -92,28 +89,26 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 def _make_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """Collective over the default group, as torch makes a group per axis."""
+    """Make a DeviceMesh. Collective over the default group, as torch makes a group per axis."""
     ranks = torch.from_numpy(mesh.array())
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh.shape))
 
 
 def _gather_requests(mine: _T, made: Container[_T], what: str) -> list[_T]:
-    """What ranks ask for that is not made yet, each thing once and in one order."""
+    """The requests of all ranks that are not made yet, each once, in the same order on all ranks."""
     requests = set(gather(mine, None, what))
-    return sorted((one for one in requests if one not in made), key=repr)
+    return sorted((request for request in requests if request not in made), key=repr)
 
 
 def group_for(
     ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
 ) -> dist.ProcessGroup | None:
-    """A group of exactly these ranks: None, the default one, where they are all; that of a mesh that has them.
+    """A group of exactly these ranks: None, the default one, for all ranks; a mesh's group, if one of `meshes` fits.
 
-    A rank outside gets None, and has nothing to say in it.
-
-    Otherwise one is made, collectively over the default group, on first use: all ranks ask at once,
-    also for different groups, of which none has been made before, and all make all of them in one
-    order. torch names groups by how many a rank has seen, so that ranks which make one without the
-    others may deadlock (`use_local_synchronization`, torch 2.13).
+    A rank outside gets None. Otherwise the group is made on first use, collectively over the
+    default group: all ranks call at once, also for different groups that were not made before, and
+    all make all of them in one order. torch names groups by the number that a rank has seen, so
+    ranks that make one without the others may deadlock (`use_local_synchronization`, torch 2.13).
     """
     among = tuple(sorted(set(ranks)))
     if len(among) == dist.get_world_size():
@@ -135,9 +130,6 @@ def group_for(
 
 
 def _make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Collective over the default group.
-
-    None on a rank outside, for which torch has a mark of its own.
-    """
+    """Make a group, collectively over the default group. None on a rank outside, where torch returns a marker."""
     made = dist.new_group(list(ranks))
     return made if isinstance(made, dist.ProcessGroup) else None

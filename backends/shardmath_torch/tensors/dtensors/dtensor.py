@@ -1,14 +1,14 @@
 """DTensors as Layouts, and Layouts as DTensors.
 
-1. One tuple of DTensor placements has two readings (`shardmath.Layout`): as splits, which is what
-   `distribute_tensor` stores, and as an order of splits, which is what FSDP2 stores and
-   `full_tensor` reads. Where sizes make them differ, the local shapes of all ranks say which one a
-   DTensor has: `from_dtensor` asks the ranks of its mesh.
-2. Where even all shapes fit both, or none, that is an error; `reading=` says it outright. So it is
-   where a fused weight has such placements (`placed`), unless this is that weight.
-3. `to_dtensor` takes placements of which one reading is the layout, if there are any. Reading them
+1. One tuple of DTensor placements has two readings (`shardmath.Layout`): as splits, which
+   `distribute_tensor` stores, and as an order of splits, which FSDP2 stores and `full_tensor` reads.
+   If the two differ at a tensor's sizes, the local shapes of all ranks decide: `from_dtensor`
+   gathers them from the ranks of its mesh.
+2. If all local shapes fit both readings, or neither, that raises; `reading=` decides. Placements of a
+   fused weight (`placed`) raise, too, unless the DTensor is known to be that weight.
+3. `to_dtensor` uses placements of which one reading is the layout, if there are any. Reading them
    back gives the layout again.
-4. Local tensors are not looked into and not copied.
+4. Values of local tensors are neither read nor copied.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _T = TypeVar("_T")
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """The layout of a DTensor: which elements each rank of its mesh really holds.
+    """The layout of a DTensor: the elements that each rank of its mesh actually holds.
 
-    Collective over the ranks of its mesh where its placements have two readings that differ at its
-    sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError where the local
-    shape, here or on another rank, is not the layout's, or fits both readings; PlacementError for
-    placements that have no counterpart in shardmath, and for a copy of a fused weight, whose
-    placements do not say how it lies.
+    Collective over the ranks of its mesh if its placements have two readings that differ at its
+    sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
+    on any rank, is not the layout's, or if all fit both readings; PlacementError for placements
+    without a counterpart in shardmath, and for a copy of a fused weight, whose placements do not
+    express its layout.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
@@ -75,24 +75,24 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
 
 
 Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]]]
-"""Gives what ranks have of tensors, by name and rank: of DTensors the local shapes on all ranks of the mesh."""
+"""A function that gives, by name and rank, what ranks hold of tensors: of DTensors, the local shapes on their mesh."""
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """The same of many, by name, asking all ranks of a mesh once; unless `ask` knows already.
+    """The layouts of many DTensors, by name, with one gather per mesh; with `ask`, without any.
 
-    Raises what `from_dtensor` does, naming the tensor; only when everybody was asked, so that
-    nobody waits.
+    Raises what `from_dtensor` does, naming the tensor, but only after all gathers, so that no rank
+    waits.
     """
     candidates = {}
     for name, tensor in tensors.items():
-        with _naming(name):
+        with _prefix_errors(name):
             candidates[name] = _list_candidates(tensor)
     unsure = {name: tensors[name] for name, found in candidates.items() if len(found) > 1}
     shapes = (ask or _gather_shapes)(unsure)
     layouts = {}
     for name, tensor in tensors.items():
-        with _naming(name):
+        with _prefix_errors(name):
             if name in unsure:
                 layouts[name] = _decide(tensor, candidates[name], shapes[name])
             else:
@@ -101,8 +101,8 @@ def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dic
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Errors that say of which tensor they are."""
+def _prefix_errors(name: str) -> Iterator[None]:
+    """Raise errors with the tensor's name in front."""
     try:
         yield
     except ShardError as error:
@@ -110,7 +110,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _gather_shapes(tensors: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]]:
-    """The local shapes on all ranks of each tensor's mesh, by name and rank; one question per mesh."""
+    """The local shapes on all ranks of each tensor's mesh, by name and rank; one gather per mesh."""
     by_mesh: dict[DeviceMesh, dict[str, Shape]] = {}
     for name, tensor in tensors.items():
         by_mesh.setdefault(tensor.device_mesh, {})[name] = tuple(local_of(tensor).shape)
@@ -123,11 +123,11 @@ def _gather_shapes(tensors: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]
 
 
 def _list_candidates(tensor: DTensor) -> list[Layout]:
-    """The layouts that the DTensor's placements may stand for, one of those that are alike."""
+    """The layouts that the DTensor's placements may stand for: one, or two that differ."""
     found = readings(tensor)
-    layouts = [one for one in found.values() if isinstance(one, Layout)]
+    layouts = [result for result in found.values() if isinstance(result, Layout)]
     if not layouts:
-        raise next(one for one in found.values() if isinstance(one, ShardError))
+        raise next(result for result in found.values() if isinstance(result, ShardError))
     alike = all(equivalent(layouts[0], layout) for layout in layouts[1:])
     return layouts[-1:] if alike else layouts
 
@@ -139,10 +139,10 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """The same, collective over `ranks`, some of which may be outside the DTensor's mesh, where it has to ask.
+    """The layout of a DTensor, collective over `ranks`, which may be more than the DTensor's mesh, if readings differ.
 
-    One of `meshes` may have the group of all of them. A rank outside asks nobody, and gets one of
-    the two readings.
+    One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
+    part, and gets one of the two readings.
     """
     if reading is not None:
         return _check_held(tensor, _choose(readings(tensor, chosen=True), reading))
@@ -165,10 +165,7 @@ def _find_groups(
     everyone: set[int],
     meshes: Iterable[DeviceMesh | None],
 ) -> Sequence[dist.ProcessGroup | None]:
-    """Groups that together reach everyone.
-
-    A rank outside may have to make one with them, and has no others.
-    """
+    """Groups that together reach everyone; on a rank outside, none, after it has helped to make one."""
     if everyone != on_mesh:
         return [group_for(everyone, meshes)]
     if compat.my_rank() not in on_mesh:
@@ -177,10 +174,10 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """The layouts that the DTensor's placements may stand for, and why one of them stands for none.
+    """The layout of the DTensor in each reading of its placements, or the error of a reading without one.
 
-    Of a fused weight both are what was recorded of it. Raises PlacementError for one with the
-    placements of such a weight, of which nothing is recorded, unless the caller has `chosen` one.
+    For a fused weight both are the recorded layout. Raises PlacementError for the placements of
+    such a weight without a record, unless the caller has `chosen` a reading.
     """
     layout = recorded(tensor)
     if layout is not None:
@@ -200,10 +197,7 @@ def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout |
 
 
 def _choose(found: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:
-    """The layout in the reading asked for.
-
-    Raises LayoutError where there is none such, or why it stands for none.
-    """
+    """The layout in the given reading. Raises LayoutError for an unknown reading, or the reading's own error."""
     if reading not in get_args(Reading):
         raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
     layout = found.get(reading)
@@ -216,7 +210,7 @@ def _choose(found: Mapping[Reading, Layout | ShardError], reading: Reading) -> L
 
 
 def _check_held(tensor: DTensor, layout: Layout) -> Layout:
-    """The layout, if this rank's shape is as it says; else raises LayoutError."""
+    """The layout, checked against this rank's local shape. Raises LayoutError for another shape."""
     rank = compat.my_rank()
     if rank not in layout.mesh:
         return layout
@@ -229,7 +223,7 @@ def _check_held(tensor: DTensor, layout: Layout) -> Layout:
 
 
 def _decide(tensor: DTensor, candidates: list[Layout], shapes: Mapping[int, Shape]) -> Layout:
-    """The one of the layouts that all shapes fit. Raises LayoutError where several do, or none."""
+    """The layout that all local shapes fit. Raises LayoutError if they fit several, or none."""
     fits = []
     misfits = []
     for layout in candidates:
@@ -255,7 +249,7 @@ def _decide(tensor: DTensor, candidates: list[Layout], shapes: Mapping[int, Shap
 
 
 def _find_misfit(layout: Layout, shapes: Mapping[int, Shape]) -> int | None:
-    """The first rank that holds another shape than the layout says."""
+    """The first rank whose local shape is not the layout's; None if all fit."""
     for rank in layout.mesh.ranks:
         if shapes[rank] != layout.local_shape(rank):
             return rank
@@ -266,7 +260,7 @@ ASKED = "find out how a DTensor lies"
 
 
 def _gather_along(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int, _T]:
-    """What every rank gives, gathered in one group after the other: those of a mesh's axes reach all of its ranks."""
+    """Every rank's value, by rank, gathered group by group: the groups of a mesh's axes reach all its ranks."""
     found = [(compat.my_rank(), mine)]
     for group in groups:
         found = list(itertools.chain.from_iterable(gather(found, group, ASKED)))
@@ -283,12 +277,12 @@ def to_dtensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of that layout, made of this rank's `local` tensor, through which gradients flow.
+    """Make a DTensor of that layout from this rank's `local` tensor; gradients flow through.
 
     Without `device_mesh`, one is made from the layout's mesh; the first time, that is collective over
-    the default group. Without `placements`, they are those of `placements_of`. Raises LayoutError for a
-    local shape or dtype that is not the layout's, or for another mesh; PlacementError where no
-    placements of DTensor stand for the layout, saying why.
+    the default group. Without `placements`, `placements_of` gives them. Raises LayoutError for a
+    local shape or dtype that is not the layout's, or for another mesh; PlacementError, with the
+    reason, if no placements of DTensor stand for the layout.
     """
     placements = placements_of(layout) if placements is None else tuple(placements)
     if device_mesh is None:
@@ -314,7 +308,7 @@ def to_dtensor(
 
 
 def _check_local(local: Tensor, layout: Layout) -> None:
-    """Raise LayoutError unless the tensor is what the layout has on this rank."""
+    """Raise LayoutError unless the tensor has the layout's dtype, and its local shape on this rank."""
     rank = compat.my_rank()
     dtype = str(local.dtype).removeprefix("torch.")
     if dtype != layout.dtype:

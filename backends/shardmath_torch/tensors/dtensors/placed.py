@@ -1,19 +1,20 @@
-"""Placed parameters: what a module remembers of those that tensor parallelism divides, and how its forward sees them.
+"""Placed parameters: a module's record of how tensor parallelism divides them, and what its forward sees.
 
-1. Each module keeps a record of its own parameters, by name, beside them: `fully_shard`, `to_empty`
-   and `deepcopy` leave it alone. What is stored is the rank's tensor-parallel part, and under FSDP2
-   this rank's chunk of that part.
-2. Placements do not say what components a fused weight has, or not beside FSDP2's. So its layout is
-   read from the record of the module that has it (`recorded`); a gradient's, too, and that of a
-   tensor of the module's state dict, wherever it is loaded. Every other DTensor with the placements
-   of such a weight may be a copy of it, and has no known layout (`check_said`).
-3. While a module's call runs, its attributes and those of all placed modules are local tensors, by
-   way of a differentiable `to_local()`: views of the very memory that FSDP2 gathers into.
-   Everywhere else they are the parameters themselves, DTensors with global shapes, for
-   initialisation, optimizers and state dicts.
-4. What FSDP2 has divided and not yet gathered stays a DTensor everywhere.
-5. A module's class becomes a subclass of the same name, so that isinstance, repr, deepcopy and
-   pickle go on as before; `type(module) is nn.Linear` does not.
+1. Each module has a record of its parameters, by name, in an attribute that `fully_shard`,
+   `to_empty` and `deepcopy` do not change. The memory holds the rank's tensor-parallel part, and
+   under FSDP2 this rank's chunk of that part.
+2. Placements do not express the components of a fused weight, or not together with FSDP2's. So its
+   layout is read from the record of its module (`recorded`), and so are the layouts of its gradient
+   and of its entry in the module's state dict, even after that is loaded elsewhere. Every other
+   DTensor with the placements of such a weight may be a copy of it: its layout is not known
+   (`check_said`).
+3. While a placed module's call runs, parameters as attributes of all placed modules are local
+   tensors, from a differentiable `to_local()`: views of the memory that FSDP2 gathers into.
+   Otherwise they are the parameters themselves, DTensors with global shapes, for initialization,
+   optimizers and state dicts.
+4. A parameter that FSDP2 has sharded and not yet gathered is always a DTensor.
+5. A module's class becomes a subclass of the same name, so isinstance, repr, deepcopy and pickle
+   work as before; `type(module) is nn.Linear` does not.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ __all__ = [
 
 RECORD = "_shardmath_placed"
 COMPONENTS = "_shardmath_components"
-"""The attribute of a fused weight: the axis that divides it, and the sizes of its components. A tuple of text and
-numbers, which `torch.load` reads without being told that it may."""
+"""The attribute of a fused weight: the axis that divides it, and the sizes of its components, as a tuple of text and
+numbers, which `torch.load` accepts by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What one parameter is: how the axis `axis` divides it, and the ranks over which `amax` reduces."""
+    """The record of a parameter: how the axis `axis` divides it, and the mesh over which `amax` reduces."""
 
     axis: str
     placement: Division
@@ -69,10 +70,10 @@ class Placed:
 
 
 def label(placement: Division) -> theirs.Placement:
-    """The DTensor placement that stands for it: for Packed, which has none, one of the same local shapes.
+    """The DTensor placement for a division; for Packed, which DTensor lacks, a strided one of the same local shapes.
 
-    That one is strided, so that torch's checkpoints find overlapping boxes and refuse; a Shard
-    would be saved, and restored to a mesh of another size with its rows in another order.
+    It is strided so that torch's checkpoints find overlapping boxes and raise; a Shard would be
+    saved, and restored on a mesh of another size with its rows in another order.
     """
     match placement:
         case ours.Replicate():
@@ -80,7 +81,7 @@ def label(placement: Division) -> theirs.Placement:
         case ours.StridedShard():
             return theirs._StridedShard(placement.dim, split_factor=placement.split_factor)
         case ours.Packed():
-            # The largest unit of which every component is a multiple, so that local shapes come out right.
+            # The unit is the largest that divides every component, so that local shapes come out right.
             units = sum(placement.sizes) // math.gcd(*placement.sizes)
             return theirs._StridedShard(placement.dim, split_factor=units)
     return theirs.Shard(placement.dim)
@@ -90,7 +91,7 @@ def label(placement: Division) -> theirs.Placement:
 
 
 def place(module: nn.Module, record: dict[str, Placed]) -> None:
-    """Keep the record of the module's own parameters, and show them as local tensors while a forward runs."""
+    """Record the module's direct parameters, and make them local tensors while a forward runs."""
     setattr(module, RECORD, record)
     module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
     _remember(module)
@@ -102,7 +103,7 @@ def is_placed(module: nn.Module) -> bool:
 
 
 def _record_of(module: nn.Module) -> dict[str, Placed]:
-    """What the module itself remembers of its own parameters, by name."""
+    """The module's record of its direct parameters, by name."""
     found: dict[str, Placed] = vars(module).get(RECORD, {})
     return found
 
@@ -117,19 +118,19 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """The layout of a placed parameter: tensor parallelism first, then in mesh order what has divided its parts since.
+    """The layout of a placed parameter: divided by tensor parallelism first, then by later axes in mesh order.
 
-    None for what is not the placed parameter any more: a plain tensor, or a DTensor of other
+    None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.
     """
     if not isinstance(parameter, DTensor):
         return None
     mesh = mesh_of(parameter.device_mesh)
-    on = dict(zip(mesh.shape, parameter.placements, strict=True))
-    if on.pop(axis, None) != label(division):
+    by_axis = dict(zip(mesh.shape, parameter.placements, strict=True))
+    if by_axis.pop(axis, None) != label(division):
         return None
     spec: dict[str, ours.Spec] = {axis: division}
-    for other, placement in on.items():
+    for other, placement in by_axis.items():
         match placement:
             case theirs.Shard() | theirs._StridedShard():
                 spec[other] = ours.Shard(placement.dim)
@@ -140,7 +141,7 @@ def layout_where(parameter: object, axis: str, division: Division) -> Layout | N
 
 
 def components_of(division: Division, n: int) -> tuple[int, ...]:
-    """Sizes of what is divided for itself of a dimension of length n."""
+    """The sizes of the separately divided components of a dimension of length n."""
     match division:
         case ours.Packed():
             return division.sizes
@@ -152,15 +153,15 @@ def components_of(division: Division, n: int) -> tuple[int, ...]:
 # Fused weights
 
 _placed_modules: WeakSet[nn.Module] = WeakSet()
-"""Modules with a record. Not parameters: `to_empty` swaps them, and torch swaps nothing that has weak references."""
+"""Modules with a record. Not parameters: `to_empty` swaps those, and torch cannot swap tensors with weak references."""
 
 _labels: dict[tuple[str, int], bool] = {}
-"""Labels of fused weights so far, by axis and split factor: whether they say all where nothing else divides it. They
-stay when the modules have gone, since copies of weights may be left."""
+"""Labels of fused weights so far, by axis and split factor: whether the label alone expresses the division. They stay
+when the modules are gone, since copies of weights may be left."""
 
 
 def recorded(tensor: DTensor) -> Layout | None:
-    """The layout of a fused weight that a module has, of its gradient, and of what its state dict has; else None."""
+    """The layout of a placed module's fused weight, its gradient, or its entry of a state dict; None for others."""
     if COMPONENTS not in vars(tensor) and _misleads(mesh_of(tensor.device_mesh), tensor.placements):
         for module in list(_placed_modules):
             _mark_parameters(module)
@@ -171,7 +172,7 @@ def recorded(tensor: DTensor) -> Layout | None:
 
 
 def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
-    """Raise PlacementError for placements by which fused weights are labelled, of which they do not say all."""
+    """Raise PlacementError for placements that label fused weights without expressing their layout."""
     given = tuple(placements)
     if _misleads(mesh, given):
         what = f"{given} are those of a fused weight, whose components no placements say"
@@ -180,10 +181,10 @@ def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
 
 
 def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
-    """Whether they are those of a fused weight, and something else is meant by them."""
-    on = dict(zip(mesh.shape, placements, strict=False))
-    dims = [p.dim for p in on.values() if isinstance(p, theirs.Shard | theirs._StridedShard)]
-    for axis, p in on.items():
+    """Whether the placements label a fused weight whose layout they do not express."""
+    by_axis = dict(zip(mesh.shape, placements, strict=False))
+    dims = [p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | theirs._StridedShard)]
+    for axis, p in by_axis.items():
         if isinstance(p, theirs._StridedShard) and (axis, int(p.split_factor)) in _labels:
             says_all = _labels[axis, int(p.split_factor)] and dims.count(p.dim) == 1
             if not says_all:
@@ -192,11 +193,11 @@ def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
 
 
 def _remember(module: nn.Module) -> None:
-    """Finds the module again by its parameters, and their copies by their labels."""
+    """Register a placed module, and the labels of its fused weights."""
     for placed in _record_of(module).values():
-        mark = label(placed.placement)
-        if isinstance(mark, theirs._StridedShard):
-            key = placed.axis, int(mark.split_factor)
+        placement = label(placed.placement)
+        if isinstance(placement, theirs._StridedShard):
+            key = placed.axis, int(placement.split_factor)
             equal = isinstance(placed.placement, ours.StridedShard)
             _labels[key] = _labels.get(key, True) and equal
     _placed_modules.add(module)
@@ -204,7 +205,7 @@ def _remember(module: nn.Module) -> None:
 
 
 def _mark_parameters(module: nn.Module) -> None:
-    """Give the components to what the module has now, which `fully_shard`, `to_empty` and others have made since."""
+    """Mark the module's present parameters, which `fully_shard`, `to_empty` and others may have made since."""
     for name, placed in _record_of(module).items():
         parameter = module._parameters.get(name)
         _mark(parameter, placed)
@@ -213,7 +214,7 @@ def _mark_parameters(module: nn.Module) -> None:
 
 
 def _mark(tensor: object, placed: Placed) -> None:
-    """Give it the components that the record has, if there are any; what has others keeps them, in whatever module."""
+    """Set a fused weight's components from the record; a tensor that has some keeps them, even in another module."""
     fused = isinstance(placed.placement, ours.StridedShard | ours.Packed)
     if fused and isinstance(tensor, DTensor) and tensor.ndim:
         sizes = components_of(placed.placement, tensor.shape[0])
@@ -221,24 +222,24 @@ def _mark(tensor: object, placed: Placed) -> None:
 
 
 def _check_same_components(name: str, given: object, placed: Placed) -> None:
-    """Raise PlacementError where what is to be loaded says that it has other components than the record."""
+    """Raise PlacementError if a tensor to be loaded has other components than the record."""
     if not isinstance(given, DTensor) or COMPONENTS not in vars(given):
         return
     _, sizes = vars(given)[COMPONENTS]
-    own = components_of(placed.placement, sum(sizes))
-    if sizes != own:
+    expected = components_of(placed.placement, sum(sizes))
+    if sizes != expected:
         fix = "load into a module of the same styles, or move it by layout_of of both modules"
-        raise PlacementError(f"{name!r} has components {sizes}, the module's are {own}; {fix}")
+        raise PlacementError(f"{name!r} has components {sizes}, the module's are {expected}; {fix}")
 
 
-def _check_same_placements(name: str, given: object, own: object) -> None:
-    """Raise PlacementError where torch would redistribute from or to the placements of a fused weight."""
-    if not isinstance(given, DTensor) or not isinstance(own, DTensor):
+def _check_same_placements(name: str, given: object, held: object) -> None:
+    """Raise PlacementError if torch would redistribute from or to the placements of a fused weight."""
+    if not isinstance(given, DTensor) or not isinstance(held, DTensor):
         return
-    if given.placements == own.placements:
+    if given.placements == held.placements:
         return
-    if any(_misleads(mesh_of(one.device_mesh), one.placements) for one in (given, own)):
-        what = f"{name!r} has placements {given.placements}, the module's are {own.placements}"
+    if any(_misleads(mesh_of(each.device_mesh), each.placements) for each in (given, held)):
+        what = f"{name!r} has placements {given.placements}, the module's are {held.placements}"
         why = "of a fused weight, by which torch would take other rows"
         raise PlacementError(f"{what}, {why}; move it there by smt.redistribute, or load_weights")
 
@@ -247,23 +248,23 @@ def _check_same_placements(name: str, given: object, own: object) -> None:
 
 
 _calls: ContextVar[bool] = ContextVar("_calls", default=False)
-"""Whether the call of a placed module runs."""
+"""Whether a placed module's call is running."""
 
 
-def _is_computing() -> bool:
-    """Whether a forward runs, for the first time or, under activation checkpointing, again in a backward."""
+def _in_forward() -> bool:
+    """Whether a forward is running, or recomputed in a backward by activation checkpointing."""
     return _calls.get() or compat.in_backward()
 
 
-class _Showing(nn.Module):
-    """Before a module's class, makes its placed parameters local tensors while a forward runs."""
+class _LocalInForward(nn.Module):
+    """A mixin before a module's class that makes its placed parameters local tensors while a forward runs."""
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         if not isinstance(found, DTensor) or name not in vars(self).get(RECORD, ()):
             return found
-        # On a mesh of two axes it is what FSDP2 has divided and not gathered.
-        if not _is_computing() or found.device_mesh.ndim != 1:
+        # On a mesh of two axes it is a parameter that FSDP2 has sharded and not gathered.
+        if not _in_forward() or found.device_mesh.ndim != 1:
             return found
         return found.to_local()
 
@@ -281,7 +282,7 @@ class _Showing(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         for name, placed in _record_of(self).items():
-            # torch would copy one into the other, as their placements may be the same.
+            # Placements may be equal although components differ, and then torch would copy one into the other.
             given = state_dict.get(prefix + name)
             _check_same_components(prefix + name, given, placed)
             _check_same_placements(prefix + name, given, self._parameters.get(name))
@@ -299,23 +300,23 @@ class _Showing(nn.Module):
         make, arguments, *state = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
-        # The subclass cannot be imported, the module's own class can: it is remade from that.
-        return _revived, (shown, *arguments[1:]), *state
+        # The subclass cannot be imported; the original class can, and the subclass is made again from it.
+        return _revive, (shown, *arguments[1:]), *state
 
 
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of the same name that shows local tensors."""
+    """The subclass of the same name with the mixin."""
     same = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_shown": cls,
     }
-    bases = (_Showing, cls)
+    bases = (_LocalInForward, cls)
     return types.new_class(cls.__name__, bases, exec_body=lambda body: body.update(same))
 
 
-def _revived(cls: type[nn.Module], *args: Any) -> nn.Module:
-    """An instance without state, for copy and pickle, which has this function by its name."""
+def _revive(cls: type[nn.Module], *args: Any) -> nn.Module:
+    """An instance without state, for copy and pickle, which store this function by name."""
     return cls.__new__(_subclass(cls), *args)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""DTensor placements as Layouts, and Layouts as DTensor placements. Knows shapes and meshes, and not one tensor.
+"""Placements of DTensors as Layouts, and Layouts as placements, from shapes and meshes, without tensors.
 
 1. `layout_of_placements` reads placements in one of the two readings of `shardmath.Layout`: as
    splits, or as an order of splits.
@@ -50,7 +50,7 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """The layouts of a tensor that `placements` on a DeviceMesh may stand for."""
+    """The layout of `placements` on a DeviceMesh, or an error, in each reading."""
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
     given = tuple(placements)
@@ -63,7 +63,7 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """The layout in that reading, or why there is none."""
+    """The layout of placements in that reading, or the error if there is none."""
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:
@@ -74,12 +74,14 @@ def layout_of_placements(
 def layout_in_order(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, order: Sequence[int]
 ) -> Layout | ShardError:
-    """The layout of plain shards that divide in this order of mesh dimensions, or why there is none.
+    """The layout of plain shards that divide in this order of mesh dimensions, or the error if there is none.
 
-    Raises PlacementError for a placement that shardmath does not have.
+    Raises PlacementError for a placement that shardmath lacks.
     """
     names = list(mesh.shape)
-    idle = [i for i in range(len(names)) if i not in order]  # divides nothing: first
+    idle = [
+        i for i in range(len(names)) if i not in order
+    ]  # these divide nothing, so they come first
     spec = {names[i]: _translate(placements[i]) for i in (*idle, *order)}
     return _try_layout(shape, mesh, spec, dtype, "placement")
 
@@ -87,7 +89,7 @@ def layout_in_order(
 def _try_layout(
     shape: Shape, mesh: Mesh, spec: Any, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """The layout, or its error without the frames, which would keep what they see alive."""
+    """The layout, or its error without the traceback, whose frames would keep objects alive in the cache."""
     try:
         return Layout(shape, mesh, spec, dtype=dtype, reading=reading)
     except ShardError as error:
@@ -95,7 +97,7 @@ def _try_layout(
 
 
 def _translate(placement: theirs.Placement) -> ours.Spec:
-    """Our placement for one of DTensor's. Raises PlacementError where there is none."""
+    """The shardmath placement for one of DTensor's. Raises PlacementError if there is none."""
     match placement:
         case theirs._StridedShard():
             return ours.StridedShard(placement.dim, int(placement.split_factor))
@@ -114,7 +116,7 @@ def _translate(placement: theirs.Placement) -> ours.Spec:
 
 
 def _is_plain_partial(placement: theirs.Partial) -> bool:
-    """Whether it says all by its operation: torch's subclasses (masked sums) hold more."""
+    """Whether only the operation defines it, and shardmath has that: torch's subclasses (masked sums) hold more."""
     return type(placement) is theirs.Partial and placement.reduce_op in ours.OPS
 
 
@@ -125,7 +127,7 @@ def _is_plain_partial(placement: theirs.Partial) -> bool:
 def placements_of(layout: Layout) -> Placements:
     """DTensor placements, one per mesh axis, of which one reading is the layout.
 
-    Raises PlacementError where there are none, saying why.
+    Raises PlacementError, with the reason, if there are none.
     """
     by_axis: dict[str, theirs.Placement] = {}
     for name in layout.mesh.shape:
@@ -146,14 +148,14 @@ def placements_of(layout: Layout) -> Placements:
 def _find_factors(
     layout: Layout, d: int, dim: Dimension, readings: set[Reading]
 ) -> tuple[dict[str, int], set[Reading]]:
-    """Split factors of the axes that divide a dimension, and the readings in which they say what the layout does.
+    """Split factors of the axes that divide a dimension, and the readings in which they give the layout.
 
-    The first that are right in most of `readings`. Raises PlacementError where none are right.
+    The first factors that do so in most of `readings`. Raises PlacementError if none do.
     """
     best: dict[str, int] = {}
     best_readings: set[Reading] = set()
     for factors in _list_factors(layout.mesh, dim):
-        right = {reading for reading in readings if _is_right(layout, dim, factors, reading)}
+        right = {reading for reading in readings if _gives_layout(layout, dim, factors, reading)}
         if len(right) > len(best_readings):
             best, best_readings = factors, right
         if right == readings:
@@ -163,7 +165,9 @@ def _find_factors(
     return best, best_readings
 
 
-def _is_right(layout: Layout, dim: Dimension, factors: Mapping[str, int], reading: Reading) -> bool:
+def _gives_layout(
+    layout: Layout, dim: Dimension, factors: Mapping[str, int], reading: Reading
+) -> bool:
     """Whether shards of these factors, in that reading, divide the dimension as the layout does."""
     spec: list[ours.Spec] = []
     for name in layout.mesh.shape:
@@ -179,7 +183,8 @@ def _is_right(layout: Layout, dim: Dimension, factors: Mapping[str, int], readin
 
 
 def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
-    """Split factors to try for the axes that divide a dimension: products of digits' sizes, few and small first."""
+    """Candidate split factors of the axes that divide a dimension: products of digits' sizes, few and small first."""
+    # A split factor counts parts cut before the axis's own: by other axes, or by digits that ranks keep.
     names = [name for name in mesh.shape if name in dim.axes]
     sizes = [dim.axes[name] for name in names] + _list_local_parts(dim)
     products: set[int] = set()
@@ -196,7 +201,7 @@ def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
 
 
 def _list_local_parts(dim: Dimension) -> list[int]:
-    """Parts of the digits that every rank keeps."""
+    """The numbers of parts of the digits that no axis divides, which every rank keeps."""
     parts: list[int] = []
     for field in dim.fields:
         for digit in itertools.chain.from_iterable(field.stages):
@@ -206,16 +211,14 @@ def _list_local_parts(dim: Dimension) -> list[int]:
 
 
 def _holds_same(a: Dimension, b: Dimension, mesh: Mesh) -> bool:
-    """Whether every rank holds the same of both."""
-    x, y = partition(a), partition(b)
-    x_by_rank = x.by_rank(mesh).tolist()
-    y_by_rank = y.by_rank(mesh).tolist()
-    pairs = set(zip(x_by_rank, y_by_rank, strict=True))
-    return all(x.parts[i] == y.parts[j] for i, j in pairs)
+    """Whether every rank holds the same positions of both dimensions."""
+    first, second = partition(a), partition(b)
+    parts_of_ranks = zip(first.by_rank(mesh).tolist(), second.by_rank(mesh).tolist(), strict=True)
+    return all(first.parts[i] == second.parts[j] for i, j in set(parts_of_ranks))
 
 
 def _write_shard(d: int, factor: int) -> theirs.Placement:
-    """DTensor's shard of dimension d with that split factor."""
+    """DTensor's shard of dimension d with that split factor; a plain one for 1."""
     if factor == 1:
         return theirs.Shard(d)
     return theirs._StridedShard(d, split_factor=factor)

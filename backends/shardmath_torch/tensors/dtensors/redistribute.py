@@ -1,16 +1,16 @@
 """Redistribute: a DTensor, or a local tensor with its Layout, to any other layout on any mesh; differentiable.
 
-1. What a DTensor has is asked of it (`from_dtensor`), not of its placements alone; what comes out
-   is a DTensor where placements can say it, and else this rank's local tensor.
+1. The layout of a DTensor is found by `from_dtensor`, not from its placements only; the result is a
+   DTensor if placements can express it, else this rank's local tensor.
 2. Meshes may be the same, overlap or be disjoint. All ranks of either mesh call, and again for the
    gradient.
-3. The gradient goes from the layout that it arrives in to that of the input, where a Partial input
-   has a Replicate gradient, or a Partial one where it arrives so along the same axis of the same
-   mesh, as in torch. With `grad="partial"` it is the dual layout: a Replicate input has a Partial
-   gradient, which saves reducing it here.
-4. A gradient of another dtype than the input is moved as it is, and cast where it arrives.
-5. The move of a gradient says of which move it is, so that gradients of two tensors are never
-   mixed where ranks differentiate different functions.
+3. The gradient moves from the layout that it arrives in to the input's layout. A Partial input has a
+   Replicate gradient, or a Partial one if it arrives Partial along the same axis of the same mesh,
+   as in torch. With `grad="partial"` the gradient has the dual layout: a Replicate input has a
+   Partial gradient, which saves reducing it here.
+4. A gradient of another dtype than the input is moved in its dtype, and then cast.
+5. The move of a gradient names the forward move that it belongs to, so that gradients of two tensors
+   are never mixed if ranks differentiate different functions.
 """
 
 from __future__ import annotations
@@ -59,54 +59,53 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """The same tensor, moved to the layout `target`; gradients flow back the same way.
+    """Move the tensor to the layout `target`; gradients flow back the same way.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
-    `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is found out
-    (`reading` helps where it has two), or this rank's local tensor of the Layout `layout`. Returns a
-    DTensor if DTensor has placements for the target, otherwise the local tensor. `grad` says what a
-    replicated input's gradient is: "replicate", the same on all ranks, or "partial", an addend of it
-    on each.
+    `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
+    (`reading` decides if it has two), or this rank's local tensor of the Layout `layout`. Returns a
+    DTensor if DTensor has placements for the target, otherwise the local tensor. `grad` is the form
+    of a replicated input's gradient: "replicate", the same on all ranks, or "partial", partial sums.
 
     A rank outside the source's mesh passes an empty tensor. A rank outside the target's mesh gets an
-    empty tensor (for a scalar, a DTensor that holds a zero), and takes part in the backward:
-    `moved.to_local().sum().backward()` does, or the backward of any other function of it. All ranks
-    differentiate the same moves. Where gradients are differentiated in turn (`create_graph=True`),
-    use one function on all ranks: if the gradient depends on something on some of them alone, they
-    disagree, which is an ExchangeError.
+    empty tensor (for a scalar, a DTensor that holds a zero), and must take part in the backward, by
+    `moved.to_local().sum().backward()` or the backward of any other function of it. All ranks
+    differentiate the same moves. If gradients are differentiated again (`create_graph=True`), use
+    one function on all ranks: if the gradient depends on other tensors on only some of them, ranks
+    disagree, which raises ExchangeError.
 
-    Collective over the ranks of both meshes. The first time among ranks that are neither all nor
-    those of one of the DeviceMeshes, it is over the default group, since a process group or a
-    DeviceMesh is made: give `device_mesh` to avoid that. Raises LayoutError where shapes, dtypes or
-    readings do not fit, PlacementError where tensor or target have the placements of a fused weight
-    (`set_device_mesh`) and are not known to be one, and what `plan` and `compile` raise.
+    Collective over the ranks of both meshes. The first time among ranks that are neither all ranks
+    nor the ranks of one of the DeviceMeshes, it is over the default group, since a process group or
+    a DeviceMesh is made: give `device_mesh` to avoid that. Raises LayoutError if shapes, dtypes or
+    readings do not fit, PlacementError if tensor or target have the placements of a fused weight
+    (`set_device_mesh`) without being known as one, and what `plan` and `compile` raise.
     """
-    _check_given(tensor, target, device_mesh, grad)
-    own = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    _check_arguments(tensor, target, device_mesh, grad)
+    tensor_mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     if isinstance(target, str):
-        target = _read_text(target, tensor, layout, device_mesh or own)
+        target = _read_text(target, tensor, layout, device_mesh or tensor_mesh)
     if isinstance(target, Layout):
         dst = target
         src = _find_source(tensor, layout, reading, dst.mesh.ranks, device_mesh)
-        if device_mesh is None and own is not None and mesh_of(own) == dst.mesh:
-            device_mesh = own
+        if device_mesh is None and tensor_mesh is not None and mesh_of(tensor_mesh) == dst.mesh:
+            device_mesh = tensor_mesh
         result = _Form(device_mesh, _try_placements(dst))
     else:
-        mesh = _require_mesh(device_mesh or own)
+        mesh = _require_mesh(device_mesh or tensor_mesh)
         src = _find_source(tensor, layout, reading, mesh_of(mesh).ranks, mesh)
         dst = _read_placements(src, mesh, target, reading)
         result = _Form(mesh, tuple(target))
     _check_same_tensor(src, dst)
     route = _Route(src, dst, _form_of(tensor), result, grad)
-    moved: Tensor = _Moved.apply(tensor, route)  # type: ignore[no-untyped-call]
+    moved: Tensor = _Redistribution.apply(tensor, route)  # type: ignore[no-untyped-call]
     return moved
 
 
-# What is asked for
+# Arguments
 
 
-def _check_given(tensor: object, target: object, device_mesh: object, grad: str) -> None:
-    """Raise LayoutError for an argument that is of no use as what it was given."""
+def _check_arguments(tensor: object, target: object, device_mesh: object, grad: str) -> None:
+    """Raise LayoutError for an argument of a wrong type or value."""
     if grad not in ("replicate", "partial"):
         raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
     if not isinstance(tensor, Tensor):
@@ -124,14 +123,14 @@ def _check_same_tensor(src: Layout, dst: Layout) -> None:
     """Raise LayoutError unless both are layouts of one shape and dtype."""
     if (dst.shape, dst.dtype) == (src.shape, src.dtype):
         return
-    here = f"{src.dtype}{list(src.shape)}"
-    there = f"{dst.dtype}{list(dst.shape)}"
+    given = f"{src.dtype}{list(src.shape)}"
+    wanted = f"{dst.dtype}{list(dst.shape)}"
     fix = "a move changes neither shape nor dtype"
-    raise LayoutError(f"the tensor is {here}, the target {there}; {fix}")
+    raise LayoutError(f"the tensor is {given}, the target {wanted}; {fix}")
 
 
 def _require_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh of a target that has none of its own. Raises LayoutError where there is none."""
+    """The mesh for a target of text or placements. Raises LayoutError if there is none."""
     if mesh is None:
         fix = "pass device_mesh= with them, or a Layout as the target"
         raise LayoutError(f"placements are on a mesh; {fix}")
@@ -139,7 +138,7 @@ def _require_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _read_text(text: str, tensor: Tensor, layout: Layout | None, mesh: DeviceMesh | None) -> Layout:
-    """The layout that the text writes, of a tensor like this one, or like the whole that `layout` has."""
+    """The layout that the text spells, for a tensor of this shape and dtype, or of `layout`'s."""
     if layout is not None:
         shape, dtype = layout.shape, layout.dtype
     else:
@@ -154,7 +153,7 @@ def _find_source(
     ranks: Iterable[int],
     mesh: DeviceMesh | None,
 ) -> Layout:
-    """The layout of the tensor: as given, or asked of a DTensor together with `ranks`."""
+    """The layout of the tensor: as given, or of a DTensor, determined together with `ranks`."""
     if isinstance(tensor, DTensor):
         if layout is not None:
             fix = "leave it out, or pass to_local()"
@@ -170,9 +169,9 @@ def _read_placements(
 ) -> Layout:
     """The layout that the target's placements stand for."""
     found = _list_readings(src, mesh, target, reading)
-    layouts = [one for one in found if isinstance(one, Layout)]
+    layouts = [result for result in found if isinstance(result, Layout)]
     if not layouts:
-        raise next(one for one in found if isinstance(one, ShardError))
+        raise next(result for result in found if isinstance(result, ShardError))
     first = layouts[0]
     if not all(equivalent(first, other) for other in layouts[1:]):
         texts = " and ".join(layout.text for layout in layouts)
@@ -184,7 +183,7 @@ def _read_placements(
 def _list_readings(
     src: Layout, mesh: DeviceMesh, target: Sequence[Placement], reading: Reading | None
 ) -> list[Layout | ShardError]:
-    """What the target's placements may stand for, by the reading given or by both."""
+    """The layouts that the target's placements may stand for, in the given reading or in both, or their errors."""
     found = layout_like(src.shape, mesh, target, src.dtype)
     if reading is None:
         check_said(mesh_of(mesh), target)
@@ -195,7 +194,7 @@ def _list_readings(
 
 
 def _try_placements(layout: Layout) -> tuple[Placement, ...] | None:
-    """Placements that stand for the layout, if there are any."""
+    """Placements that stand for the layout; None if there are none."""
     try:
         return placements_of(layout)
     except ShardError:
@@ -203,9 +202,9 @@ def _try_placements(layout: Layout) -> tuple[Placement, ...] | None:
 
 
 class _Form(NamedTuple):
-    """How a tensor shows itself: as a DTensor of these placements on a mesh, or as a local tensor where there are none.
+    """The form of a tensor: a DTensor of these placements on a mesh, or without placements a local tensor.
 
-    Without a mesh one is made of the layout's.
+    Without a DeviceMesh, one is made for the layout's mesh.
     """
 
     mesh: DeviceMesh | None
@@ -213,7 +212,6 @@ class _Form(NamedTuple):
 
 
 def _form_of(tensor: Tensor) -> _Form:
-    """How the tensor shows itself."""
     if isinstance(tensor, DTensor):
         return _Form(tensor.device_mesh, tensor.placements)
     return _Form(None, None)
@@ -223,9 +221,9 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 class _Route(NamedTuple):
-    """A move from layout to layout, and how the tensors at its two ends show themselves.
+    """A move from layout to layout, and the forms of the tensors at its two ends.
 
-    `records_gradient`: it moves a gradient that depends on other tensors, which autograd records.
+    `said` describes the move of a gradient; `voted` makes ranks vote on it even if they only copy.
     """
 
     src: Layout
@@ -238,20 +236,20 @@ class _Route(NamedTuple):
 
     @property
     def meshes(self) -> Meshes:
-        """DeviceMeshes that may have the group of all ranks."""
+        """DeviceMeshes that may have a group of all ranks of the move."""
         return self.source.mesh, self.target.mesh
 
 
-class _Moved(torch.autograd.Function):
+class _Redistribution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, route: _Route) -> Tensor:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         moved, name = _move(local, route)
         ctx.route, ctx.name, ctx.shape, ctx.device = route, name, tensor.shape, local.device
         ctx.set_materialize_grads(False)  # zeros of a DTensor would have its global shape
-        # Activation checkpointing makes forwards again where something saved is asked for: so that all
-        # ranks make this one again, which all of them take part in, all have saved something.
-        # Without it nothing is saved, so that a graph may be gone through twice.
+        # Activation checkpointing recomputes a forward when a saved tensor is unpacked. This one is
+        # collective, so all ranks must recompute it: all save something. Without checkpointing
+        # nothing is saved, so that a graph may be traversed twice.
         ctx.is_made_again = compat.packs_saved_tensors()
         if ctx.is_made_again:
             ctx.save_for_backward(local.new_empty(0))
@@ -266,28 +264,27 @@ class _Moved(torch.autograd.Function):
             _ = ctx.saved_tensors
         route: _Route = ctx.route
         given = _make_zeros(route.dst, ctx.device) if gradient is None else gradient
-        here = _agree_on(_layout_of_gradient(given, route), route)
-        dual = _dualise(route.src, here, route.grad)
-        there = _of_dtype(dual, here.dtype)
-        form = route.source._replace(placements=_dualise_placements(route.source, there))
-        # The gradient is a move as well, and recorded as one: it may be differentiated in turn. Autograd
-        # records it where this rank's gradient depends on something, so all ranks say whether it does.
+        arriving = _agree_on(_layout_of_gradient(given, route), route)
+        dual = _of_dtype(_dual_of(route.src, arriving, route.grad), arriving.dtype)
+        form = route.source._replace(placements=_dual_placements(route.source, dual))
+        # The gradient's move is recorded by autograd, too, as it may be differentiated again. A rank records
+        # it if its gradient depends on other tensors, so all ranks vote on whether it does.
         again = torch.is_grad_enabled()
         said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
         given_form = _form_of(given)
         if given_form.mesh is None:
-            # A plain gradient, too, goes among the ranks of the mesh that was given.
+            # A plain gradient moves over the given mesh's group, too.
             given_form = given_form._replace(mesh=route.target.mesh)
-        back = _Route(here, there, given_form, form, route.grad, said, voted=again)
-        moved: Tensor = _Moved.apply(given, back)  # type: ignore[no-untyped-call]
-        if form.placements is None and compat.my_rank() not in there.mesh:
-            # Autograd wants the shape that was passed for nothing; the sum, 0, stays part of the graph.
+        back = _Route(arriving, dual, given_form, form, route.grad, said, voted=again)
+        moved: Tensor = _Redistribution.apply(given, back)  # type: ignore[no-untyped-call]
+        if form.placements is None and compat.my_rank() not in dual.mesh:
+            # Autograd needs the shape of the empty input; adding the sum, 0, keeps the move in the graph.
             moved = moved.new_zeros(ctx.shape) + moved.sum()
         return moved.to(dtype_of(route.src.dtype)), None
 
 
 def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
-    """What this rank holds under `dst` of a tensor of which it holds `local` under `src`; the move's name."""
+    """Move `local` from `src` to `dst`. Returns this rank's local tensor, and the move's name."""
     src, dst = route.src, route.dst
     rank = compat.my_rank()
     receives = rank in dst.mesh
@@ -301,7 +298,7 @@ def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
 
 
 def _make_zeros(layout: Layout, device: torch.device, *, filled: bool = True) -> Tensor:
-    """A local tensor of the layout on this rank; an empty one, also for a scalar, where it has none."""
+    """A local tensor of the layout on this rank; outside the mesh an empty one, even for a scalar."""
     rank = compat.my_rank()
     outside = (0,) * max(1, len(layout.shape))
     shape = layout.local_shape(rank) if rank in layout.mesh else outside
@@ -310,11 +307,11 @@ def _make_zeros(layout: Layout, device: torch.device, *, filled: bool = True) ->
 
 
 def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:
-    """The layout that a gradient arrives in; None on a rank that has none of it."""
+    """The layout that a gradient arrives in; None on a rank outside its mesh."""
     if compat.my_rank() not in route.dst.mesh:
         return None
     if isinstance(gradient, DTensor):
-        # What placements like the target's mean was found out then, or was said.
+        # The layout of the target's placements is known from the forward.
         if _form_of(gradient) == route.target:
             return _of_dtype(route.dst, _name_dtype(gradient.dtype))
         return layout_among(gradient, mesh_of(gradient.device_mesh).ranks)
@@ -323,7 +320,7 @@ def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:
 
 
 def _agree_on(mine: Layout | None, route: _Route) -> Layout:
-    """The gradient's layout, told to the ranks that have none of it."""
+    """The gradient's layout, sent to the ranks outside its mesh."""
     receivers = set(route.dst.mesh.ranks)
     everyone = receivers.union(route.src.mesh.ranks)
     if compat.my_rank() not in everyone:
@@ -336,11 +333,10 @@ def _agree_on(mine: Layout | None, route: _Route) -> Layout:
     )
 
 
-def _dualise(layout: Layout, gradient: Layout, grad: str) -> Layout:
-    """The layout of the gradient of a tensor of this layout, of which it arrives as `gradient`.
+def _dual_of(layout: Layout, gradient: Layout, grad: str) -> Layout:
+    """The layout of the gradient of a tensor of this layout, if it arrives in the layout `gradient`.
 
-    Addends of the gradient that the tensor has, too, are left unreduced: what they go on to may sum
-    them, or need not.
+    Axes along which both are Partial are left unreduced: a later step may sum them, or need not.
     """
     free = set(layout.free_axes) if grad == "partial" else set()
     op = gradient.op or "sum"
@@ -351,22 +347,22 @@ def _dualise(layout: Layout, gradient: Layout, grad: str) -> Layout:
     return repartialed(layout, free | (ours & theirs), op)
 
 
-def _dualise_placements(form: _Form, dual: Layout) -> tuple[Placement, ...] | None:
-    """The input's placements, but that its Partial and Replicate ones are what they are in the dual."""
+def _dual_placements(form: _Form, dual: Layout) -> tuple[Placement, ...] | None:
+    """The input's placements, with its Partial and Replicate ones replaced by the dual layout's."""
     if form.placements is None:
         return None
     ops = dict(dual.partial)
-    out: list[Placement] = []
+    placements: list[Placement] = []
     for name, placement in zip(dual.mesh.shape, form.placements, strict=True):
         if isinstance(placement, Shard | _StridedShard):
-            out.append(placement)
+            placements.append(placement)
         elif name in ops:
-            out.append(Partial(ops[name]))
+            placements.append(Partial(ops[name]))
         else:
-            out.append(Replicate())
-    return tuple(out)
+            placements.append(Replicate())
+    return tuple(placements)
 
 
 def _name_dtype(dtype: torch.dtype) -> str:
-    """A dtype by its name in layouts."""
+    """The name of a dtype in layouts."""
     return str(dtype).removeprefix("torch.")

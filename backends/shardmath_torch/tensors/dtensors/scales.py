@@ -1,9 +1,9 @@
-"""Scales: the largest absolute value of whole parameters, for quantisation to one scale a tensor.
+"""Scales: the largest absolute value of whole parameters, for quantization to one scale per tensor.
 
 1. The maximum is over exactly the ranks of the `weight_mesh` that `set_device_mesh` was given:
    under FSDP2 the shards of data parallelism and tensor parallelism together, without replicas,
    which hold the same.
-2. Maxima travel as integers: bits of floats that are not negative are in the order of the floats,
+2. Maxima are reduced as integers: the bits of non-negative floats are ordered as the floats are,
    with NaN above all. A maximum of floats may drop NaN.
 """
 
@@ -25,13 +25,12 @@ __all__ = ["amax"]
 
 
 def amax(module: nn.Module) -> dict[str, Tensor]:
-    """The largest absolute value of each parameter that `set_device_mesh` has placed, by name: float32, no dimensions.
+    """The largest absolute value of each whole parameter that `set_device_mesh` has placed: float32 scalars, by name.
 
-    It is that of the whole parameter, not of this rank's shard; shared ones are listed under each
-    of their names. Collective over the ranks of
+    Shared parameters are listed under each of their names. Collective over the ranks of
     weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;
-    NaN anywhere makes NaN. Raises LayoutError where weight_mesh lacks ranks that hold other parts
-    of a parameter, and for parameters on the meta device.
+    NaN anywhere gives NaN. Raises LayoutError if weight_mesh lacks ranks that hold other parts of
+    a parameter, and for parameters on the meta device.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     records = placed_in(module)
@@ -48,7 +47,7 @@ def amax(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _take_local(name: str, parameter: object, placed: Placed) -> Tensor:
-    """This rank's part, if weight_mesh has all ranks that hold the others."""
+    """This rank's part. Raises LayoutError if weight_mesh lacks ranks with other parts, or there are no values."""
     layout = layout_where(parameter, placed.axis, placed.placement)
     if layout is None or not isinstance(parameter, DTensor):
         what = f"parameter {name!r} was replaced after set_device_mesh"
@@ -76,7 +75,7 @@ def _check_covered(name: str, layout: Layout, weight_mesh: DeviceMesh) -> None:
 
 
 def _reduce(mesh: DeviceMesh, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Maxima over the ranks of the mesh."""
+    """The largest absolute value of each tensor over the ranks of the mesh."""
     mine = [_find_largest(tensor) for tensor in held.values()]
     words = _view_as_words(torch.stack(mine))
     for group in mesh.get_all_groups():
@@ -86,15 +85,15 @@ def _reduce(mesh: DeviceMesh, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _view_as_words(values: Tensor) -> Tensor:
-    """The bits of float32 values without their signs, which a NaN may have."""
+    """The bits of float32 values, without the sign bit, which a NaN may have."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def _find_largest(tensor: Tensor) -> Tensor:
-    """The largest absolute value, as float32; 0 of nothing."""
+    """The largest absolute value, as float32; 0 for an empty tensor."""
     if not tensor.numel():
         return torch.zeros((), device=tensor.device)
-    # Integers and floats of one byte have no norm in torch; as float32 they do.
+    # torch has no norm of integers and floats of one byte.
     wide = tensor.is_floating_point() and tensor.element_size() > 1
     if not wide and not tensor.is_complex():
         tensor = tensor.float()

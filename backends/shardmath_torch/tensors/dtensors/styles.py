@@ -1,10 +1,10 @@
 """Styles: how tensor parallelism divides a module's weights, by patterns of names.
 
-1. A pattern (fnmatch, where `*` crosses dots) matches names of modules, of which a style is about
-   `weight` and `bias` (`softmax_offset`: that parameter); or a parameter's full name, which counts
-   as a bias if it ends so, and as a weight otherwise.
-2. The first pattern that is about a parameter counts. One that is about none is an error.
-3. A parameter with several names is one: patterns that are about several of them must say the same.
+1. A pattern (fnmatch, in which `*` crosses dots) matches a module's name, and then its `weight` and
+   `bias` (for `softmax_offset`, that parameter); or a parameter's full name, which counts as a bias
+   if it ends in "bias", and as a weight otherwise.
+2. The first pattern that matches a parameter counts. A pattern that matches none raises.
+3. A parameter with several names is one parameter: patterns that match several must agree.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 Division: TypeAlias = Shard | StridedShard | Packed | Replicate
-"""What tensor parallelism does to a parameter."""
+"""How tensor parallelism divides a parameter."""
 
 
 class TorchStyle(NamedTuple):
-    """The dimension divided of a weight and of a bias, None for none; which parameters of a module it is about."""
+    """The divided dimension of a weight and of a bias, or None, and the names of the parameters that it applies to."""
 
     weight: int | None
     bias: int | None
@@ -55,15 +55,15 @@ STYLES: dict[str, TorchStyle] = {
     "vocabulary": TorchStyle(0, 0),  # rows of an embedding
     "row_norm": TorchStyle(
         0, 0
-    ),  # a norm of what goes into a row-parallel matrix: its features are divided
-    "softmax_offset": TorchStyle(0, 0, ("softmax_offset",)),  # an offset a head
+    ),  # a norm of a row-parallel matrix's input, whose features are divided
+    "softmax_offset": TorchStyle(0, 0, ("softmax_offset",)),  # an offset per head
 }
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """The style of components along dimension 0, each divided for itself: their whole sizes, or a number of equal ones.
+    """The style of separately divided components along dimension 0: their whole sizes, or a number of equal ones.
 
     >>> Fused((8, 2, 2)).placement(12), Fused((4, 4)).placement(8), Fused(2).placement(8)
     (Packed(dim=0, sizes=(8, 2, 2)), StridedShard(dim=0, split_factor=2), StridedShard(dim=0, split_factor=2))
@@ -79,10 +79,7 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}); {fix}")
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n.
-
-        Raises PlacementError where the components do not add up to it.
-        """
+        """The division of a dimension of length n. Raises PlacementError if the components do not add up to n."""
         if isinstance(self.components, int):
             if n % self.components:
                 what = f"{n} are not {self.components} equal ones"
@@ -100,17 +97,14 @@ AnyStyle: TypeAlias = StyleName | Fused
 
 
 class Asked(NamedTuple):
-    """What a pattern says of a parameter: the style, and the dimension that it divides."""
+    """The style that a pattern gives a parameter, and the dimension that it divides."""
 
     pattern: str
     style: AnyStyle
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """What divides a dimension of length n.
-
-        Raises PlacementError where components do not add up to it.
-        """
+        """The division of a dimension of length n. Raises PlacementError if components do not add up to n."""
         assert self.dim is not None
         if isinstance(self.style, Fused):
             return self.style.placement(n)
@@ -118,7 +112,7 @@ class Asked(NamedTuple):
 
 
 def check_styles(styles: object) -> dict[str, AnyStyle]:
-    """The styles, if they are. Raises PlacementError otherwise."""
+    """The styles, checked. Raises PlacementError for a value that does not map patterns to styles."""
     if not isinstance(styles, Mapping):
         fix = "give a mapping from patterns to styles, {} to replicate all"
         raise PlacementError(f"styles is {styles!r}; {fix}")
@@ -136,9 +130,9 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Each parameter once, what is asked of it, and the name by which; None where no pattern is about it.
+    """Each parameter once, by the first name that a pattern matches, with its style; None if no pattern matches it.
 
-    Raises PlacementError for a pattern that is about none, and for two that differ about one.
+    Raises PlacementError for a pattern that matches no parameter, and for two that differ for one parameter.
     """
     asked_of = _match_first(module, parameters, styles)
     names_of: dict[int, list[str]] = {}
@@ -155,17 +149,17 @@ def match_parameters(
 def _match_first(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> dict[str, Asked]:
-    """What the first pattern that is about each name says."""
-    out: dict[str, Asked] = {}
+    """The style of each name by the first pattern that matches it."""
+    asked: dict[str, Asked] = {}
     for pattern, style in styles.items():
-        matched = [name for name in parameters if _is_about(pattern, style, name)]
+        matched = [name for name in parameters if _matches(pattern, style, name)]
         if not matched:
             raise PlacementError(_explain_unmatched(pattern, style, module))
         dims = _look_up(style)
         for name in matched:
             dim = dims.bias if name.endswith("bias") else dims.weight
-            out.setdefault(name, Asked(pattern, style, dim))
-    return out
+            asked.setdefault(name, Asked(pattern, style, dim))
+    return asked
 
 
 def _look_up(style: AnyStyle) -> TorchStyle:
@@ -173,8 +167,8 @@ def _look_up(style: AnyStyle) -> TorchStyle:
     return STYLES["column"] if isinstance(style, Fused) else STYLES[style]
 
 
-def _is_about(pattern: str, style: AnyStyle, name: str) -> bool:
-    """Whether the pattern matches the parameter's full name, or its module where the style is about such ones."""
+def _matches(pattern: str, style: AnyStyle, name: str) -> bool:
+    """Whether the pattern matches the parameter's full name, or its module's and the style has such a parameter."""
     if fnmatchcase(name, pattern):
         return True
     path, _, leaf = name.rpartition(".")
@@ -184,7 +178,7 @@ def _is_about(pattern: str, style: AnyStyle, name: str) -> bool:
 
 
 def _explain_unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
-    """Why a pattern is about no parameter, and what to write."""
+    """The message of an error about a pattern that matches no parameter."""
     names = [name for name, _ in module.named_modules()]
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if matched:
@@ -196,12 +190,12 @@ def _explain_unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
 
 
 def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
-    """Raise PlacementError where patterns ask different things of one parameter with two names."""
-    x, y = asked_of[a], asked_of[b]
-    if (x.dim, _components_of(x)) == (y.dim, _components_of(y)):
+    """Raise PlacementError if patterns give different styles to two names of one parameter."""
+    first, second = asked_of[a], asked_of[b]
+    if (first.dim, _components_of(first)) == (second.dim, _components_of(second)):
         return
-    as_a = f"{x.style!r} as {a!r} (by {x.pattern!r})"
-    as_b = f"{y.style!r} as {b!r} (by {y.pattern!r})"
+    as_a = f"{first.style!r} as {a!r} (by {first.pattern!r})"
+    as_b = f"{second.style!r} as {b!r} (by {second.pattern!r})"
     fix = "let patterns be about one of its names"
     raise PlacementError(f"one shared parameter is to be {as_a} and {as_b}; {fix}")
 

@@ -1,28 +1,28 @@
 """Tensor parallelism for a plain module: its weights as DTensors on a mesh, for FSDP2 and for checkpoints.
 
 1. `set_device_mesh` comes first, also on the meta device; then `fully_shard`, `to_empty`, the
-   optimizer. Weights are whole and the same on all ranks of the mesh, each of which takes its part
-   of them; or they are the parts already (`local=True`). Nothing is sent, and nothing has changed
-   when it raises.
-2. A parameter that no pattern of `styles` is about is replicated, so that all parameters are
-   DTensors on one mesh, as optimizers, gradient norms and checkpoints want them. As in
-   TransformerEngine, its gradient is taken to be the same on all ranks; where it is an addend, as
-   that of a norm under sequence parallelism, adding up is the caller's part.
+   optimizer. Weights are whole and the same on all ranks of the mesh, each of which takes its part;
+   or they are the parts already (`local=True`). Nothing is sent, and if it raises, nothing has
+   changed.
+2. A parameter that no pattern of `styles` matches is replicated, so that all parameters are DTensors
+   on one mesh, as optimizers, gradient norms and checkpoints need. As in TransformerEngine, its
+   gradient is assumed the same on all ranks; if it is a partial sum, as for a norm under sequence
+   parallelism, the caller must reduce it.
 3. The module's forward sees local tensors (`placed`). Nothing communicates by itself: your forward
-   has to, or results are wrong without an error. What a "row" layer or a "vocabulary" gives is an
-   addend on each rank:
+   has to, or results are wrong without an error. The output of a "row" layer or a "vocabulary" is a
+   partial sum on each rank:
 
        y = down(up(x))                                               # up: "column", down: "row"
        torch.distributed.all_reduce(y, group=tp_mesh.get_group())    # here, and only then a bias of `down`
 
-   For training, two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
+   For training use two autograd functions, as in Megatron-LM: here the sum forward and the identity backward; before a
    "column" layer the identity forward and the sum backward.
-4. Fused weights, gate and up or Q, K and V in one matrix, are divided component by component.
-   DTensor's placements can say that only where components are equal, and not beside FSDP2; what
-   they show otherwise has the right local shapes alone. What is really there is in
-   `layout_of(module)`, and `from_dtensor` of a parameter: plan, move and save by that. torch's own
-   checkpoints refuse strided shards, and `full_tensor()` may have their rows in another order.
-5. Sizes that do not divide evenly are errors: no local shape says how they were meant.
+4. Fused weights (gate and up, or Q, K and V, in one matrix) are divided component by component.
+   DTensor's placements can express that only if components are equal, and not together with FSDP2;
+   otherwise only their local shapes are right. The actual layout is in `layout_of(module)`, and in
+   `from_dtensor` of a parameter: plan, move and save by that. torch's own checkpoints raise for
+   strided shards, and `full_tensor()` may have their rows in another order.
+5. Sizes that do not divide evenly raise: local shapes would not show how they are divided.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def set_device_mesh(
     styles: Mapping[str, AnyStyle],
     local: bool = False,
 ) -> None:
-    """Make every parameter of the module a DTensor on `tp_mesh`, divided as the style of its name says.
+    """Make every parameter of the module a DTensor on `tp_mesh`, divided by the style that its name matches.
 
     `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm",
     "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards of
@@ -71,9 +71,9 @@ def set_device_mesh(
     itself: after a "row" layer your forward has to all-reduce (rule 3 of this file).
 
     Raises MeshError for a tp_mesh that is not one named axis, a mesh without this rank, and a
-    weight_mesh that lacks ranks of tp_mesh; PlacementError for styles that are unknown, about
-    nothing, contradictory for a shared parameter, or do not divide evenly; LayoutError for a module
-    done before, and parameters that are DTensors or have gradients.
+    weight_mesh that lacks ranks of tp_mesh; PlacementError for styles that are unknown, match no
+    parameter, contradict each other for a shared parameter, or do not divide evenly; LayoutError
+    for a second call on a module, and for parameters that are DTensors or have gradients.
     """
     axis = _check_tp_mesh(tp_mesh)
     if weight_mesh is None:
@@ -84,25 +84,25 @@ def set_device_mesh(
     records: dict[int, Placed] = {}
     # All are checked before any is made, and all are made before the module changes.
     divided = [
-        _divide(name, parameter, said, tp_mesh, local)
-        for name, parameter, said in match_parameters(module, found, check_styles(styles))
+        _divide(name, parameter, asked, tp_mesh, local)
+        for name, parameter, asked in match_parameters(module, found, check_styles(styles))
     ]
-    for one in divided:
-        key = id(one.parameter)
-        made[key] = _make_parameter(one, tp_mesh, local)
-        records[key] = Placed(axis, one.placement, weight_mesh)
+    for each in divided:
+        key = id(each.parameter)
+        made[key] = _make_parameter(each, tp_mesh, local)
+        records[key] = Placed(axis, each.placement, weight_mesh)
     for part in list(module.modules()):
-        own = {name: id(p) for name, p in part._parameters.items() if p is not None}
-        for name, key in own.items():
+        keys = {name: id(p) for name, p in part._parameters.items() if p is not None}
+        for name, key in keys.items():
             setattr(part, name, made[key])
-        place(part, {name: records[key] for name, key in own.items()})
+        place(part, {name: records[key] for name, key in keys.items()})
 
 
 # Checks, before anything changes
 
 
 def _check_tp_mesh(mesh: DeviceMesh) -> str:
-    """The name of the one axis of tp_mesh. Raises MeshError where it has others, or no name."""
+    """The name of the only axis of tp_mesh. Raises MeshError for several axes, or an axis without a name."""
     _check_inside("tp_mesh", mesh)
     if mesh.ndim == 1 and mesh.mesh_dim_names:
         return mesh.mesh_dim_names[0]
@@ -114,7 +114,7 @@ def _check_tp_mesh(mesh: DeviceMesh) -> str:
 
 
 def _check_weight_mesh(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Raise MeshError unless amax, over the ranks of the mesh, reaches all parts of a weight."""
+    """Raise MeshError unless the mesh has all ranks of tp_mesh, so that `amax` reaches all parts of a weight."""
     _check_inside("weight_mesh", mesh)
     missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(mesh).ranks))
     if missing:
@@ -124,7 +124,7 @@ def _check_weight_mesh(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
 
 
 def _check_inside(name: str, mesh: object) -> None:
-    """Raise MeshError unless this is a DeviceMesh that has this rank."""
+    """Raise MeshError unless `mesh` is a DeviceMesh with this rank."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{name} is {mesh!r}; give a DeviceMesh, such as mesh['tp']")
     rank = compat.my_rank()
@@ -133,10 +133,7 @@ def _check_inside(name: str, mesh: object) -> None:
 
 
 def _find_parameters(module: object) -> dict[str, nn.Parameter]:
-    """All parameters, shared ones under each of their names.
-
-    Raises LayoutError where one cannot be placed.
-    """
+    """All parameters, shared ones under each of their names. Raises LayoutError if one cannot be placed."""
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
     for path, part in module.named_modules():
@@ -145,14 +142,14 @@ def _find_parameters(module: object) -> dict[str, nn.Parameter]:
             raise LayoutError(f"module {path!r} is on a mesh already; {fix}")
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in found.items():
-        why = _explain_refusal(parameter)
+        why = _explain_unplaceable(parameter)
         if why:
             raise LayoutError(f"parameter {name!r} {why}")
     return found
 
 
-def _explain_refusal(parameter: nn.Parameter) -> str:
-    """Why a parameter cannot be placed, and what to do; "" if it can."""
+def _explain_unplaceable(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be placed, and the fix, as words after its name; "" if it can."""
     if isinstance(parameter, DTensor):
         return "is a DTensor; set_device_mesh comes before parallelize and fully_shard"
     if isinstance(parameter, nn.UninitializedParameter):
@@ -163,7 +160,7 @@ def _explain_refusal(parameter: nn.Parameter) -> str:
 
 
 class _Divided(NamedTuple):
-    """A parameter, the shape of the whole, and what divides it."""
+    """A parameter, the shape of the whole weight, and its division."""
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
@@ -171,24 +168,24 @@ class _Divided(NamedTuple):
 
 
 def _divide(
-    name: str, parameter: nn.Parameter, said: Asked | None, mesh: DeviceMesh, local: bool
+    name: str, parameter: nn.Parameter, asked: Asked | None, mesh: DeviceMesh, local: bool
 ) -> _Divided:
-    """Raises PlacementError where it cannot be divided so, or not evenly."""
+    """The division of a parameter in its style. Raises PlacementError if it does not divide so, or not evenly."""
     shape = list(parameter.shape)
-    if said is None or said.dim is None:
+    if asked is None or asked.dim is None:
         return _Divided(parameter, tuple(shape), Replicate())
-    d = said.dim
+    d = asked.dim
     parts = mesh.size()
     axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tp"
     tp = f"{axis}={parts}"
     kind = "local" if local else "whole"
-    what = f"parameter {name!r} {kind} {tuple(shape)} as {said.style!r} on {tp}"
+    what = f"parameter {name!r} {kind} {tuple(shape)} as {asked.style!r} on {tp}"
     if d >= len(shape):
         raise PlacementError(f"{what}: it has no dimension {d}; give it another style")
     if local:
         shape[d] *= parts
     try:
-        placement = said.placement(shape[d])
+        placement = asked.placement(shape[d])
         _check_even(placement, shape[d], tp, parts)
     except PlacementError as error:
         raise PlacementError(f"{what}: dimension {d}: {error}") from None
@@ -206,34 +203,34 @@ def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
             raise PlacementError(f"{what} does not divide by {tp}; {fix}")
 
 
-# What is made
+# Making parameters
 
 
-def _make_parameter(one: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
-    """The parameter as a DTensor, with the attributes that it had."""
-    held = one.parameter.detach() if local else _take_part(one, mesh_of(mesh))
-    # Not in the caller's inference mode, which would make a parameter that takes no step.
-    with torch.inference_mode(one.parameter.is_inference()), torch.no_grad():
+def _make_parameter(divided: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
+    """The parameter as a DTensor, with its attributes."""
+    held = divided.parameter.detach() if local else _take_part(divided, mesh_of(mesh))
+    # Not in the caller's inference mode: a step could not update the parameter.
+    with torch.inference_mode(divided.parameter.is_inference()), torch.no_grad():
         tensor = DTensor.from_local(
             held.contiguous(),
             mesh,
-            (label(one.placement),),
+            (label(divided.placement),),
             run_check=False,
-            shape=torch.Size(one.shape),
-            stride=strides(one.shape),
+            shape=torch.Size(divided.shape),
+            stride=strides(divided.shape),
         )
-        made = nn.Parameter(tensor, requires_grad=one.parameter.requires_grad)
-    vars(made).update(vars(one.parameter))
+        made = nn.Parameter(tensor, requires_grad=divided.parameter.requires_grad)
+    vars(made).update(vars(divided.parameter))
     return made
 
 
-def _take_part(one: _Divided, mesh: Mesh) -> Tensor:
-    """This rank's part of the whole weight, a copy; a replicated one as it is."""
-    whole = one.parameter.detach()
-    if isinstance(one.placement, Replicate):
+def _take_part(divided: _Divided, mesh: Mesh) -> Tensor:
+    """A copy of this rank's part of the whole weight; a replicated weight itself."""
+    whole = divided.parameter.detach()
+    if isinstance(divided.placement, Replicate):
         return whole
-    d = one.placement.dim
-    layout = Layout(one.shape, mesh, (one.placement,))
+    d = divided.placement.dim
+    layout = Layout(divided.shape, mesh, (divided.placement,))
     runs = layout.runs(compat.my_rank())[d]
     pieces = [whole.narrow(d, start, length) for _, start, length in runs.segments]
     return torch.cat(pieces, dim=d)

@@ -1,11 +1,11 @@
-"""Formats: tensors as numbers of other types, cast, quantised and read again.
+"""Formats: tensors cast, quantized and dequantized.
 
 In reading order:
 
-- `casting`: numbers of one type as those of another;
+- `casting`: numbers cast between dtypes;
 - `slabs`: a tensor in boxes that fit a cache;
 - `rounding`: float32 as numbers of 8 and 4 bits, and back;
-- `scaling`: scales of blocks, and numbers divided by them and multiplied;
+- `scaling`: scales of blocks, and numbers divided and multiplied by them;
 - `quantising`: tensors as data and scales, and back;
-- `views`: what other libraries' quantised tensors hold, as formats and plain tensors.
+- `views`: other libraries' quantized tensors as formats and plain tensors.
 """

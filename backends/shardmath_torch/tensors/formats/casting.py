@@ -1,4 +1,4 @@
-"""Casting: numbers of one type as those of another, bit for bit as `shardmath.values.formats.casting` has them.
+"""Casting: numbers cast between dtypes, bit for bit as `shardmath.values.formats.casting` does.
 
 >>> halves = torch.empty(3, dtype=torch.bfloat16)
 >>> cast_into(torch.tensor([1.00390625, 1.01171875, float("nan")]), "float32", "bfloat16", halves)
@@ -19,14 +19,14 @@ __all__ = ["cast", "cast_into", "may_have_nan", "negative_exp_into"]
 
 
 def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
-    """Elements of the type `src` as those of `dst`, in `out`."""
+    """Cast elements of dtype `src` to `dst`, in `out`."""
     if src == dst:
         words(out).copy_(words(values))
         return
-    # torch has casts from each type of its own, of which not all round twice.
+    # torch has a separate cast for each pair of dtypes, and not all round by way of float32.
     short = values.float() if dst in SHORT else values
     out.copy_(short)
-    # Where one has NaN the other has, and torch compares large numbers faster than short ones.
+    # Both have NaN at the same places, and torch compares wide elements faster than narrow ones.
     wider = max(values, out, key=Tensor.element_size)
     if is_float(src) and is_float(dst) and may_have_nan(wider):
         # torch's own bits of NaN differ between the middle of a tensor and its end.
@@ -34,14 +34,14 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
 
 
 def may_have_nan(values: Tensor) -> bool:
-    """Whether NaN has to be looked for, which on a CPU takes longer than the cast; weights have none."""
+    """Whether there may be NaN. On a CPU, masking NaN takes longer than the cast, and weights have none."""
     if values.device.type != "cpu":
-        return True  # asking would wait for the device
+        return True  # checking would wait for the device
     return bool(values.numel()) and bool(values.amax().isnan())
 
 
 def cast(values: Tensor, src: str, dst: str) -> Tensor:
-    """The same as a tensor of its own, or the tensor itself where the types are one."""
+    """The values cast to dtype `dst`, as a new tensor; if the dtypes are equal, the tensor itself."""
     if src == dst:
         return values
     out = torch.empty(values.shape, dtype=dtype_of(dst), device=values.device)
@@ -50,13 +50,13 @@ def cast(values: Tensor, src: str, dst: str) -> Tensor:
 
 
 def negative_exp_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
-    """-exp of the elements, rounded to float32 and then to `dst`, in `out`."""
+    """Compute -exp of the elements, rounded to float32 and then to `dst`, in `out`."""
     positive = exp(cast(values, src, "float64"), _power_of_two)
     rounded = cast(positive.neg(), "float64", "float32")
     cast_into(rounded, "float32", dst, out)
 
 
 def _power_of_two(k: Tensor) -> Tensor:
-    """2^k of integers in float64, by their bits."""
+    """2^k of integers in float64, made from the exponent's bits."""
     exponents = k.to(torch.int64) + 1023
     return (exponents << 52).view(torch.float64)

@@ -1,9 +1,9 @@
-"""Quantising: tensors as data and scales and back, bit for bit as the formats of `shardmath.formats` have them.
+"""Quantizing: tensors as data and scales and back, bit for bit as the formats of `shardmath.formats` define.
 
-1. Tensors of bfloat16, float16 and float32 are quantised, strided ones too; the arithmetic is float32's.
-2. `out` are buffers that stay where they are. They are of bytes, or of the types that the bytes mean.
-3. A tensor is read once where its blocks are small. Where one block is larger than a cache, and for NVFP4, whose scales
-   depend on the largest magnitude of all, it is read twice.
+1. Tensors of bfloat16, float16 and float32 are quantized, strided ones too; the arithmetic is float32.
+2. `out` are buffers to write into, of bytes, or of the dtypes that the bytes stand for.
+3. A tensor is read once if its blocks are small. It is read twice if a block is larger than a cache, and for NVFP4,
+   whose scales depend on the largest magnitude of the whole tensor.
 4. All arguments are checked before anything is written.
 
 >>> from shardmath import formats
@@ -46,16 +46,16 @@ DTYPES = {
 def amax_of(format: Format, tensor: Tensor) -> Tensor:
     """The largest magnitude of each block, float32, shaped as the scales; NaN counts as `format.nan_magnitude`.
 
-    Ranks whose cuts part blocks pass the largest over ranks of these to `quantise`. Raises FormatError.
+    If ranks hold parts of blocks, pass the maximum of these over ranks to `quantise`. Raises FormatError.
     """
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")
     shape = tuple(values.shape)
     largest = torch.zeros(format.scale_shape(shape), dtype=torch.float32, device=values.device)
-    for slab, (magnitudes,) in _Work(format, shape, values.device, 1):
+    for slab, (magnitudes,) in _SlabLoop(format, shape, values.device, 1):
         torch.abs(magnitudes.copy_(slab.take(values)), out=magnitudes)
         shared = slab.take_shared(largest)
-        # Of a block that is cut into slabs, the others count, too.
+        # A block may be cut into several slabs: take the maximum over them.
         torch.maximum(shared, slab.amax(magnitudes, format.nan_magnitude), out=shared)
     return largest
 
@@ -66,11 +66,11 @@ def quantise(
     out: Sequence[Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The tensors for `format.parts`: data shaped like the tensor (two numbers per byte of NVFP4), scales, and so on.
+    """Return the tensors for `format.parts`: data shaped like the tensor (NVFP4: two numbers per byte), scales, ...
 
-    `out` are the tensors to write to, in that order: bytes, or of the dtype that the part's `kind` names. They are
-    returned. `amax` are the largest magnitudes of the blocks, float32 and shaped as the scales, where the tensor has
-    only parts of them; its first position is then taken for the beginning of a block. Raises FormatError.
+    `out` are the tensors to write to and return, in that order: of bytes, or of the dtype that the part's `kind` names.
+    `amax` are the largest magnitudes of the whole blocks, float32 and shaped as the scales, if the tensor has only
+    parts of them; its first position is assumed to begin a block. Raises FormatError.
     """
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")
@@ -78,7 +78,7 @@ def quantise(
     format.check_shape(shape)
     parts = _make_parts(format, values) if out is None else tuple(out)
     stored = _read_parts(format, parts, shape, values.device, "out")
-    amaxes = _find_amax(format, values, amax)
+    amaxes = _choose_amaxes(format, values, amax)
     data, scales, *others = stored
     g = None
     if isinstance(format, NVFP4):
@@ -95,7 +95,7 @@ def quantise(
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A tensor and where its data and scales go."""
+    """The quantizing of a tensor into data and scales, slab by slab."""
 
     format: Format
     rule: ScaleRule
@@ -104,9 +104,9 @@ class _Kernel:
     scales: Tensor
 
     def run(self, measured: bool) -> None:
-        """Quantises all slabs; scales are there where amaxes were `measured` before."""
+        """Quantize all slabs; if amaxes were `measured` before, the scales are already written."""
         shape = tuple(self.values.shape)
-        work = _Work(self.format, shape, self.values.device, 2)
+        work = _SlabLoop(self.format, shape, self.values.device, 2)
         for slab, (numbers, magnitudes) in work:
             numbers.copy_(slab.take(self.values))
             shared = slab.take_shared(self.scales)
@@ -118,8 +118,8 @@ class _Kernel:
             round_into(self.format.element, scaled, slab.take(self.data, self.format.per_element))
 
 
-class _Work:
-    """A tensor's slabs, and memory for them, which stays in the cache from one to the next."""
+class _SlabLoop:
+    """An iteration over a tensor's slabs, with temporary memory that stays in the cache."""
 
     def __init__(
         self, format: Format, shape: tuple[int, ...], device: torch.device, count: int
@@ -130,7 +130,7 @@ class _Work:
         self._rows = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(count)]
 
     def __iter__(self) -> Iterator[tuple[Slab, list[Tensor]]]:
-        """Each slab, and as many contiguous tensors for it, split into blocks."""
+        """Each slab, and `count` contiguous tensors of its shape, split into blocks."""
         for slab in self._slabs:
             size = math.prod(slab.sizes)
             yield slab, [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
@@ -142,7 +142,7 @@ def dequantise(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The numbers that data and scales stand for, computed in float32 and rounded to `dtype`.
+    """Return the numbers that data and scales stand for, computed in float32 and rounded to `dtype`.
 
     `parts` are as `quantise` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
     is the tensor to write to, which is returned. Every NaN of bfloat16 and float16 has the same bits. Raises
@@ -158,28 +158,28 @@ def dequantise(
     g = others[0].reshape(()) if others else None
     rule = find_rule(format, g)
     table = make_table(format.element, data.device)
-    for slab, (numbers,) in _Work(format, shape, data.device, 1):
+    for slab, (numbers,) in _SlabLoop(format, shape, data.device, 1):
         read_into(table, slab.take(data, format.per_element), numbers)
         rule.scale_up(numbers, slab.take_shared(scales))
         cast_into(numbers, "float32", DTYPES[dtype], slab.take(written))
     return out
 
 
-# What is given
+# Arguments
 
 
 def _check_format(format: object) -> None:
-    """Raise FormatError for what is no format."""
+    """Raise FormatError for a value that is not a format."""
     if not isinstance(format, Format):
         fix = "give one of shardmath.formats, as MXFP8()"
         raise FormatError(f"{shown(format)} is no format; {fix}")
 
 
 def _read_tensor(given: object, what: str) -> Tensor:
-    """The tensor, detached. Raises FormatError for what has no numbers to be quantised."""
+    """The tensor, detached. Raises FormatError for a value without numbers to be quantized."""
     if not isinstance(given, Tensor):
         raise FormatError(f"{what} is {shown(given)}; give a torch.Tensor")
-    # A subclass has meanings of its own for what is done here.
+    # A subclass may override the operations used here.
     if type(given) not in (Tensor, torch.nn.Parameter):
         fix = "give a plain tensor: `sendable(it)`, or its local part"
         raise FormatError(f"{what} is a {type(given).__name__}; {fix}")
@@ -197,7 +197,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _make_parts(format: Format, values: Tensor) -> tuple[Tensor, ...]:
-    """Empty tensors for the parts of one."""
+    """Empty tensors for the format's parts of a tensor."""
     return tuple(
         torch.empty(
             part.blocks.count(tuple(values.shape)), dtype=dtype_of(part.dtype), device=values.device
@@ -213,7 +213,7 @@ def _read_parts(
     device: torch.device,
     what: str,
 ) -> list[Tensor]:
-    """The tensors for the parts as they are stored, of the same memory. Raises FormatError."""
+    """The tensors of the parts, viewed in their stored dtypes. Raises FormatError for tensors that do not fit."""
     if len(given) != len(format.parts):
         names = ", ".join(part.name for part in format.parts)
         raise FormatError(
@@ -240,7 +240,7 @@ def _read_part(
 
 
 def _make_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor. Raises FormatError for a dtype that has not the numbers."""
+    """An empty tensor for the numbers. Raises FormatError for a dtype that is not supported."""
     if dtype not in DTYPES:
         fix = f"use {', '.join(DTYPES.values())}"
         raise FormatError(f"quantised tensors are not read as {shown(dtype)}; {fix}")
@@ -265,8 +265,8 @@ def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
     return (*outer, last * format.per_element)
 
 
-def _find_amax(format: Format, values: Tensor, given: Tensor | None) -> Tensor | None:
-    """The amaxes of all blocks where they are known, or needed before the first slab; None where slabs have theirs."""
+def _choose_amaxes(format: Format, values: Tensor, given: Tensor | None) -> Tensor | None:
+    """The amaxes of all blocks, if they are known or needed before the first slab; None if slabs measure theirs."""
     shape = tuple(values.shape)
     count = format.scale_shape(shape)
     if given is not None:
@@ -280,7 +280,7 @@ def _find_amax(format: Format, values: Tensor, given: Tensor | None) -> Tensor |
 
 
 def _read_amax(given: object, count: tuple[int, ...], device: torch.device) -> Tensor:
-    """The amaxes that somebody knows. Raises FormatError unless there is one for each block."""
+    """The given amaxes. Raises FormatError unless there is one for each block."""
     expected = f"give float32 {count} on {device}"
     if not isinstance(given, Tensor):
         raise FormatError(f"amax is {shown(given)}; {expected}")

@@ -1,9 +1,9 @@
-"""Rounding: float32 as numbers of 8 and 4 bits and back, bit for bit as `shardmath.values.formats.floats` has them.
+"""Rounding: float32 as FP8 and FP4 codes and back, bit for bit as `shardmath.values.formats.floats` does.
 
-1. torch's casts to float8 round as wanted, subnormals too. But some of what is too large becomes infinite, so numbers
-   are clamped before; and a NaN keeps its sign, which is taken from it.
-2. torch has no cast to E2M1. Adding a power of two whose last bit weighs as much as one step rounds to steps.
-3. Casts from float8 take six times as long as a table of all codes. Of E2M1 the table is of bytes, two numbers each.
+1. torch's casts to float8 round correctly, subnormals too. But some numbers that are too large become infinite, so
+   numbers are clamped before; and a NaN keeps its sign, so NaN are overwritten.
+2. torch has no cast to E2M1. Adding a power of two whose last bit is worth one step rounds to whole steps.
+3. Casts from float8 take six times as long as a table of all codes. The table of E2M1 is of bytes, two numbers each.
 
 >>> codes = torch.empty(4, dtype=torch.uint8)
 >>> round_into(E4M3, torch.tensor([1, -0.5, 1000, 5]), codes)
@@ -30,13 +30,13 @@ from shardmath_torch.tensors.formats.casting import may_have_nan
 __all__ = ["make_table", "read_e4m3", "read_e8m0", "read_into", "round_into"]
 
 FRACTION = 23
-"""Bits of a float32's fraction."""
+"""The number of bits of a float32's fraction."""
 FIELD = 0x7F80_0000
-"""A float32's exponent."""
+"""The mask of a float32's exponent."""
 
 
 def round_into(element: Float, values: Tensor, out: Tensor) -> None:
-    """The codes of float32 numbers in bytes, two codes in each of E2M1. `values` are overwritten."""
+    """Write the codes of float32 numbers to bytes, two codes per byte for E2M1. `values` are overwritten."""
     if element is E2M1:
         codes = _round_e2m1(values).to(torch.uint8)
         out.copy_(_pack(codes))
@@ -48,15 +48,15 @@ def round_into(element: Float, values: Tensor, out: Tensor) -> None:
 
 
 def _round_e2m1(values: Tensor) -> Tensor:
-    """The codes as int32."""
-    # Of NaN, which has no code, the largest number without a sign.
+    """The E2M1 codes, as int32."""
+    # NaN has no code, and becomes the largest number, positive.
     values.nan_to_num_(nan=E2M1.most)
     signs = values.view(torch.int32) >> 28 & 8
     magnitude = values.abs_().clamp_(max=E2M1.most)
     # Steps are of 1/2 below 2, and twice as large from each power of two on.
     power = magnitude.clamp(min=1).view(torch.int32) & FIELD
     binades = power - (127 << FRACTION) >> FRACTION
-    # 2^22 times the power of two has a last bit that weighs half of it.
+    # The last bit of 2^22 times the power of two is worth half the power, one step.
     adder = power.add_(22 << FRACTION)
     rounded = magnitude.add_(adder.view(torch.float32))
     steps = rounded.view(torch.int32) - adder
@@ -68,13 +68,13 @@ def _pack(codes: Tensor) -> Tensor:
     """Two codes in each byte, the first in the low bits."""
     if sys.byteorder == "big":
         return codes[..., ::2] | codes[..., 1::2] << 4
-    # Two bytes as one word: the second is shifted beside the first, and the low byte of the word is what remains.
+    # Two bytes as one word: the second code is shifted next to the first, and the word's low byte has both.
     pairs = codes.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """The float32 number of each byte; of E2M1 two numbers, as one element of float64."""
+    """A table of the float32 number of each byte; for E2M1 of both numbers, as one element of float64."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
@@ -83,21 +83,21 @@ def make_table(element: Float, device: torch.device) -> Tensor:
 
 
 def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """The numbers of bytes in `out`, which is contiguous."""
+    """Write the numbers of coded bytes to `out`, which is contiguous."""
     indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
-    # Bytes of two numbers are looked up as one element of twice the size.
+    # A byte of two numbers is looked up as one element of twice the size.
     torch.index_select(table, 0, indices, out=flat(out).view(table.dtype))
 
 
 def read_e4m3(codes: Tensor) -> Tensor:
-    """The float32 numbers of few codes."""
+    """The float32 numbers of E4M3 codes, by a cast, which suits small tensors such as scales."""
     return codes.contiguous().view(dtype_of(E4M3.dtype)).float()
 
 
 def read_e8m0(codes: Tensor) -> Tensor:
     """2^(b - 127) of each byte b, exactly; NaN of 255."""
     bits = codes.to(torch.int32) << FRACTION
-    # 2^-127 is a subnormal float32, and the exponent of 255 alone would be an infinity.
+    # Byte 0, 2^-127, is a subnormal float32; the exponent 255 with a zero fraction would be infinity instead of NaN.
     bits.masked_fill_(bits == 0, 1 << (FRACTION - 1))
     bits.masked_fill_(bits == FIELD, 0x7FC0_0000)
     return bits.view(torch.float32)

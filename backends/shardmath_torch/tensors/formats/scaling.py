@@ -1,8 +1,8 @@
-"""Scaling: the scales of blocks from their largest magnitudes, and numbers divided by them and multiplied with them.
+"""Scaling: the scales of blocks from their largest magnitudes, and numbers divided and multiplied by them.
 
-1. What is computed, in which order and in float32, is what `shardmath.formats` says; here it is on tensors.
+1. Operations, their order, and float32 arithmetic are as `shardmath.formats` defines, here on tensors.
 2. Numbers are changed in place, with scales that are broadcast to them.
-3. Divisors are tensors of the device: by a number torch divides otherwise on a GPU, as a product with its inverse.
+3. Divisors are tensors on the device: on a GPU, torch divides by a Python number as a product with its inverse.
 
 >>> from shardmath import formats
 >>> amax = torch.tensor([448, 450, 0])
@@ -45,28 +45,28 @@ SUBNORMAL = 0x40_0000
 MOST_BYTE = 254
 """The largest byte of E8M0 that is a number."""
 NAN_BYTE = 255
-"""The other one, and the exponent of infinities."""
+"""The byte of E8M0 that is NaN, and the exponent of a float32 infinity."""
 
 
 class ScaleRule(ABC):
-    """What a format does with scales."""
+    """How a format makes and applies scales."""
 
     @abstractmethod
     def make_scales(self, amax: Tensor) -> Tensor:
-        """The scales of blocks of these largest magnitudes, as they are stored."""
+        """The scales of blocks with these largest magnitudes, in their stored dtype."""
 
     @abstractmethod
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The numbers as they are rounded; in place, unless that is impossible."""
+        """The numbers divided by their scales, ready to be rounded; in place if possible."""
 
     @abstractmethod
     def scale_up(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The numbers that were rounded, multiplied in place."""
+        """The rounded numbers multiplied by their scales, in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PowersOfTwo(ScaleRule):
-    """MXFP8."""
+    """The rule of MXFP8: scales are powers of two in E8M0."""
 
     element: Float
     is_up: bool
@@ -76,22 +76,22 @@ class _PowersOfTwo(ScaleRule):
         return fields.to(torch.uint8)
 
     def _round_up(self, amax: Tensor) -> Tensor:
-        """Exponents of amax / most, one more where the fraction is not zero."""
+        """Exponents of amax / most, rounded up."""
         inverse = np.float32(1) / np.float32(self.element.most)
         bits = (amax * float(inverse)).view(torch.int32)
-        # Up to 2^-127 the byte is 0; the other subnormal numbers are below 2^-126, which is 1.
+        # Numbers up to 2^-127 have byte 0; larger subnormals round up to 2^-126, which has byte 1.
         bits.masked_fill_(bits <= SUBNORMAL, 0)
         bits.add_((1 << FRACTION) - 1).bitwise_right_shift_(FRACTION)
         return bits.clamp_(max=MOST_BYTE)
 
     def _round_down(self, amax: Tensor) -> Tensor:
-        """Exponents of amax, less that of the largest number; of infinities the byte that is NaN."""
+        """Exponents of amax, minus the exponent of the largest number; for infinities, the byte of NaN."""
         fields = amax.contiguous().view(torch.int32) >> FRACTION
         is_infinite = fields == NAN_BYTE
         return fields.sub_(self.element.exponent).clamp_(min=0).masked_fill_(is_infinite, NAN_BYTE)
 
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
-        # 2^(127 - b) is the number of byte 254 - b, and a product with it is exact.
+        # Byte 254 - b stands for 2^(127 - b), the inverse of byte b, and the product is exact.
         return values.mul_(read_e8m0(MOST_BYTE - scales))
 
     def scale_up(self, values: Tensor, scales: Tensor) -> Tensor:
@@ -100,13 +100,13 @@ class _PowersOfTwo(ScaleRule):
 
 @dataclass(frozen=True, slots=True)
 class _Float32(ScaleRule):
-    """FP8 with float32 scales."""
+    """The rule of FP8 with float32 scales."""
 
     element: Float
     power_of_two: bool
 
     def make_scales(self, amax: Tensor) -> Tensor:
-        divide = _divide_roundly if self.power_of_two else _divide
+        divide = _make_power_of_two_scales if self.power_of_two else _make_exact_scales
         scales = divide(amax, self.element.most)
         return _fill_ones(scales, amax)
 
@@ -117,27 +117,27 @@ class _Float32(ScaleRule):
         return values.mul_(scales)
 
 
-def _divide(amax: Tensor, most: float) -> Tensor:
-    """The scales by which the largest magnitudes become the largest number."""
+def _make_exact_scales(amax: Tensor, most: float) -> Tensor:
+    """The scales that map the largest magnitudes to the format's largest number."""
     return amax.div(amax.new_full((), most)).clamp_(min=LEAST)
 
 
-def _divide_roundly(amax: Tensor, most: float) -> Tensor:
-    """The same, where 1 over the scale is rounded down to a power of two."""
+def _make_power_of_two_scales(amax: Tensor, most: float) -> Tensor:
+    """The scales that are powers of two: the inverse of the exact scale is rounded down to one."""
     inverse = amax.new_full((), most).div(amax).clamp_(max=1 / LEAST)
     power = inverse.view(torch.int32) & FIELD
-    # 1 over 2^k has the exponent's field 254 - field.
+    # The inverse of a power of two with exponent field f has the field 254 - f.
     return power.neg_().add_(MOST_BYTE << FRACTION).view(torch.float32)
 
 
 def _fill_ones(scales: Tensor, amax: Tensor) -> Tensor:
-    """1 where nothing but zeros is, and where something is infinite."""
+    """Set the scales of blocks of zeros, and of blocks with an infinity, to 1."""
     return scales.masked_fill_((amax == 0) | amax.isinf(), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Global(ScaleRule):
-    """NVFP4, with the scale of all as float32 without dimensions."""
+    """The rule of NVFP4, with the global scale as a float32 scalar."""
 
     g: Tensor
 
@@ -150,7 +150,7 @@ class _Global(ScaleRule):
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
         factors = read_e4m3(scales)
         quotients = values / (factors * self.g)
-        # Nothing is divided by zero: such a block has zeros with their signs.
+        # A block with scale zero becomes signed zeros instead of quotients by zero.
         is_zero = factors == 0
         if is_zero.device.type == "cpu" and not is_zero.any():
             return quotients
@@ -162,7 +162,7 @@ class _Global(ScaleRule):
 
 
 def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
-    """The rule of a format; of NVFP4 with the scale of all. Raises FormatError for a format that is not known here."""
+    """The rule of a format; for NVFP4 with its global scale `g`. Raises FormatError for an unknown format."""
     match format:
         case MXFP8():
             return _PowersOfTwo(format.element, format.rounding == "rceil")
@@ -175,12 +175,12 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:
-    """The scale of all, without dimensions, from the amaxes of all blocks."""
+    """NVFP4's global scale, a scalar, from the amaxes of all blocks."""
     if format.tensor_amax is not None:
         largest = amax.new_full((), format.tensor_amax)
     elif amax.numel():
         largest = amax.amax()
     else:
         largest = amax.new_zeros(())
-    g = _divide(largest, E2M1.most * E4M3.most)
+    g = _make_exact_scales(largest, E2M1.most * E4M3.most)
     return _fill_ones(g, largest)

@@ -1,9 +1,9 @@
-"""Slabs: a tensor in boxes that fit a cache, each of whole blocks or of one shorter than others.
+"""Slabs: a tensor divided into boxes that fit a cache, each of whole blocks or of one partial block.
 
-1. All that is done to a slab is done while it is in the cache: memory is read once, and written once.
-2. In each dimension a slab has several whole blocks, or one, or a part of one. So it is split into blocks by a view,
-   and what blocks share is broadcast.
-3. A block is cut only where it alone is larger than a slab.
+1. A slab is processed completely while it is in the cache: memory is read once, and written once.
+2. In each dimension a slab has several whole blocks, or one, or a part of one. So a view splits it into blocks, and
+   values per block are broadcast.
+3. A block is cut only if it is larger than a slab.
 
 >>> from shardmath.values.formats.fp8 import FP8Blocks
 >>> for slab in cut_slabs(FP8Blocks((2, 4)).blocks, (2, 10), 16): print(*slab.spans)
@@ -29,13 +29,13 @@ from shardmath_torch.tensors.formats.casting import may_have_nan
 __all__ = ["MOST", "Slab", "choose_most", "cut_slabs", "fits"]
 
 MOST = 1 << 18
-"""Positions of a slab on a CPU: a megabyte of float32. Of fewer, the time that torch takes to begin a step counts."""
+"""Positions of a slab on a CPU: a megabyte of float32. With smaller slabs, torch's overhead per operation matters."""
 MOST_ELSEWHERE = 1 << 24
-"""The same on a GPU, where each step has to fill all of it; 64 MB of float32."""
+"""Positions of a slab on a GPU, where each operation has to fill the device: 64 MB of float32."""
 
 
 def choose_most(device: torch.device) -> int:
-    """How many positions slabs on the device have."""
+    """The most positions of a slab on the device."""
     return MOST if device.type == "cpu" else MOST_ELSEWHERE
 
 
@@ -66,15 +66,15 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """The box, split into blocks; of a tensor that has an element for `per` positions of the last dimension."""
+        """The box of a tensor that has an element per `per` positions of the last dimension, split into blocks."""
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)
         return self.split(tensor)
 
     def split(self, box: Tensor) -> Tensor:
-        """A view of a box, of any elements, split into blocks."""
-        # From the last dimension on, so that the numbers of those before stay.
+        """A view of a box's tensor, split into blocks."""
+        # From the last dimension backwards, so that earlier dimensions keep their numbers.
         for d in reversed(range(len(self.spans))):
             span = self.spans[d]
             if span.is_split:
@@ -82,7 +82,7 @@ class Slab:
         return box
 
     def take_shared(self, shared: Tensor) -> Tensor:
-        """What its blocks have of a tensor with an element per block, so that it is broadcast to what `take` gives."""
+        """The slab's part of a tensor with an element per block, shaped to be broadcast to `take`'s result."""
         for d, span in enumerate(self.spans):
             shared = shared.narrow(d, span.first, span.count)
         for d in reversed(range(len(self.spans))):
@@ -91,7 +91,7 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """The largest in each block of what `take` gave, shaped as by `take_shared`; that of NaN is `nan`."""
+        """The largest magnitude in each block of `take`'s result, shaped as by `take_shared`; NaN counts as `nan`."""
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
@@ -124,7 +124,7 @@ def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Sla
 
 
 def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> list[int]:
-    """How many positions of each dimension a slab has: as many as fit of the last, with one block of those before."""
+    """How many positions a slab has in each dimension: all that fit of the last ones, and one block of earlier ones."""
     blocks = list(map(min, sizes, shape))
     is_cut = math.prod(blocks) > most
     steps: list[int] = []
@@ -132,7 +132,7 @@ def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> 
         before = 1 if is_cut else math.prod(blocks[:d])
         room = most // max(1, before * math.prod(steps))
         step = min(shape[d], room)
-        # Whole blocks, where one fits.
+        # Whole blocks, if one fits.
         if step >= sizes[d]:
             step -= step % sizes[d]
         steps.insert(0, max(1, step))
@@ -140,19 +140,19 @@ def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> 
 
 
 def _cut_dimension(block: int, n: int, step: int) -> list[BlockSpan]:
-    """Spans of `step` positions, which are whole blocks or a part of one, and the shorter last block by itself."""
+    """Spans of `step` positions, of whole blocks or a part of one; a shorter last block is separate."""
     whole = n - n % block
     spans = []
     for start in range(0, whole, max(step, block)):
         stop = min(start + max(step, block), whole)
-        spans += _cut_inside(start, stop, block, step)
+        spans += _cut_span(start, stop, block, step)
     if whole < n:
-        spans += _cut_inside(whole, n, block, step)
+        spans += _cut_span(whole, n, block, step)
     return spans
 
 
-def _cut_inside(start: int, stop: int, block: int, step: int) -> list[BlockSpan]:
-    """Whole blocks as one span; those of a block that is larger than a step, or shorter than others."""
+def _cut_span(start: int, stop: int, block: int, step: int) -> list[BlockSpan]:
+    """One span for whole blocks; several spans for a block that is larger than a step, or shorter than others."""
     count, rest = divmod(stop - start, block)
     if count and not rest and step >= block:
         return [BlockSpan(start, start // block, count, block)]

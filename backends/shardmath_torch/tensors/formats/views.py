@@ -1,12 +1,12 @@
-"""Views: what other libraries' quantised tensors hold, as formats and plain tensors of the same memory.
+"""Views: other libraries' quantized tensors as formats and plain tensors of the same memory.
 
-1. Tensors are known by their attributes, so that neither TransformerEngine nor torchao is imported.
-2. Padding of scales is left out, and what lies transposed is viewed as it is meant. Parts of TransformerEngine's blocks
-   have two dimensions, as its scales do, also where a tensor has more.
-3. TransformerEngine's tensors have two copies, made independently. The rowwise one is taken, and the other if that was
-   dropped, or when asked.
-4. A tensor does not say by which rule its scales were made. The format has TransformerEngine's rule or torchao's
-   default, "floor", which matters only when numbers are quantised again.
+1. Tensors are recognized by their attributes, so that neither TransformerEngine nor torchao is imported.
+2. Padding of scales is left out, and transposed data are viewed in the tensor's orientation. Parts of
+   TransformerEngine's blockwise tensors have two dimensions, as its scales do, even if a tensor has more.
+3. TransformerEngine's tensors have two copies, made independently. The rowwise one is used, or the columnwise one if
+   the other was dropped, or on request.
+4. A tensor does not record the rule of its scales. The format has TransformerEngine's rule or torchao's default,
+   "floor", which matters only if numbers are quantized again.
 
 >>> sendable(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
 tensor([1., 1.], dtype=torch.bfloat16)
@@ -35,20 +35,20 @@ __all__ = ["Quantised", "quantised_parts", "sendable"]
 Reader: TypeAlias = Callable[[Any, bool | None], "Quantised"]
 
 TILE = 128
-"""Positions of a block in TransformerEngine's blockwise tensors."""
+"""The length of a block in TransformerEngine's blockwise tensors."""
 SHORT = ("float8", "float4")
-"""How names of types begin that have no arithmetic."""
+"""Prefixes of the names of dtypes without arithmetic."""
 
 
 class Quantised(NamedTuple):
-    """A format, and its parts by name: plain tensors of uint8 and float32, of memory that somebody else has."""
+    """A format, and its parts by name: plain tensors of uint8 and float32, which share memory with the original."""
 
     format: Format
     parts: dict[str, Tensor]
 
 
 def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quantised:
-    """The format and parts of a tensor of TransformerEngine or torchao, of the same memory.
+    """The format and parts of a tensor of TransformerEngine or torchao, which share its memory.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
     `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
@@ -65,21 +65,21 @@ def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
     """A plain tensor of the same values, without autograd; of DTensors the local part.
 
-    Quantised tensors that are known are dequantised to `dtype`, by default the one that they claim to have. Of others
-    the memory is shared; `dtype` means nothing for them. Plain float8 tensors have no meaning without their scales, and
-    are given as their bytes (uint8). Raises FormatError for other wrappers of tensors.
+    Recognized quantized tensors are dequantized to `dtype`, by default the dtype that they report. Other tensors share
+    memory with the result, and `dtype` is ignored. Plain float8 tensors, which mean nothing without their scales, are
+    returned as bytes (uint8). Raises FormatError for other wrappers of tensors.
     """
     if isinstance(param, DTensor):
         return sendable(compat.local_of(param), dtype)
     if _find_reader(param) is not None and not _is_swizzled(param):
         return _read(param, dtype)
-    own = _find_own(param)
+    own = _find_dequantizer(param)
     if own is not None:
         claimed = dtype or getattr(param, "dtype", None) or torch.float32
         return own().detach().to(claimed)
     if not isinstance(param, Tensor):
         raise FormatError(f"{shown(param)} is no tensor; give a torch.Tensor")
-    # By way of a name: mypy takes the question for an answer.
+    # Assigned to a name, since mypy would narrow the type by the call.
     is_wrapper: bool = is_traceable_wrapper_subclass(param)
     if is_wrapper:
         what = f"a {type(param).__name__} is a wrapper without dequantize()"
@@ -89,11 +89,11 @@ def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
     return plain.view(torch.uint8) if is_short else plain
 
 
-def _find_own(param: object) -> Callable[[], Tensor] | None:
-    """How a tensor dequantises itself: those whose scales are swizzled, or divide as torchao's training tensors' do."""
+def _find_dequantizer(param: object) -> Callable[[], Tensor] | None:
+    """A tensor's own dequantizing method: for scales that are swizzled, or divide, as in torchao's training tensors."""
     for name in ("to_original_precision", "dequantize"):
         method = getattr(type(param), name, None)
-        # Every tensor has a `dequantize`, of torch's old quantised types.
+        # Every tensor has a `dequantize`, for torch's old quantized dtypes.
         if method is not None and method is not getattr(Tensor, name, None):
             found: Callable[[], Tensor] = getattr(param, name)
             return found
@@ -117,26 +117,26 @@ def _find_reader(tensor: object) -> Reader | None:
 
 
 def _is_swizzled(tensor: object) -> bool:
-    """Whether scales are in tiles, as tensor cores read them."""
+    """Whether scales are swizzled: stored in tiles, as tensor cores read them."""
     names = ("is_swizzled_scales", "_with_gemm_swizzled_scales")
     return any(getattr(tensor, name, False) is True for name in names)
 
 
-def _make(format: Format, data: Tensor, scales: Tensor) -> Quantised:
-    """The parts as formats have them. Raises FormatError for scales of another shape."""
+def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantised:
+    """The format and parts, in the parts' stored dtypes. Raises FormatError for scales of another shape."""
     expected = format.scale_shape(tuple(data.shape))
     if tuple(scales.shape) != expected:
         what = f"{format.name}: scales have shape {tuple(scales.shape)}"
         raise FormatError(
             f"{what}, data {tuple(data.shape)} have {expected}; pass a tensor that is whole"
         )
-    # Compact types are views of bytes; float32 stays what it is.
+    # Scales of one byte are viewed as bytes; float32 scales stay float32.
     typed = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
     return Quantised(format, {"data": data.view(torch.uint8), "scales": typed})
 
 
 def _name_element(dtype: object) -> str:
-    """ "e4m3" or "e5m2" by a type of torch or of TransformerEngine. Raises FormatError for another."""
+    """ "e4m3" or "e5m2", from a dtype of torch or TransformerEngine. Raises FormatError for another dtype."""
     name = str(dtype).lower()
     for element in ("e4m3", "e5m2"):
         if element in name and "fnuz" not in name:
@@ -144,7 +144,7 @@ def _name_element(dtype: object) -> str:
     raise FormatError(f"data of {shown(dtype)} have no format here; give e4m3 or e5m2")
 
 
-def _take(scales: Tensor, sizes: Sequence[int]) -> Tensor:
+def _strip_padding(scales: Tensor, sizes: Sequence[int]) -> Tensor:
     """The scales without padding."""
     for d, n in enumerate(sizes):
         if scales.shape[d] < n:
@@ -158,7 +158,7 @@ def _take(scales: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, bool]:
-    """Data and scales of a copy, detached, and whether it is the columnwise one."""
+    """Data and scales of one copy, detached, and whether it is the columnwise one."""
     if columnwise is None:
         columnwise = tensor._rowwise_data is None
     way = "columnwise" if columnwise else "rowwise"
@@ -174,16 +174,18 @@ def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, 
 
 
 def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantised:
-    """MXFP8Tensor: neither copy is transposed; scales of rows by columns, padded."""
+    """Read a MXFP8Tensor: neither copy is transposed, and scales are padded."""
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
     element = _name_element(tensor._fp8_dtype)
     format = MXFP8(element, axis=-2 if is_columnwise else -1)
     flat = data.flatten(0, -2)
-    return _make(format, flat, _take(scales, format.scale_shape(tuple(flat.shape))))
+    return _make_quantized(
+        format, flat, _strip_padding(scales, format.scale_shape(tuple(flat.shape)))
+    )
 
 
 def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
-    """Float8BlockwiseQTensor: the columnwise copy is transposed, and scales of 1 x 128 are, too."""
+    """Read a Float8BlockwiseQTensor: the columnwise copy is transposed, and so are scales of 1 x 128."""
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
     # The columnwise copy has the last dimension first.
     flat = data.flatten(1) if is_columnwise else data.flatten(0, -2)
@@ -191,10 +193,10 @@ def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
     across = -(-columns // TILE)
     if tensor._is_2D_scaled:
         block = TILE, TILE
-        taken = _take(scales, (-(-rows // TILE), across))
+        taken = _strip_padding(scales, (-(-rows // TILE), across))
     else:
         block = 1, TILE
-        taken = _take(scales, (across, rows)).t()
+        taken = _strip_padding(scales, (across, rows)).t()
     if is_columnwise:
         block = block[::-1]
         flat = flat.t()
@@ -202,11 +204,11 @@ def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
     quantizer = getattr(tensor, "_quantizer", None)
     is_power = bool(getattr(quantizer, "force_pow_2_scales", True))
     format = FP8Blocks(block, is_power, _name_element(tensor._fp8_dtype))
-    return _make(format, flat, taken)
+    return _make_quantized(format, flat, taken)
 
 
 def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantised:
-    """Float8Tensor: one scale, and perhaps a transposed copy of the same bytes."""
+    """Read TransformerEngine's Float8Tensor: one scale, and perhaps a transposed copy of the same bytes."""
     data = tensor._data
     if columnwise or (columnwise is None and data is None):
         data = getattr(tensor, "_transpose", None)
@@ -217,14 +219,14 @@ def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantised:
         raise FormatError(f"the {type(tensor).__name__} has no rowwise copy; take the other")
     format = FP8(data=_name_element(tensor._fp8_dtype))
     scale = tensor._scale_inv.detach().reshape((1,) * data.ndim)
-    return _make(format, data.detach(), scale)
+    return _make_quantized(format, data.detach(), scale)
 
 
 # torchao
 
 
 def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantised:
-    """MXTensor of MXFP8; where it was transposed, blocks are of rows."""
+    """Read an MXTensor of MXFP8; if it was transposed, blocks are along rows."""
     element = _name_element(tensor.elem_dtype)
     if tensor.block_size != 32 or _is_swizzled(tensor):
         what = f"an MXTensor of blocks of {tensor.block_size}"
@@ -233,22 +235,22 @@ def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantised:
     data = tensor.qdata.detach()
     is_transposed = data.ndim > 1 and data.stride(-2) < data.stride(-1)
     format = MXFP8(element, "floor", -2 if is_transposed else -1)
-    return _make(format, data, tensor.scale.detach())
+    return _make_quantized(format, data, tensor.scale.detach())
 
 
 def _read_ao_float8(tensor: Any, columnwise: bool | None) -> Quantised:
-    """Float8Tensor: as many scales as blocks, of any size in each dimension."""
+    """Read torchao's Float8Tensor: a scale per block, of any size in each dimension."""
     data = tensor.qdata.detach()
     element = _name_element(data.dtype)
     scale = tensor.scale.detach()
     shape = tuple(data.shape)
-    # A slice keeps the blocks of what it was taken from.
+    # A slice keeps the block size of the tensor that it was taken from.
     block = tuple(map(min, tensor.block_size, shape))
     if block == shape or scale.numel() == 1:
-        return _make(FP8(data=element), data, scale.reshape((1,) * data.ndim))
+        return _make_quantized(FP8(data=element), data, scale.reshape((1,) * data.ndim))
     if block == (1,) * (len(shape) - 1) + shape[-1:]:
-        return _make(FP8("channel", data=element), data, scale)
-    return _make(FP8Blocks(block, data=element), data, scale)
+        return _make_quantized(FP8("channel", data=element), data, scale)
+    return _make_quantized(FP8Blocks(block, data=element), data, scale)
 
 
 READERS: list[tuple[tuple[str, ...], Reader]] = [
@@ -258,4 +260,4 @@ READERS: list[tuple[tuple[str, ...], Reader]] = [
     (("qdata", "scale", "elem_dtype", "block_size"), _read_ao_mx),
     (("qdata", "scale", "block_size", "mm_config"), _read_ao_float8),
 ]
-"""Attributes by which tensors are known, the first that fit; and what reads them."""
+"""Attributes that identify a kind of tensors, and its reader; the first entry that matches counts."""

@@ -1,4 +1,4 @@
-"""Parts: plain tensors that say themselves which part of a larger tensor they are.
+"""Parts: plain tensors with attributes that say which part of a larger tensor they are.
 
 In reading order:
 

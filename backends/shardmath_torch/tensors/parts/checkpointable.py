@@ -1,11 +1,11 @@
-"""Checkpointable: torch's CheckpointableTensor, a plain tensor that says which part of a larger one it is.
+"""Checkpointable: torch's CheckpointableTensor, a plain tensor with attributes for its part of a larger tensor.
 
-1. From torch 2.14 on, `torch.distributed.checkpoint` takes a tensor with four attributes for boxes of a larger tensor:
-   `global_shape`, and of each box `global_offsets`, `local_offsets` and `local_sizes`. Whoever takes such a tensor for
-   the same on all ranks loses what the other ranks have.
-2. A rank's boxes are a product of Runs, one per dimension; what is in no box is padding. The Runs of all ranks are a
-   layout, so ranks have to ask each other.
-3. The attributes are those of one Python object: `detach` and `clone` lose them.
+1. From torch 2.14 on, `torch.distributed.checkpoint` treats a tensor with four attributes as boxes of a larger tensor:
+   `global_shape`, and of each box `global_offsets`, `local_offsets` and `local_sizes`. Code that assumes such a tensor
+   to be the same on all ranks loses the other ranks' parts.
+2. A rank's boxes are a product of Runs, one per dimension; cells in no box are padding. The Runs of all ranks define a
+   layout, so ranks have to exchange them.
+3. The attributes belong to one Python object: `detach` and `clone` lose them.
 
 >>> rows = torch.zeros(2, 4)
 >>> rows.global_shape, rows.global_offsets = (9, 4), ((7, 0),)
@@ -50,52 +50,52 @@ __all__ = [
 
 _Numbers: TypeAlias = tuple[int, ...]
 _Box: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Per dimension: the first local and the first global position, and the size."""
+"""A box: per dimension, the first local and the first global position, and the size."""
 
 ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class LocalRuns(NamedTuple):
-    """What a rank has of a tensor: the tensor's global shape, and the Runs of each dimension that this rank has."""
+    """A rank's part of a tensor: the tensor's global shape, and this rank's Runs of each dimension."""
 
     shape: _Numbers
     runs: tuple[Runs, ...]
 
 
 Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]]]
-"""Gives the Boxes of each tensor on all ranks that may have some, by name and rank."""
+"""A function that gives every rank's LocalRuns of tensors, by name and rank."""
 
 
 def is_checkpointable(tensor: object) -> bool:
-    """Whether it is a plain tensor with the four attributes."""
+    """Whether the value is a plain tensor with the four attributes."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         return False
     return all(hasattr(tensor, name) for name in ATTRIBUTES)
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Gives a tensor of the same memory the attributes of a source that has them."""
+    """Copy the attributes, if the source has them, to a tensor of the same memory."""
     if is_checkpointable(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
-    """What the attributes say. Raises LayoutError, with the name, for boxes that are not a product of Runs."""
+    """The tensor's attributes as Runs. Raises LayoutError, with the name, for boxes that are not a product of Runs."""
     try:
         shape, boxes = _list_boxes(tensor)
         runs = _make_runs(shape, tensor.shape, boxes)
     except (ShardError, TypeError, ValueError) as error:
-        raise LayoutError(f"tensor {name!r}: {_show(tensor)}: {error}") from error
+        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {error}") from error
     held = sum(math.prod(n for _, _, n in box) for box in boxes)
     if held != math.prod(part.size for part in runs):
         fix = "give boxes that are all combinations of ranges, some ranges per dimension"
-        raise LayoutError(f"tensor {name!r}: {_show(tensor)} is no layout's; {fix}")
+        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)} is no layout's; {fix}")
     return LocalRuns(shape, runs)
 
 
 def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
-    """The global shape, and the boxes that have elements. Raises ValueError for lists of several lengths."""
+    """The global shape, and the boxes that have elements. Raises ValueError for lists of different lengths."""
     shape = tuple(map(operator.index, tensor.global_shape))
     sides = zip(tensor.local_offsets, tensor.global_offsets, tensor.local_sizes, strict=True)
     boxes = []
@@ -116,7 +116,7 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
     for d, (n, size) in enumerate(zip(shape, local, strict=True)):
         segments = {box[d] for box in boxes}
         if not boxes and d and n == size:
-            # Nothing of the first dimension is enough to hold nothing.
+            # An empty first dimension already makes the part empty; the others may be whole.
             segments = {(0, 0, n)}
         runs = Runs(segments, size)
         if runs.extent > n:
@@ -125,7 +125,7 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
     return tuple(found)
 
 
-def _show(tensor: Any) -> str:
+def _show_attributes(tensor: Any) -> str:
     """The attributes, for an error."""
     said = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
     return f"{list(tensor.shape)} with {', '.join(said)}"
@@ -135,12 +135,12 @@ def _show(tensor: Any) -> str:
 
 
 def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """The layouts of those tensors that are checkpointable, by name.
+    """The layouts of the checkpointable ones of these tensors, by name.
 
-    Collective over the default group, unless `ask` knows what all ranks have: every rank has the
-    attributes, or none. Raises LayoutError, on all ranks, if one has attributes that are not a
-    part, or lacks those of a tensor, if ranks have other global shapes, and if their parts together
-    are not one layout.
+    Collective over the default group, unless `ask` gives what all ranks have. Either every rank has
+    the attributes of a tensor, or none. Raises LayoutError, on all ranks, if one has invalid
+    attributes, or lacks those of a tensor, if global shapes differ between ranks, and if the parts
+    together are not one layout.
     """
     parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
     if not parts:
@@ -150,8 +150,8 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
 
 
 def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, LocalRuns]]:
-    """The boxes that ranks of the default group have, by name and rank."""
-    # A rank with wrong attributes tells the others, who wait for it.
+    """The LocalRuns of all ranks of the default group, by name and rank."""
+    # A rank with invalid attributes reports that to the others, which wait for it.
     mine, why = attempt(partial(_read_all, tensors))
     said = [(mine or {}, why)]
     if dist.is_initialized():
@@ -197,11 +197,11 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
 
 
 def checkpointable(local: Tensor, layout: Layout) -> Tensor:
-    """The same tensor, with attributes that say which part of the layout's tensor it is: then torch's own `dcp.save`
-    and `dcp.load` take it for that, and so do `save_state`, `layout_of` and `export`.
+    """Set attributes that say which part of the layout's tensor this is, and return the tensor. Then torch's own
+    `dcp.save` and `dcp.load` treat it as that part, and so do `save_state`, `layout_of` and `export`.
 
-    It has the local shape that the layout has on this rank. Raises LayoutError for another one, for a Partial layout,
-    and with torch before 2.14, which would save the tensor as all there is.
+    The tensor has the layout's local shape on this rank. Raises LayoutError for another shape, for a Partial layout,
+    and with torch before 2.14, which would save the tensor as if it were whole.
     """
     _check_sayable(layout)
     rank = compat.rank_or_0()
@@ -221,7 +221,7 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
 
 
 def _check_sayable(layout: Layout) -> None:
-    """Raises LayoutError for a layout that the attributes cannot say, or that this torch would not read in them."""
+    """Raise LayoutError for a layout that the attributes cannot express, or if this torch ignores them."""
     instance(layout, Layout, "give a shardmath.Layout", LayoutError)
     if layout.partial:
         raise LayoutError(f"{layout} is Partial, and files have whole values; reduce it first")

@@ -1,13 +1,13 @@
-"""Transforms: what travels is not what is held, in torch.
+"""Transforms: moves that send other tensors than ranks hold, in torch.
 
 In reading order:
 
 - `quantising`: data and scales, made of numbers and read again;
-- `functions`: what transforms do, on tensors;
-- `packing`: what a rank holds, without holes;
-- `workers`: what one rank does for one of its tensors;
+- `functions`: transforms applied to tensors;
+- `packing`: a rank's positions of a tensor, without holes;
+- `workers`: one end of one rank's tensor, made for sending or after receiving;
 - `megatron`: hooks of Megatron-Core as transforms;
-- `agreeing`: what ranks agree on before they agree on a plan;
-- `compile`: two sides and what travels between them, made ready;
-- `amaxes`: parts of a tensor whose blocks ranks cut.
+- `agreeing`: votes on transforms, before ranks agree on a plan;
+- `compile`: two sides and their wire tensors, compiled;
+- `amaxes`: quantizing parts of a tensor when layouts cut blocks.
 """

@@ -1,4 +1,4 @@
-"""Agreeing: ranks agree on what is to be made of tensors, before they agree on a plan."""
+"""Agreeing: ranks vote on transforms before they agree on a plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["agree", "join_group"]
 
 
 def join_group(group: compat.Group | None, timeout: float) -> Party:
-    """This rank in the group."""
+    """This rank's party in the group; an invalid timeout is replaced by the default, to be reported later."""
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     return join(compat.group_of(group), patience, min(5.0, patience / 5))
 
 
 def agree(party: Party, claim: str, objection: str) -> None:
-    """Ranks agree on what they are about to do. Raises ExchangeError."""
+    """Vote on a claim. Raises ExchangeError on every rank if claims differ or one rank objects."""
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")

@@ -1,9 +1,9 @@
-"""`compile_quantise`: ranks that cut blocks agree on a tensor once, and quantise their parts as often as wanted.
+"""`compile_quantise`: ranks whose layout cuts blocks agree on a tensor once, and quantize it any number of times.
 
-1. A call measures, sends the amaxes of blocks that are cut, and casts, as `shardmath.values.amaxes` has it. Every rank
-   makes it, also where no block is cut.
-2. What is wrong with a rank's tensors is found before ranks vote: all raise, and no output has changed.
-3. Numbers are rounded to nothing before: bfloat16 and float16 are exact in float32. What travels is float32.
+1. A call measures amaxes, sends those of blocks that are cut, and casts, as `shardmath.values.amaxes` defines. Every
+   rank makes the call, even if no block is cut.
+2. Errors in a rank's tensors are found before ranks vote: all raise, and no output has changed.
+3. Numbers are not rounded before: bfloat16 and float16 are exact in float32. Amaxes are sent as float32.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from shardmath_torch.tensors.transforms.packing import Packing
 __all__ = ["Quantiser", "compile_quantise"]
 
 EXACT = ("float32", "bfloat16", "float16")
-"""Types whose numbers float32 has."""
+"""Dtypes whose numbers are exact in float32."""
 
 SHOWN = 24
-"""Hexadecimal digits of a digest that a claim has."""
+"""How many hexadecimal digits of a digest a claim has."""
 
 
 _Named: TypeAlias = dict[str, tuple[tuple[int, ...], Layout]]
 """Local tensors by name: their shape, and their layout."""
 
 
-class _Call:
-    """What one call gives as `out`, and gets; between the two, the rank's numbers, and the amaxes of its own part."""
+class _QuantiseCall:
+    """The `out` of one call and its results, and between the two, the rank's numbers and its part's amaxes."""
 
     def __init__(self, out: object) -> None:
         self.out = out
         self.made: tuple[Tensor, ...] = ()
         self.numbers: Tensor | None = None
-        self.own: Floats = np.zeros(0, np.float32)
+        self.amaxes: Floats = np.zeros(0, np.float32)
 
 
-class _Ends(Stage):
-    """What a rank does before slots travel, and of those that have come."""
+class _QuantiseStage(Stage):
+    """The stage of a quantizing move: measures before amaxes are sent, and casts with those received."""
 
     def __init__(self, amaxes: Amaxes, party: Party) -> None:
         rank = party.rank
@@ -78,37 +78,37 @@ class _Ends(Stage):
         self._received: dict[str, Tensor] = {}
         if self._is_holder:
             tensors[""] = layout.local_shape(rank), layout
-            for part, lies in zip(amaxes.format.parts, amaxes.layouts, strict=True):
-                parts[part.name] = lies.local_shape(rank), lies
+            for part, held in zip(amaxes.format.parts, amaxes.layouts, strict=True):
+                parts[part.name] = held.local_shape(rank), held
             self._received = _make_slots(amaxes, "destination", rank, self._device)
             self._packing = Packing(layout, rank, self._device)
             self._pieces = list(amaxes.list_pieces(rank))
         self._tensor = Wanted("source", rank, tensors, single=True)
         self._parts = Wanted("destination", rank, parts, single=False)
         self._writes = False
-        self._call = _Call(None)
+        self._call = _QuantiseCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """The slots of the tensor. Raises what speaks against quantising it."""
+        """The amaxes to send, and memory for those to receive. Raises ExchangeError to object."""
         self._writes = False
-        call: _Call = out
-        here = by_key(self._tensor, src)
-        there = self._read_outputs(call.out)
-        check((self._tensor, self._parts), (here, there), self._device)
-        call.made = tuple(there.values())
+        call: _QuantiseCall = out
+        given = by_key(self._tensor, src)
+        outputs = self._read_outputs(call.out)
+        check((self._tensor, self._parts), (given, outputs), self._device)
+        call.made = tuple(outputs.values())
         self._call = call
         if not self._is_holder:
             return {}, {}
-        call.numbers = self._packing.read(here[""])
-        call.own = self._measure(call.numbers)
+        call.numbers = self._packing.read(given[""])
+        call.amaxes = self._measure(call.numbers)
         sent = {}
-        for key, slots in self._amaxes.send(self._rank, call.own).items():
+        for key, slots in self._amaxes.send(self._rank, call.amaxes).items():
             row = torch.from_numpy(slots)
             sent[key] = row.to(self._device)
         return sent, self._received
 
     def _read_outputs(self, given: object) -> Tensors:
-        """What the rank makes by name, where callers want it. Raises ExchangeError for another number."""
+        """The output tensors by name, new ones if none are given. Raises ExchangeError for another number of them."""
         wanted = self._parts.tensors
         if given is None:
             return self._make_outputs()
@@ -129,34 +129,34 @@ class _Ends(Stage):
         return made
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Data and scales, in their place."""
+        """Write data and scales, by the amaxes of all ranks."""
         if not self._is_holder:
             return ()
         slots = {}
         for key, row in self._received.items():
             slots[key] = row.cpu().numpy()
         call = self._call
-        format, amax = self._amaxes.settle(self._rank, call.own, slots)
+        format, amax = self._amaxes.settle(self._rank, call.amaxes, slots)
         self._writes = True
         self._cast(format, amax)
         self._writes = False
         return ()
 
     def _measure(self, numbers: Tensor) -> Floats:
-        """The amax of each block that the rank touches, of its own part."""
+        """The amax of this rank's part of each block that it touches."""
         known = self._amaxes.find_known(self._rank)
         if known is not None:
             return known
         shape = self._amaxes.count_blocks(self._rank)
         largest = torch.zeros(shape, dtype=torch.float32, device=self._device)
         for piece in self._pieces:
-            found = amax_of(self._amaxes.format, numbers[piece.here])
-            own = largest[piece.blocks]
-            torch.maximum(own, found, out=own)
+            measured = amax_of(self._amaxes.format, numbers[piece.here])
+            target = largest[piece.blocks]
+            torch.maximum(target, measured, out=target)
         return largest.cpu().numpy()
 
     def _cast(self, format: Format, amax: Floats) -> None:
-        """Data and scales in their place."""
+        """Quantize the rank's numbers into the outputs, piece by piece."""
         numbers = self._call.numbers
         assert numbers is not None, "bound before"
         amaxes = torch.from_numpy(amax).to(self._device)
@@ -167,16 +167,16 @@ class _Ends(Stage):
             quantise(format, numbers[piece.here], into, amaxes[piece.blocks])
 
     def end(self) -> None:
-        """The caller's tensors are kept no longer."""
-        self._call = _Call(None)
+        """Drop the references to the caller's tensors."""
+        self._call = _QuantiseCall(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Outputs, where it has begun to write them."""
+        """The outputs' names, if writing had begun."""
         return tuple(self._parts.tensors) if self._writes else ()
 
 
 def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Memory for the slots that come."""
+    """Memory for amaxes, which are sent as rows of slots, at one end."""
     made = {}
     for key in amaxes.list_local(end, rank):
         count = amaxes.count_slots(end, rank)
@@ -186,9 +186,9 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 @public
 class Quantiser:
-    """What `compile_quantise` returns: `quantise(tensor)`, collective, as often as wanted.
+    """What `compile_quantise` returns: `quantise(tensor)`, collective, any number of times.
 
-    `amaxes` is what it was made of, `plan` the plan of the amaxes that travel.
+    `amaxes` is what was compiled, `plan` the plan by which amaxes are sent.
     """
 
     def __init__(self, amaxes: Amaxes, mover: Mover) -> None:
@@ -207,7 +207,7 @@ class Quantiser:
 
     @property
     def last(self) -> Moved | None:
-        """What the latest call that ended well moved on this rank, and how long it took."""
+        """What the latest successful call moved on this rank, and how long it took."""
         return self._mover.last
 
     def __call__(
@@ -217,13 +217,13 @@ class Quantiser:
         *,
         timeout: float | None = None,
     ) -> tuple[Tensor, ...]:
-        """Data and scales of this rank's part, as `amaxes.layouts` have them, on every rank of the group at once.
+        """Return data and scales of this rank's part, in the layouts `amaxes.layouts`. Collective over the group.
 
-        `tensor` is the local tensor of the layout, None on a rank that the layout does not have, which gets (). `out`
-        are tensors for what is made, new ones if not given. `timeout`: seconds to wait for all ranks to make this
-        call. Raises ExchangeError on every rank where a rank's tensors are not as they should be.
+        `tensor` is the local tensor of the layout; a rank outside the layout's mesh passes None, and gets (). `out`
+        are tensors for the results, by default new ones. `timeout` is how many seconds to wait for all ranks to make
+        this call. Raises ExchangeError on every rank if one rank's tensors do not fit.
         """
-        call: Any = _Call(out)
+        call: Any = _QuantiseCall(out)
         self._mover(tensor, out=call, timeout=timeout)
         made: tuple[Tensor, ...] = call.made
         return made
@@ -236,12 +236,11 @@ def compile_quantise(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantiser:
-    """The quantising of a tensor that lies so, made ready on this rank. Collective over `group` (default: all ranks).
+    """Compile the quantizing of a tensor under this layout. Collective over `group` (default: all ranks).
 
-    Ranks may cut blocks that share a scale: each gets what it would have of the whole tensor's data and scales, to the
-    bit. The layout's dtype is that of the tensor: float32, bfloat16 or float16. Raises ExchangeError on every rank
-    where ranks pass other formats or layouts, or a rank cannot quantise: as `sm.formats.plan_amaxes` says, and where
-    the group lacks a rank of the layout.
+    The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
+    bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks
+    pass different formats or layouts, if `sm.formats.plan_amaxes` raises, and if the group lacks a rank of the layout.
     """
     found = compat.group_of(group)
     party = join_group(found, timeout)
@@ -252,13 +251,13 @@ def compile_quantise(
     agree(party, claim, objection)
     assert amaxes is not None, "who objects does not get past the vote"
     planned = plan(amaxes.src, amaxes.dst)
-    ends = _Ends(amaxes, party)
+    ends = _QuantiseStage(amaxes, party)
     ready = make_ready(planned, found, Settings(timeout), (ends,))
     return Quantiser(amaxes, Mover(ready))
 
 
 def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
-    """What this rank measures, sends and makes. Raises ShardError to object."""
+    """Plan the amaxes. Raises ShardError to object."""
     amaxes = plan_amaxes(format, layout, "amaxes")
     if layout.dtype not in EXACT:
         what = f"{layout} has numbers that float32 has not"
@@ -271,6 +270,6 @@ def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
 
 
 def _digest(amaxes: Amaxes) -> str:
-    """Equal on ranks that quantise alike, however they spell the layout."""
+    """A digest of format and layout, equal for equal layouts, however they are spelled."""
     held = holdings_digest(amaxes.layout)
     return digest((repr(amaxes.format), *held))

@@ -1,13 +1,13 @@
-"""`compile_transformed`: two sides and what travels between them, made ready; then moved as often as wanted.
+"""`compile_transformed`: two sides and their wire tensors, compiled once, then moved any number of times.
 
-1. Ranks agree on the transforms, and then on the plan, before they move anything. What a hook of the user's raises when
-   it is asked for buffers is an error on all ranks then.
-2. A call takes tensors as they are held. What is done at the source is done before ranks vote: where it fails, all
-   ranks raise, nothing has moved, and the next call works.
-3. What is done at the destination is done when all has arrived there. Where it fails, this rank has failed, and the
-   group is broken; ranks that had nothing to wait for see it in the next call, or in this one with `acknowledge=True`.
-   With `commit="all"` it is done beside the destination: where it fails, all ranks raise, and all is as it was.
-4. A tensor for which nothing is done at an end is sent, or received, in its own memory.
+1. Ranks agree on the transforms, and then on the plan, before they move anything. If a user's hook raises when it is
+   asked for buffers, all ranks raise then.
+2. A call takes tensors as they are held. Source tensors are prepared before ranks vote: if that fails, all ranks raise,
+   nothing has moved, and the next call works.
+3. Destination tensors are finalized once everything has arrived. If that fails, this rank has failed, and the group is
+   broken; ranks that did not wait for this one raise in the next call, or in this one with `acknowledge=True`. With
+   `commit="all"` finalizing writes to shadows: if it fails, all ranks raise, and destinations are as they were.
+4. A tensor that an end does not transform is sent, or received, in its own memory.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ __all__ = [
 ]
 
 SHOWN = 24
-"""Hexadecimal digits of a digest that a claim has."""
+"""How many hexadecimal digits of a digest a claim has."""
 
 
-class _Part(NamedTuple):
-    """A local tensor of this rank, and its worker; None where it travels in its own memory."""
+class _PartWorker(NamedTuple):
+    """A local tensor of this rank, and its worker; None if it is moved in its own memory."""
 
     job: WireJob
     worker: Worker | None
 
 
-def _list_workers(parts: Iterable[_Part]) -> list[Worker]:
-    """What is done for the tensors for which something is done."""
+def _list_workers(parts: Iterable[_PartWorker]) -> list[Worker]:
+    """The workers of the tensors that have one."""
     return [part.worker for part in parts if part.worker is not None]
 
 
 def _list_keys(workers: Iterable[Worker]) -> Iterator[str]:
-    """The local tensors of these, companions too."""
+    """The keys of the workers' local tensors, companions included."""
     for worker in workers:
         for key, _ in worker.job.held:
             yield key
 
 
-class _Bound(NamedTuple):
-    """What callers gave, and what travels for it."""
+class _BoundCall(NamedTuple):
+    """A caller's arguments, and the wire tensors for them."""
 
     src: Local
     out: Local
@@ -84,17 +84,17 @@ class _Bound(NamedTuple):
 
 
 class EndStage(Stage):
-    """What a rank does at both ends: before it sends, and of what has arrived.
+    """The stage of a transformed move: prepares source tensors, and finalizes destination tensors.
 
-    With `shadows` it makes that beside the tensors. `holds`: callers hold on to the mappings that they pass, and never
-    change them.
+    With `shadows` it finalizes into them, beside the destination. `holds` promises that callers keep the mappings that
+    they pass, and never change them.
     """
 
     def __init__(
         self,
         transforms: Transformed,
         party: Party,
-        parts: Sequence[list[_Part]],
+        parts: Sequence[list[_PartWorker]],
         commit: object,
         holds: bool = False,
     ) -> None:
@@ -103,29 +103,29 @@ class EndStage(Stage):
         self._rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
-        first, last = (_want(transforms, side, party.rank, own) for side, own in sides)
+        first, last = (_make_wanted(transforms, side, party.rank, its) for side, its in sides)
         self._wanted = first, last
-        # What a hook takes may have no plain memory; it knows what it can read.
+        # A hook's tensors may have no plain memory; the hook checks what it can read.
         preparing, finalizing = map(_list_workers, parts)
-        self._opaque = set(_list_keys(one for one in preparing if one.opaque))
+        self._opaque = set(_list_keys(worker for worker in preparing if worker.opaque))
         self._checked: object = None
-        self._made = {one.job.key: one for one in finalizing}
+        self._made = {worker.job.key: worker for worker in finalizing}
         self._arriving: dict[str, Tensor] = {}
-        self._bound: _Bound | None = None
+        self._bound: _BoundCall | None = None
         self._working = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
-            made = itertools.chain.from_iterable(one.job.held for one in finalizing)
+            made = itertools.chain.from_iterable(worker.job.held for worker in finalizing)
             self.shadows = Shadows(dict(made), party.rank)
 
     @property
     def own(self) -> frozenset[str]:
-        """The wire tensors at the destination that are made into others."""
+        """The keys of wire tensors at the destination that are finalized into other tensors."""
         return frozenset(key for worker in self._made.values() for key, _ in worker.job.wires)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of wire buffers, whether they are made yet or not."""
+        """Bytes of wire buffers, whether or not they are allocated yet."""
         return sum(count_bytes(worker.job, self._rank) for worker in self._workers)
 
     @property
@@ -133,43 +133,43 @@ class EndStage(Stage):
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The wire tensors, those of the source made. Raises what speaks against moving them."""
+        """The wire tensors of both sides, with the source's prepared. Raises ExchangeError to object."""
         self._arriving = {}
         self._working = ""
-        here, there = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        self._check(here, there)
+        given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        self._check(given, receiving)
         sources, targets = self._parts
         with torch.inference_mode():
             for worker in _list_workers(sources):
-                _run(worker, here, "prepare")
-        own = _list_keys(self._made.values())
-        self._arriving = {key: there[key] for key in own if key in there}
+                _run_worker(worker, given, "prepare")
+        finalized = _list_keys(self._made.values())
+        self._arriving = {key: receiving[key] for key in finalized if key in receiving}
         if self.shadows is not None:
             self.shadows.receive_into(self._arriving)
         bound = self._bound
         if bound is None or bound.src is not src or bound.out is not out:
-            wires = _name_wires(sources, here), _name_wires(targets, there)
-            bound = _Bound(src, out, wires)
-        # The very mappings, for the very same: by them movers know what they have looked at.
+            wires = _name_wires(sources, given), _name_wires(targets, receiving)
+            bound = _BoundCall(src, out, wires)
+        # The same mapping objects for the same arguments: movers recognize by identity what they have checked.
         self._bound = bound if self._holds else None
         return bound.wires
 
-    def _check(self, here: Tensors, there: Tensors) -> None:
-        """Raise ExchangeError for tensors that are not as held, unless these were looked at already."""
-        plain = {key: tensor for key, tensor in here.items() if key not in self._opaque}
-        signed = signature((plain, there))
+    def _check(self, given: Tensors, receiving: Tensors) -> None:
+        """Raise ExchangeError for tensors that do not fit; tensors that were checked before are not checked again."""
+        plain = {key: tensor for key, tensor in given.items() if key not in self._opaque}
+        signed = signature((plain, receiving))
         if signed == self._checked:
             return
         self._checked = None
         first, last = self._wanted
-        own = {key: held for key, held in first.tensors.items() if key not in self._opaque}
+        checkable = {key: held for key, held in first.tensors.items() if key not in self._opaque}
         is_direct = self.shadows is None
-        wants = first._replace(tensors=own), last
-        check(wants, (plain, there), self._device, apart=is_direct)
+        wants = first._replace(tensors=checkable), last
+        check(wants, (plain, receiving), self._device, apart=is_direct)
         self._checked = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Make of what has arrived what the destination holds: at once, or beside it."""
+        """Finalize what has arrived, into the destination or into shadows. Returns pairs to copy at the commit."""
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
             return self.shadows.pair(self._arriving)
@@ -177,7 +177,7 @@ class EndStage(Stage):
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """The tensors as they are held, wherever they were made."""
+        """The destination tensors by local key, finalized ones wherever they were written."""
         made = self._arriving if self.shadows is None else self.shadows.tensors
         plain = {}
         for job, worker in self._parts[1]:
@@ -191,22 +191,22 @@ class EndStage(Stage):
         with torch.inference_mode():
             for key, worker in self._made.items():
                 self._working = key
-                _run(worker, into, "finalize")
+                _run_worker(worker, into, "finalize")
         self._working = ""
 
     def end(self) -> None:
-        """The caller's tensors are kept no longer."""
+        """Drop the references to the caller's tensors."""
         self._arriving = {}
 
     def let_go(self) -> None:
-        """No tensor of the caller's is kept, whose mapping that was, nor what travels for it."""
+        """Drop the caller's tensors and mappings, and the wire buffers."""
         self._arriving = {}
         self._bound = self._checked = None
         for worker in self._workers:
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The tensors that travel in their own memory, and the one that was being made."""
+        """The tensors moved in their own memory by these wire keys, and the one that was being finalized."""
         torn = []
         for job, worker in self._parts[1]:
             pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
@@ -218,10 +218,10 @@ class EndStage(Stage):
 
 @public
 class TransformedMover(Mover):
-    """What `compile_transformed` returns: a mover of tensors as they are held.
+    """What `compile_transformed` returns: a mover that takes tensors as they are held.
 
-    Tensors that a hook stores in memory of its own are left out of `out`. `transforms` is what it was made of, `plan`
-    the plan of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
+    Leave tensors that a hook stores in its own memory out of `out`. `transforms` is what was compiled, `plan` the plan
+    of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
     """
 
     def __init__(self, transforms: Transformed, ready: Ready, ends: EndStage) -> None:
@@ -234,7 +234,7 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that wire buffers take on this rank, from a move on; staging is beside it."""
+        """Bytes of this rank's wire buffers, which the first move allocates; staging is not included."""
         return self._ends.nbytes
 
     @property
@@ -244,18 +244,18 @@ class TransformedMover(Mover):
         return super().shadow_bytes + (0 if made is None else made.nbytes)
 
 
-def _run(worker: Worker, tensors: Tensors, what: str) -> None:
-    """Do it. Raises ExchangeError, which names the tensor, where the user's function raises."""
-    own = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
+def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
+    """Run the worker. Raises ExchangeError, which names the tensor, if the user's function raises."""
+    given = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
-        worker.run(*own)
+        worker.run(*given)
     except Exception as error:
         name = worker.job.key or "the tensor"
         raise ExchangeError(f"{what} of {name!r} failed: {word_objection(error)}") from error
 
 
-def _name_wires(parts: Iterable[_Part], tensors: Tensors) -> dict[str, Tensor]:
-    """The wire tensors of a side by local name: buffers, and tensors that travel in their own memory."""
+def _name_wires(parts: Iterable[_PartWorker], tensors: Tensors) -> dict[str, Tensor]:
+    """The wire tensors of a side by local name: buffers, and tensors that are moved in their own memory."""
     wires: dict[str, Tensor] = {}
     for job, worker in parts:
         if worker is not None:
@@ -266,8 +266,8 @@ def _name_wires(parts: Iterable[_Part], tensors: Tensors) -> dict[str, Tensor]:
     return wires
 
 
-def _want(t: Transformed, side: str, rank: int, parts: Iterable[_Part]) -> Wanted:
-    """What the rank passes for a side."""
+def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWorker]) -> Wanted:
+    """What the rank must pass for a side."""
     tensors = {}
     for job, worker in parts:
         if worker is None or not worker.holds:
@@ -290,11 +290,11 @@ def compile_transformed(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> TransformedMover:
-    """The sides and what travels between them, made ready on this rank. Collective over `group` (default: all ranks).
+    """Compile the transforms, and the plan of their wire tensors. Collective over `group` (default: all ranks).
 
-    `plan` is that of `transforms.src` to `transforms.dst`, or a program of it; it is made where it is not given. The
-    other arguments are those of `compile`. Raises ExchangeError on every rank where ranks pass other transforms, where
-    the plan is of other sides, and where a hook does not give what it said.
+    `plan` moves `transforms.src` to `transforms.dst`, or is a program of that plan; without it, it is made. The other
+    arguments are those of `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if the
+    plan is of other sides, and if a hook does not give the tensors that it stated.
     """
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)
@@ -307,7 +307,7 @@ def compile_transformed(
 def agree_again(
     transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
 ) -> None:
-    """Ranks agree that the plan is of these wire tensors, whoever has left it. Collective; raises ExchangeError."""
+    """Agree that the plan is of these wire tensors, even if ranks have left it. Collective; raises ExchangeError."""
     _, objection = attempt(lambda: _check_plan(transforms, plan))
     _agree(join_group(group, settings.timeout), transforms, objection)
 
@@ -320,7 +320,7 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """The plan of the wire tensors, and what this rank does at both ends. Collective."""
+    """The plan of the wire tensors, and this rank's stage of both ends. Collective; raises ExchangeError."""
     party = join_group(group, timeout)
     made, objection = attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
     _agree(party, transforms, objection)
@@ -349,16 +349,16 @@ def _check_and_make(
         _check_plan(t, given)
     device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
-    parts: list[list[_Part]] = []
+    parts: list[list[_PartWorker]] = []
     for end in ends:
         jobs = t.jobs(party.rank, end)
-        parts.append([_Part(job, make_worker(job, party.rank, end, device)) for job in jobs])
+        parts.append([_PartWorker(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
     return given, EndStage(t, party, parts, commit, holds)
 
 
-def _check_commit(parts: Iterable[_Part], commit: object) -> None:
-    """Raise ExchangeError for tensors that cannot be made beside their destination."""
+def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:
+    """Raise ExchangeError for `commit="all"` with tensors that a hook stores itself, which cannot have shadows."""
     for job, worker in parts:
         if worker is not None and worker.holds and commit == ALL:
             what = f"a hook stores {job.key!r} in memory of its own as soon as it has come"
@@ -366,7 +366,7 @@ def _check_commit(parts: Iterable[_Part], commit: object) -> None:
 
 
 def _check_plan(t: Transformed, given: object) -> None:
-    """Raise ExchangeError for a plan of other sides than those of the wire tensors, whoever has left it."""
+    """Raise ExchangeError for a plan of other sides than the wire tensors', even if ranks have left it."""
     fix = "pass sm.plan(transforms.src, transforms.dst), or a program of it"
     if not isinstance(given, Plan | Program):
         raise ExchangeError(f"the plan is {type(given).__name__}; {fix}")
@@ -379,7 +379,7 @@ def _check_plan(t: Transformed, given: object) -> None:
 
 
 def _find_other(side: Held, planned: Held) -> set[str]:
-    """The tensors that are held otherwise."""
+    """The names of the tensors that the planned side holds otherwise."""
     return {name for name in side if _digest(side, name) != _digest(planned, name)}
 
 

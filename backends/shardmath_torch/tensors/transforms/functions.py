@@ -1,8 +1,8 @@
-"""Functions: what transforms do, on tensors.
+"""Functions: transforms applied to tensors.
 
-1. Those of ours have a row each in `PREPARE` and `FINALIZE`, and write what they make into tensors that are there.
-2. Another transform may have functions of tensors beside those of arrays, as `Custom(on_tensors=...)` has; where it has
-   none, its functions of arrays are called, on the CPU. What they make is looked at before it is kept.
+1. shardmath's transforms have a row each in `PREPARE` and `FINALIZE`, and write into given tensors.
+2. Other transforms may have functions of tensors in addition to those of arrays, such as `Custom(on_tensors=...)`; else
+   their functions of arrays are called, on the CPU. Results are checked before they are copied.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
 
 _Values: TypeAlias = Sequence[Tensor]
 """A tensor for each component."""
-_Making: TypeAlias = Callable[[Transform, Form, Form, _Values, _Values], None]
-"""What a transform makes: of a tensor and its companions its components, or the other way round."""
+_Function: TypeAlias = Callable[[Transform, Form, Form, _Values, _Values], None]
+"""A function that makes components from a tensor and its companions, or these from components, in given tensors."""
 
 
 def _prepare_cast(t: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
@@ -56,14 +56,14 @@ def _make_exp(t: Transform, src: Form, dst: Form, values: _Values, out: _Values)
     negative_exp_into(values[0], src.dtype, dst.dtype, out[0])
 
 
-PREPARE: dict[type, _Making] = {
+PREPARE: dict[type, _Function] = {
     Cast: _prepare_cast,
     NegativeExp: _make_exp,
     Quantise: prepare_numbers,
     Dequantise: dequantise_into,
     Requantise: requantise_into,
 }
-FINALIZE: dict[type, _Making] = {
+FINALIZE: dict[type, _Function] = {
     Cast: _finalize_cast,
     NegativeExp: _make_exp,
     Quantise: quantise_arrived,
@@ -73,50 +73,50 @@ FINALIZE: dict[type, _Making] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """The components of some blocks of what the source holds, into `out`. Raises what the transform does."""
+    """Make the components of some blocks that the source holds, in `out`. Raises what the transform does."""
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
         return
-    own = _find_own(transform, 0)
+    on_tensors = _find_on_tensors(transform, 0)
     made: object
-    if own is not None:
-        made = own(_unwrap(values))
+    if on_tensors is not None:
+        made = on_tensors(_unwrap(values))
     else:
-        arrays = [_see_array(one, dtypes.canonical(one.dtype)) for one in values]
+        arrays = [_see_array(value, dtypes.canonical(value.dtype)) for value in values]
         made = transform.prepare(_unwrap(arrays), src, dst)
         made = _to_tensors(made, out, f"{transform} makes")
     keep(made, out, f"{transform} makes", "at the source")
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """The blocks of what the destination holds that these parts of components stand for, into `out`."""
+    """Make the blocks that the destination holds from these components, in `out`. Raises what the transform does."""
     into = FINALIZE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
         return
-    own = _find_own(transform, 1)
+    on_tensors = _find_on_tensors(transform, 1)
     made: object
-    if own is not None:
-        made = own(tuple(values))
+    if on_tensors is not None:
+        made = on_tensors(tuple(values))
     else:
-        arrays = tuple(_to_array(one, dtypes.canonical(one.dtype)) for one in values)
+        arrays = tuple(_to_array(value, dtypes.canonical(value.dtype)) for value in values)
         array = transform.finalize(arrays, src, dst)
         made = _to_tensors(array if len(out) > 1 else [array], out, f"{transform} makes")
     keep(made, out, f"{transform} makes", "at the destination")
 
 
 def _unwrap(values: Sequence[Any]) -> Any:
-    """A tensor, or a tuple of it and its companions where it has some."""
+    """A tensor, or a tuple of it and its companions if it has some."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
 def keep(made: object, out: Sequence[Tensor], who: str, where: str) -> None:
-    """Copy what was made into the tensors that it is for. Raises ExchangeError unless it is as they are."""
+    """Copy results into `out`. Raises ExchangeError unless they have the same number, shapes and dtypes."""
     tensors = made if isinstance(made, list | tuple) else [made]
-    check_made(tensors, [describe(one) for one in out], who, where)
-    for one, there in zip(tensors, out, strict=True):
-        words(there).copy_(words(one))
+    check_made(tensors, list(map(describe, out)), who, where)
+    for tensor, target in zip(tensors, out, strict=True):
+        words(target).copy_(words(tensor))
 
 
 def check_made(made: Sequence[object], wanted: Sequence[str], who: str, where: str) -> None:
@@ -131,44 +131,44 @@ def check_made(made: Sequence[object], wanted: Sequence[str], who: str, where: s
 
 
 def describe(tensor: object) -> str:
-    """The dtype and shape of a tensor; the type of what is none."""
+    """The dtype and shape of a tensor; the type of any other value."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{dtypes.canonical(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _to_array(tensor: Tensor, dtype: str) -> Array:
-    """The tensor's elements as numpy has them."""
-    # torch gives numpy only types that numpy has, hence by way of words.
+    """The tensor's elements as a numpy array."""
+    # as words, since torch converts only dtypes that numpy has
     array: Array = words(tensor.cpu().contiguous()).numpy()
     return array.view(numpy_type(dtype))
 
 
 def _see_array(tensor: Tensor, dtype: str) -> Array:
-    """The same, of memory that may be the caller's: to be read."""
+    """The tensor's elements as a read-only numpy array: the memory may be the caller's."""
     array: Array = see_words(tensor.cpu().contiguous())
     return array.view(numpy_type(dtype))
 
 
-def _find_own(transform: Transform, end: int) -> Callable[..., object] | None:
+def _find_on_tensors(transform: Transform, end: int) -> Callable[..., object] | None:
     """The transform's function of tensors at the source, 0, or the destination, 1."""
-    own: OnTensors = getattr(transform, "on_tensors", (None, None))
-    return own[end]
+    on_tensors: OnTensors = getattr(transform, "on_tensors", (None, None))
+    return on_tensors[end]
 
 
 def _to_tensors(arrays: Any, out: _Values, who: str) -> list[Tensor]:
-    """Such arrays as tensors like those of `out`. Raises ExchangeError for another number of them."""
+    """The arrays as tensors with the dtypes of `out`. Raises ExchangeError for another number of them."""
     if len(arrays) != len(out):
         what = f"{who} {plural(arrays, 'array')} for {plural(out, 'component')}"
         raise ExchangeError(f"{what}; make one for each")
     pairs = zip(arrays, out, strict=True)
-    return [_to_tensor(array, dtypes.canonical(there.dtype), who) for array, there in pairs]
+    return [_to_tensor(array, dtypes.canonical(target.dtype), who) for array, target in pairs]
 
 
 def _to_tensor(array: object, dtype: str, who: str) -> Tensor:
-    """Such an array as a tensor."""
+    """The array as a tensor of that dtype."""
     elements = read_elements(array, dtype, f"what {who}")
-    # numpy makes a dimension of none where it makes arrays contiguous, so bytes go as one row.
+    # flattened, since numpy's contiguous copy of a 0-d array has a dimension
     row = elements.flatten().view(np.uint8)
     tensor = torch.from_numpy(row).view(dtype_of(dtype))
     return tensor.reshape(elements.shape)

@@ -1,4 +1,4 @@
-"""Packing: what a rank holds of a local tensor, without holes and in ascending order, as in `shardmath.transforms`.
+"""Packing: a rank's positions of a tensor, without holes and in ascending order, as in `shardmath.transforms`.
 
 >>> from shardmath import Layout, Mesh
 >>> held = Packing(Layout((4,), Mesh(), "(n)=<2:4 -1 0:2>", dtype="int64"), 0, torch.device("cpu"))
@@ -24,27 +24,27 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """Where a rank has a tensor's positions; `is_view` where they are a part of the local tensor as it lies."""
+    """The cells of a rank's positions in its local tensor; `is_view` if they are slices, in ascending order."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         cells = find_cells(layout, rank)
-        self.is_view = all(isinstance(own, slice) for own in cells)
+        self.is_view = all(isinstance(along, slice) for along in cells)
         self.shape = tuple(runs.size for runs in layout.runs(rank))
         sizes = layout.local_shape(rank)
         index: tuple[object, ...] = (*cells, ...)
         if not self.is_view:
-            each = [np.arange(n)[own] for own, n in zip(cells, sizes, strict=True)]
-            # Kept from move to move; as many numbers as the sum of the sizes, not their product.
-            index = tuple(torch.from_numpy(one).to(device) for one in np.ix_(*each))
+            numbers = [np.arange(n)[along] for along, n in zip(cells, sizes, strict=True)]
+            # Cached between moves: an open mesh, with as many numbers as the sum of the sizes, not their product.
+            index = tuple(torch.from_numpy(axis).to(device) for axis in np.ix_(*numbers))
         self._index = index
 
     def read(self, local: Tensor) -> Tensor:
-        """The positions: a view, or a copy."""
+        """The positions, packed: a view, or a copy."""
         if self.is_view:
             return local[self._index]  # type: ignore[index]
-        # Not all types can be indexed; words can.
+        # as words, since torch cannot index all dtypes
         return words(local)[self._index].view(local.dtype)  # type: ignore[index]
 
     def write(self, local: Tensor, packed: Tensor) -> None:
-        """The positions back into the local tensor, whose other cells stay as they are."""
+        """Write packed positions back into the local tensor; its other cells stay as they are."""
         words(local)[self._index] = words(packed)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Quantising: what Quantise, Dequantise and Requantise do, on tensors."""
+"""Quantizing: Quantise, Dequantise and Requantise applied to tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["dequantise_into", "prepare_numbers", "quantise_arrived", "requantise
 
 _Values = Sequence[Tensor]
 
-FEW = 1 << 20
-"""Numbers that are rounded at a time."""
+MOST_NUMBERS = 1 << 20
+"""About how many numbers are rounded at a time."""
 
-READ = ("bfloat16", "float16", "float32")
-"""The types that are quantised as they are."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""The dtypes that are quantized without a cast."""
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Numbers, rounded; and quantised, where that is done at the source."""
+    """Round numbers to the wire dtype, and quantize them if that is done at the source."""
     assert isinstance(t, Quantise)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
@@ -44,7 +44,7 @@ def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 def _cut_rows(
     format: Format, values: Tensor, out: _Values
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Whole blocks of rows, and their data and scales; all at once where they share a scale that is yet to be found."""
+    """Cut rows into whole blocks, with their data and scales; not at all, if all rows share a scale yet to be found."""
     sizes = [part.blocks.per_dimension(values.ndim)[0] for part in format.parts]
     is_known = getattr(format, "tensor_amax", None) is not None
     if None in sizes and not is_known:
@@ -52,37 +52,37 @@ def _cut_rows(
         return
     step = math.lcm(*(size or 1 for size in sizes))
     row = max(1, values[:1].numel())
-    rows = step * max(1, FEW // (row * step))
-    # Once where there are no rows, for what all share.
+    rows = step * max(1, MOST_NUMBERS // (row * step))
+    # Once even without rows, for parts that all rows share.
     for first in range(0, max(1, len(values)), rows):
         past = min(len(values), first + rows)
         parts = []
-        for one, size in zip(out, sizes, strict=True):
-            # What all share stays whole.
-            here = slice(None) if size is None else slice(first // size, -(-past // size))
-            parts.append(one[here])
+        for part, size in zip(out, sizes, strict=True):
+            # A part that all rows share stays whole.
+            rows_of_part = slice(None) if size is None else slice(first // size, -(-past // size))
+            parts.append(part[rows_of_part])
         yield values[first:past], tuple(parts)
 
 
 def quantise_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Numbers that have come, quantised."""
+    """Quantize the numbers that have arrived."""
     assert isinstance(t, Quantise)
     _quantise_into(t, values[0], out)
 
 
 def _quantise_into(t: Quantise, numbers: Tensor, out: _Values) -> None:
-    if t.wire not in READ:
+    if t.wire not in DTYPES:
         numbers = cast(numbers, t.wire, "float32")
     quantise(t.format, numbers, out)
 
 
 def dequantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Data and scales as numbers, at either end; every NaN has the same bits, whatever the processor makes."""
+    """Dequantize data and scales, at either end; every NaN gets the same bits on all processors."""
     assert isinstance(t, Dequantise)
-    if dst.dtype in READ:
+    if dst.dtype in DTYPES:
         numbers = dequantise(t.format, values, dtype_of(dst.dtype), out[0])
         if dst.dtype == "float32":
-            # Of narrower types it is so already.
+            # In narrower dtypes all NaN have the same bits already.
             numbers.masked_fill_(numbers.isnan(), torch.nan)
         return
     numbers = dequantise(t.format, values, torch.float32)
@@ -90,7 +90,7 @@ def dequantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 
 
 def requantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Data and scales as those of another format, at either end."""
+    """Convert data and scales to another format, at either end."""
     assert isinstance(t, Requantise)
     numbers = dequantise(t.old, values, torch.float32)
     quantise(t.new, numbers, out)

@@ -1,9 +1,9 @@
-"""Workers: what one rank does for one of its tensors, at one end.
+"""Workers: one per transformed local tensor of a rank, at one end of a move.
 
-1. A worker has wire buffers, made with the first move, which stay where they are from move to move until they are let
-   go. Only tensors for which something is done have any.
-2. At a source it makes the wire tensors of the local one, at a destination the local one of them.
-3. A transform that has `make_worker` makes its own: one that is called otherwise than block by block.
+1. A worker has wire buffers, allocated by the first move, at the same addresses from move to move until they are let
+   go. Tensors that an end does not transform have no worker.
+2. At a source it makes wire tensors from the local one, at a destination the local one from them.
+3. A transform with `make_worker` makes custom workers, if it is not applied block by block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["HasWorkers", "Worker", "count_bytes", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
-    """What is done for a local tensor and its companions.
+    """The worker of a local tensor and its companions.
 
-    `holds` says that it has the tensor itself, and is given none; `opaque` that the tensor given may be of any kind.
+    `holds` says that it has the tensor itself, and is passed none; `opaque` that it accepts any kind of tensor.
     """
 
     @property
     def job(self) -> WireJob:
-        """The tensor, and what stands for it."""
+        """The tensor, and its wire tensors."""
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -45,25 +45,25 @@ class Worker(Protocol):
 
     @property
     def opaque(self) -> bool:
-        """Whether it is not looked at what kind of tensor callers pass, such as a quantised one."""
+        """Whether callers may pass any kind of tensor, such as a quantized one, unchecked."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Between the tensor, with its companions, and the buffers."""
+        """Fill the buffers from the tensor and its companions, or these from the buffers."""
 
     def let_go(self) -> None:
-        """Give back the memory of buffers that are the worker's own, until they are asked for again."""
+        """Free the worker's buffers; they are allocated again when they are next needed."""
 
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A transform that is called in a way of its own."""
+    """A transform with custom workers."""
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
         """The worker of one tensor of the rank."""
 
 
 def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
-    """The worker of a local tensor; None where nothing is done for it."""
+    """The worker of a local tensor; None if this end does not transform it."""
     if job.wired is None:
         return None
     as_held = job.wired.as_held
@@ -94,7 +94,7 @@ def count_bytes(job: WireJob, rank: int) -> int:
 
 
 class _Packed:
-    """What both ends have."""
+    """The base of both ends' workers, which apply a transform block by block to packed tensors."""
 
     holds = False
     opaque = False
@@ -108,47 +108,47 @@ class _Packed:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The wire tensors, which are made where there are none."""
+        """The wire tensors, allocated if there are none."""
         if not self._made:
-            # They may be asked for in inference mode, and are written outside of it, too.
+            # Not as inference tensors: they are written outside inference mode, too.
             with torch.inference_mode(False):
                 self._made = make_buffers(self.job, *self._where)
         return self._made
 
     def let_go(self) -> None:
-        """Give their memory back."""
+        """Free the wire tensors."""
         self._made = {}
 
     def _read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the rank has of each."""
+        """The rank's positions of each tensor, packed."""
         pairs = zip(self._packings, tensors, strict=True)
         return tuple(packing.read(tensor) for packing, tensor in pairs)
 
 
 class _Preparing(_Packed):
-    """At the source."""
+    """The worker at the source."""
 
     def run(self, *tensors: Tensor) -> None:
-        """The wire tensors of the local ones."""
+        """Make the wire tensors from the local ones."""
         wired = self._wired
         packed = self._read(tensors)
         out = tuple(self.buffers.values())
-        # Of nothing too there may be something, such as the scale of all of a tensor.
-        if any(one.numel() for one in out):
+        # Even an empty tensor may have a component with elements, such as one scale for all of it.
+        if any(wire.numel() for wire in out):
             prepare(wired.transform, wired.src, wired.dst, packed, out)
 
 
 class _Finalizing(_Packed):
-    """At the destination."""
+    """The worker at the destination."""
 
     def run(self, *tensors: Tensor) -> None:
-        """The local tensors of the wire ones."""
+        """Make the local tensors from the wire ones."""
         if all(0 in packing.shape for packing in self._packings):
             return
         wired = self._wired
         values = tuple(self.buffers.values())
         packed = self._read(tensors)
-        # Copies, where they are no views: memory of the right shape, whatever is in it.
+        # Views, or copies that only serve as memory of the right shape and are written back below.
         finalize(wired.transform, wired.src, wired.dst, values, packed)
         for packing, tensor, made in zip(self._packings, tensors, packed, strict=True):
             if not packing.is_view:
