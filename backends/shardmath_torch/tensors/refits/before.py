@@ -130,7 +130,9 @@ class _Tensor:
 
     def _take_memory(self, memory: Tensor) -> None:
         storage = memory.untyped_storage()
-        if storage.nbytes() != self.size:
+        spare = storage.nbytes() - self.size
+        # Memory that numpy has seen keeps its size, which may be more than before.
+        if spare < 0 or (spare and storage.resizable()):
             storage.resize_(self.size)
         if describe(self.tensor) == describe(memory):
             return
