@@ -389,6 +389,21 @@ def test_a_tensor_that_the_loader_empties_before_it_is_stored() -> None:
     assert found.unwritten == {"a": 12}
 
 
+def test_a_target_to_which_the_loader_gives_more_memory() -> None:
+    """Memory that numpy has seen cannot be made smaller again, and is put back all the same."""
+    into = {"a": torch.ones(4, 3), "b": torch.ones(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].resize_(8, 3)[4:].copy_(given["k"])
+        into["a"][:4].copy_(given["q"])
+        into["a"].resize_(4, 3)
+        into["b"].copy_(given["k"])
+
+    for found in (record(load, into), record(load, into, ways=("numbers",))):
+        assert not found.unwritten
+        assert all(held.eq(1).all() for held in into.values())
+
+
 def test_a_cell_that_is_filled_with_a_tensor() -> None:
     into = {"a": torch.zeros(1), "b": torch.zeros(())}
 

@@ -131,7 +131,9 @@ class _TensorBefore:
     def _take_memory(self, memory: Tensor) -> None:
         """Give the tensor this memory back, in its size then, with shape and strides."""
         storage = memory.untyped_storage()
-        if storage.nbytes() != self.size:
+        spare = storage.nbytes() - self.size
+        # Memory that numpy has seen keeps its size, which may be more than before.
+        if spare < 0 or (spare and storage.resizable()):
             storage.resize_(self.size)
         if describe(self.tensor) == describe(memory):
             return
