@@ -27,6 +27,7 @@ from shardmath.models.storage.structure import Number, Structure, list_words
 __all__ = ["read_logical"]
 
 _Shape: TypeAlias = tuple[int, ...]
+_Numbers: TypeAlias = tuple[int, ...]
 _Entry: TypeAlias = tuple[_Shape, str]
 _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
 """A component's word, its numbers in stacks by index, and its shape."""
@@ -46,7 +47,7 @@ class _Reader:
     def __init__(self, stored: Stored, natives: Shapes) -> None:
         self.stored = stored
         self.natives = natives
-        self.left: dict[str, dict[_Shape, str]] = {}
+        self.left: dict[str, dict[_Numbers, str]] = {}
         for name in natives:
             template, numbers = split(name)
             self.left.setdefault(template, {})[numbers] = name
@@ -82,19 +83,22 @@ class _Reader:
             if template.startswith(start):
                 yield row.close(template.removeprefix(start))
 
-    def _read_template(self, row: Row, star: str, left: dict[_Shape, str]) -> None:
-        """Read the stored tensors of one template, which are `left` by local numbers, by the row."""
-        for local, name in list(left.items()):
+    def _read_template(self, row: Row, star: str, unread: dict[_Numbers, str]) -> None:
+        """Read the stored tensors of one template by the row, and take those that it reads out of `unread`.
+
+        `unread` has their names by local numbers of the indices; `star` is "weight" or "bias", what `*` stands for.
+        """
+        for local, name in list(unread.items()):
             numbers = self._find_numbers(row, local)
             if numbers is None or not self._applies(row, numbers):
                 continue
-            del left[local]
+            del unread[local]
             shape, dtype = self.natives[name]
             for word, stacked, component_shape in self._list_components(row, shape):
                 logical = row.logical.fill({**numbers, **stacked}, word, star)
                 self.found[logical] = component_shape, dtype
 
-    def _find_numbers(self, row: Row, local: _Shape) -> dict[str, int] | None:
+    def _find_numbers(self, row: Row, local: _Numbers) -> dict[str, int] | None:
         """The global numbers of local ones, by index; None if one of them does not exist."""
         numbers = {}
         for index, number in zip(row.native.indices, local, strict=True):

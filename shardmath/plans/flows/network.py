@@ -192,6 +192,7 @@ def _start_greedily(network: Network, part: Subnetwork, nbytes: int, weight: int
 
     A line goes whole to one sink if it fits: whole lines are few pieces.
     """
+    # A part whose sinks weigh nothing is not scaled.
     scale = weight or 1
     flow = _empty_flow(network, part, nbytes, scale)
     most = flow.spare.__getitem__

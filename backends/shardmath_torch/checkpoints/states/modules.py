@@ -212,7 +212,9 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Lay out parameters and persistent buffers, and add extra states. Collective if `layout_of` is, without an `ask`.
+    """Lay out parameters and persistent buffers, and add extra states.
+
+    `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 
     Plain tensors are replicated on `mesh`, by default the DTensors' largest mesh, or the ranks of the group.
 

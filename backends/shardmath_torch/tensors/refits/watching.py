@@ -303,7 +303,7 @@ def _make_property(name: str) -> property:
 
 
 def _make_class(watch: Watch) -> type[Tensor]:
-    """The class of logical tensors, which brings the watch into every thread."""
+    """The class of logical tensors. A torch mode watches one thread; what a loader does on others, the class watches."""
 
     class Logical(Tensor):
         """A tensor that is watched in every thread, as are the results of operations on it."""
@@ -324,6 +324,7 @@ def _make_class(watch: Watch) -> type[Tensor]:
             try:
                 if func in ADDRESSES and watch.thread is not None:
                     raise StoreError("a tensor without data has no address; load it by numbers")
+                # Without a watched thread nothing is watched; on it the mode sees the operation already.
                 if watch.thread in (None, threading.get_ident()):
                     return _call_as(cls, func, args, kwargs)
                 with _OtherThread(watch):
