@@ -215,7 +215,7 @@ def stage_cells(stage: Stage, length: int) -> list[Runs]:
 
 
 def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
-    """What each of `count` coordinates keeps if one cut divides the whole length: a part each, the last ones nothing."""
+    """What each of `count` coordinates keeps if one cut divides the whole length: one part each, the last nothing."""
     nothing = Runs.canonical((), 0)
     held = []
     for start, n in list_parts(cut, 0, length):

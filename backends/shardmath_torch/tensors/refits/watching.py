@@ -303,7 +303,7 @@ def _make_property(name: str) -> property:
 
 
 def _make_class(watch: Watch) -> type[Tensor]:
-    """The class of logical tensors. A torch mode watches one thread; what a loader does on others, the class watches."""
+    """The class of logical tensors. A torch mode watches one thread; the class watches what others do to them."""
 
     class Logical(Tensor):
         """A tensor that is watched in every thread, as are the results of operations on it."""
