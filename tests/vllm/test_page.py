@@ -1,4 +1,4 @@
-"""The block of docs/recording.md that records a real vLLM is run as it stands there, and prints what stands under it."""
+"""The block of docs/recording.md that records a real vLLM is run as it stands there and prints what is below it."""
 
 from __future__ import annotations
 
