@@ -1,4 +1,4 @@
-"""The block of docs/storage.md that records a real vLLM is run as it stands there, and prints what stands under it."""
+"""The block of docs/recording.md that records a real vLLM is run as it stands there and prints what is below it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORT = "29500"
 
 
 def test_the_page_s_program_prints_what_the_page_says(tmp_path: Path) -> None:
-    found = BLOCK.search((ROOT / "docs/storage.md").read_text())
+    found = BLOCK.search((ROOT / "docs/recording.md").read_text())
     assert found is not None
     text, printed = found.groups()
     assert PORT in text

@@ -238,6 +238,6 @@ def test_tables_of_the_docs_name_tests_that_there_are() -> None:
     root = Path(__file__).parents[3]
     written = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", written, re.M))
-    for page in ("refit.md", "storage.md"):
+    for page in ("refit.md", "vllm-storage.md"):
         named = set(re.findall(r"`(test_\w+)`", (root / "docs" / page).read_text()))
         assert len(named) > 20 and not named - defined
