@@ -4,7 +4,7 @@
    rank says whether it is ready.
 2. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
    others have heard what it said last.
-3. Whoever hears waits a little longer than place 0 may act, so that who was late is never taken for another.
+3. Other ranks wait a little longer than place 0 may take, so that no rank is blamed for a late place 0.
 4. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it without an end,
    deaf to Ctrl-C. So it is asked on a thread beside.
 """
@@ -103,7 +103,7 @@ class Board:
         self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
-        """Say that this rank does not come, to whoever waits for its vote, or for what place 0 decides."""
+        """Say that this rank does not come, to the ranks that wait for its vote, or for place 0's decision."""
         said = word_objection(error)
         # Where place 0 is gone, nobody waits.
         with suppress(ExchangeError):

@@ -29,7 +29,7 @@ GRACE_S = 5.0
 """What calls may take, all together, once this rank knows that something has failed."""
 
 LOOK_AGAIN_S = 0.05
-"""While calls are under way, whether one has failed."""
+"""Seconds between looks at whether an open call has failed."""
 
 
 def _ignore(why: str) -> None:
@@ -138,7 +138,7 @@ class Calls:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """What this rank fails by within says, too, why calls fail that are under way.
+        """What this rank fails by within says, too, why open calls fail.
 
         Raises ExchangeError in its place, where they do.
         """
@@ -166,7 +166,7 @@ class Calls:
 
 
 def _join(calls: Iterable[_Call], seconds: float) -> None:
-    """Wait for calls, which have so many seconds together."""
+    """Wait for calls, at most this many seconds in all."""
     until = time.monotonic() + seconds
     for call in calls:
         call.join(max(0.0, until - time.monotonic()))

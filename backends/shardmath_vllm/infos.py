@@ -27,9 +27,9 @@ class TrainerInfo:
 
     `rank` is this process of `trainers`, and `workers` how many each engine has, in the order of its clients.
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
-    for a rank; `max_inflight_bytes` bounds what is under way of a layer, as in `smt.compile`. Engines get parameters as
-    numbers of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer has
-    not, beside those that are vLLM's. Raises ValueError for any other value, LayoutError for an unknown `dtype`.
+    for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile`. Engines get
+    parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer
+    does not have, besides those of vLLM itself. Raises ValueError for other values, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND

@@ -3,7 +3,7 @@
 1. What goes wrong on one rank is an error on all, that says whose it is.
 2. Who fails while weights may move leaves the group: others hear of that at once, and need not wait for their time
    limit.
-3. What becomes of an update at this rank is one value (`update.Update`), also where it fails.
+3. The outcome of an update at this rank is one value (`update.Update`), even if it fails.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Its tensors go by its own names; where its
    checkpoints have others, as of transformers' experts, vLLM's loaders are given those.
-2. Whoever stores them otherwise says how, by rows (`shardmath.storage`): then tensors go by the names in these.
+2. A trainer that stores them otherwise declares how, by rows (`shardmath.storage`), which have the names.
 3. What a module trains is what is sent. One that has got another parameter since is an error.
 """
 

@@ -82,7 +82,7 @@ class Trainer:
         with among_trainers(init_info) as ranks:
             clients = together(ranks, "name its engines", lambda: _check_clients(client, init_info))
             own = together(ranks, "read its source", lambda: _read(source, init_info))
-            # Drawn, and not counted: a process that was started anew has met no other.
+            # Drawn, not counted: a process that was started again would count from 0.
             name = gather(secrets.token_hex(8), ranks)[0] if ranks else secrets.token_hex(8)
             meeting = Meeting(init_info, name, init_info.rank)
             acts = []
@@ -226,7 +226,7 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
 
 
 def _start(client: Client) -> None:
-    """Have the engine begin an update, also where one before was begun and never came."""
+    """Have the engine begin an update, even if an earlier one was begun and never came."""
     try:
         client.start_weight_update()
     except Exception as error:

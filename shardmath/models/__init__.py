@@ -3,7 +3,7 @@
 In reading order:
 
 - `storage`: how they really store tensors, declared in rows of text;
-- `recordings`: what ranks store as their loaders were seen to store it, in the place of rows;
+- `recordings`: storage recorded from an engine's loader, instead of declared by rows;
 - `systems`: what Megatron, vLLM, SGLang, torchtitan and Hugging Face store;
 - `refits`: a trainer's stored weights into engines that store them otherwise.
 """

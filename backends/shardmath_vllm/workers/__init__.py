@@ -1,4 +1,4 @@
-"""Workers: vLLM's end of transfers; all that imports vLLM, but for the plugin.
+"""Workers: vLLM's end of transfers; all that imports vLLM, except the plugin.
 
 In reading order:
 

@@ -80,7 +80,7 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
             answer = ask(self, *args, **named)
         except BaseException:
             _count_asked(waited_for, asking.asked - before if asking else 0)
-            # Raised where nothing is under way any more: this call has waited for those before.
+            # Raised where no call is open any more: this call has waited for those before.
             for queue in queues:
                 queue.old = queue.asked - queue.read
             raise

@@ -1,11 +1,11 @@
 """Caches: what an engine has computed with old weights goes before its first step with new ones.
 
 1. vLLM leaves that to whoever ends an update. Until then it samples with new weights over keys of old ones, where
-   requests are under way, and finds prompts in its caches that are of old weights.
+   requests are in flight, and finds prompts in its caches that are of old weights.
 2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
    step, whoever calls, and whatever becomes of the caller.
 3. It is dropped before weights come: where vLLM cannot, the engine is asked to take nothing, and is as it was.
-4. Requests under way are computed again from their first token to where they are, and go on with the new weights.
+4. Requests in flight are computed again from their first token to where they are, and go on with the new weights.
 5. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
    keeps those of prompts, too. It takes external caches that cannot drop theirs for such as have.
 """
@@ -92,7 +92,7 @@ def _list_keeping(connector: Any) -> list[str]:
 def _drop(core: Any) -> None:
     """Drop the keys of all requests and prompts, and what was made of images. Raises ExchangeError where some stay."""
     try:
-        # Without requests under way, nothing would be dropped as long as there are any.
+        # Without requests in flight, nothing would be dropped as long as there are any.
         dropped = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     except RuntimeError as error:
         # As where a connector still sends the keys of requests that have ended.
@@ -101,7 +101,7 @@ def _drop(core: Any) -> None:
         ) from error
     if dropped is False:
         raise ExchangeError(
-            "an external cache of keys did not drop those of old weights; drop them there, or start the engine anew"
+            "an external cache of keys did not drop those of old weights; drop them there, or start the engine again"
         )
     if core.vllm_config.model_config.is_multimodal_model:
         core.reset_encoder_cache()

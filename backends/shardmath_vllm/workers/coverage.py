@@ -1,7 +1,7 @@
 """Coverage: whether an update writes all that an engine's rank has.
 
-1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, but for what vLLM
-   pads it by, or is vLLM's own, or is named as somebody else's.
+1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, except for vLLM's
+   padding, or is vLLM's own, or is named as somebody else's.
 2. Where tensors are stored is recorded once, as ranks meet: an engine that moves experts between ranks is refused.
 3. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
    it is found out before weights are taken back for an update.

@@ -4,7 +4,7 @@
    `materialise` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
    addresses where that was before (`vllm.model_executor.model_loader.reload`).
 2. `undo` puts back what runs, as it was: whatever was not processed until then.
-3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written where they are, but for
+3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
    biases that it has made wider since (`biases`).
 4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
 5. Where a kernel has packed a tensor elsewhere, vLLM may leave None, or another object, under its name. vLLM's own
@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialise(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Memory for these tensors; of those of which so many cells are not written, filled with zeros.
+        """Memory for these tensors; those with unwritten cells, by their number in `natives`, are filled with zeros.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """
@@ -279,7 +279,7 @@ def _keep_others(module: nn.Module, written: set[str]) -> None:
 
 
 def _list_kept(module: nn.Module, written: set[str]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that are not written, as they are loaded and as they run. Raises StoreError for one that is made anew."""
+    """Tensors that are not written, as loaded and as they run. Raises StoreError for one that is made again."""
     parameters, buffers = get_layerwise_info(module).kernel_tensors
     running = parameters | buffers
     kept = []

@@ -21,7 +21,7 @@ def refuse(model: nn.Module, why: str) -> None:
 
     def answer(*args: Any, **kwargs: Any) -> NoReturn:
         raise ExchangeError(
-            f"the weights are torn: {why}; update all of them, or start the engine anew"
+            f"the weights are torn: {why}; update all of them, or start the engine again"
         )
 
     for module, name in _list_asked(model):

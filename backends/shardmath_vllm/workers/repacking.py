@@ -1,7 +1,7 @@
 """Repacking: what vLLM 0.32 packs once on a CPU, and would go on with after its weights were replaced.
 
 1. Experts are packed where their kernel is made, which is once; a reload then copies plain weights over packed ones. So
-   the kernel is made anew.
+   the kernel is made again.
 2. Where weights are INT8, a kernel has packed them, and points to where their scales were when it was made. A reload
    copies these elsewhere, and frees them. So the kernel is made to hold on to its scales.
 3. A head that is tied to the embedding is packed beside it, and a reload does not know of it. So it is packed again.

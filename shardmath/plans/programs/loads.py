@@ -210,7 +210,7 @@ def _sum_rounds(prog: Program) -> Loads:
 
 
 FEW_SLICES = 1 << 9
-"""A line with at most so many slices is counted directly: to look for a line alike would take longer."""
+"""A line with at most this many slices is counted directly: to look for a line alike would take longer."""
 
 
 def _divide_by_size(bundle: Bundle, slots: int) -> tuple[Streams, list[int]]:

@@ -31,7 +31,7 @@ FIELDS_PER_BOX = 8
 """Fields that a grid may have for each of its boxes before it is divided."""
 
 FEW = 16
-"""Up to so many borders are compared with each coordinate, rather than searched."""
+"""Up to this many borders are compared with each coordinate, rather than searched."""
 
 
 class Found(NamedTuple):

@@ -187,7 +187,7 @@ def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
         for case, (kind, text) in told.items():
             side = "engine" if case == "an entry of dst" else "source"
             name = "b" if case == "a buffer" else "w"
-            said = f"in the place of {side} {name!r} is another tensor than when prepare() was"
+            said = f"{side} {name!r} is another tensor than when prepare() was"
             assert kind == "ExchangeError" and said in text, (case, text)
             assert "prepare again on all ranks" in text
 

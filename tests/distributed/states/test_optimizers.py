@@ -415,7 +415,7 @@ def test_state_that_is_made_when_it_is_asked_for(
     training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
     with torch.no_grad():
         module.weight.fill_(3.0)
-    said = "Made makes its state anew whenever it is asked for it, .*; keep the state in one dict"
+    said = "Made makes its state again whenever it is asked for it, .*; keep the state in one dict"
     with pytest.raises(CheckpointError, match=said):
         step(tmp_path, module, Made(module.parameters(), lr=0.1))
     assert module.weight.eq(3.0).all()

@@ -178,7 +178,7 @@ def _get_own_dict(value: object) -> dict[str, object]:
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
     """Raise CheckpointError for an optimizer of which a save would lose something.
 
-    That is one that has inner optimizers with separate state that are not `given`, one that makes its state anew at
+    That is one that has inner optimizers with separate state that are not `given`, one that makes its state again at
     each access, or one whose state dict, or that of an inner optimizer that shares its state, has additional entries.
     """
     # Kept in a list: if a state is made at each access, its id would be reused.
@@ -200,7 +200,7 @@ def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
 def _check_keeps_state(optimizer: Optimizer) -> None:
     """Raise CheckpointError for an optimizer that makes its state at each access: nothing could be restored into it."""
     if optimizer.state is not optimizer.state:
-        what = f"{type(optimizer).__name__} makes its state anew whenever it is asked for it"
+        what = f"{type(optimizer).__name__} makes its state again whenever it is asked for it"
         fix = "keep the state in one dict that its attribute state always gives, or in a plain optimizer"
         raise CheckpointError(f"{what}, and nothing that is loaded would stay in it; {fix}")
 

@@ -37,7 +37,7 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 class Exchange:
-    """The engine of both transports. If `apart` is given, pieces of at least so many bytes are separate messages."""
+    """The engine of both transports. If `apart` is given, pieces of at least that many bytes are separate messages."""
 
     def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task

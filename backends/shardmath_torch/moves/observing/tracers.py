@@ -17,7 +17,7 @@ __all__ = ["TRACERS", "Given", "Tracer", "find_tracer"]
 Given: TypeAlias = Plan | Transposed | Program
 
 MOST_MARKS = 1 << 20
-"""Most marks of a trace, at 100 bytes each: once there are so many, further calls are left out."""
+"""Most marks of a trace, at 100 bytes each: once there are this many, further calls are left out."""
 
 
 class Tracer:

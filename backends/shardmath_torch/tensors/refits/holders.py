@@ -214,7 +214,7 @@ def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = Non
     replaced = find_replaced(watched)
     if replaced is not None:
         return (
-            f"in the place of {replaced} is another tensor than when prepare() was called; "
+            f"{replaced} is another tensor than when prepare() was called; "
             f"prepare again on all ranks"
         )
     removed = find_removed(watched, modules)
