@@ -74,6 +74,6 @@ def test_a_tile_that_an_engine_cuts_is_named() -> None:
     model = fp8_rows.MODELS["experts"]
     odd = model._replace(config=model.config | {"moe_ffn_hidden_size": 6})
     with pytest.raises(
-        sm.StoreError, match=r"0: rank 5 has numbers of '.*gate_proj.weight' without their scale"
+        sm.StoreError, match=r"0: rank 5 has values of '.*gate_proj.weight' without their scale"
     ):
         make_refit(fp8_rows.ROWS[7], odd)
