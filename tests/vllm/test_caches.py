@@ -7,14 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
+from vllm.v1.pool.metadata import PoolingStates
 
 from shardmath import ExchangeError
-from shardmath_vllm.workers.caches import drop_caches
+from shardmath_vllm.workers.caches import drop_caches, drop_parts
 
 
-def make_core(asked: list[Any], backend: str = "shardmath", images: bool = False) -> Any:
+def make_core(
+    asked: list[Any], backend: str = "shardmath", images: bool = False, runner: str = "generate"
+) -> Any:
     """An engine's core that notes what it drops, and what its workers are asked."""
     drop_caches()
     core: Any = EngineCore.__new__(EngineCore)
@@ -22,7 +27,7 @@ def make_core(asked: list[Any], backend: str = "shardmath", images: bool = False
     core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: asked.append(what))
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(is_multimodal_model=images),
+        model_config=SimpleNamespace(is_multimodal_model=images, runner_type=runner),
     )
     core.reset_prefix_cache = lambda **how: asked.append(how)
     core.reset_encoder_cache = lambda: asked.append("encoder")
@@ -79,6 +84,49 @@ def test_requests_that_wait_with_keys_keep_weights_out() -> None:
     with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
         core.collective_rpc("update_weights")
     assert not asked
+
+
+def test_what_was_pooled_of_first_parts_of_prompts_goes() -> None:
+    """vLLM computes these again, and would give what old weights made of them beside that."""
+    states = PoolingStates()
+    states.hidden_states_cache.append(torch.ones(2, 3))
+    runner = SimpleNamespace(
+        requests={"long": SimpleNamespace(pooling_states=states)},
+        late_interaction_runner=LateInteractionRunner(),
+    )
+    asked: list[Any] = []
+    core = make_core(asked, runner="pooling")
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda what, *args: (
+            [what(SimpleNamespace(model_runner=runner))] if callable(what) else asked.append(what)
+        )
+    )
+    core.collective_rpc("update_weights")
+    assert not states.hidden_states_cache and asked[-1] == "update_weights"
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_queries_that_wait_for_documents_keep_weights_out(is_beside: bool) -> None:
+    """Documents would be compared with what old weights made of the query."""
+    states = PoolingStates()
+    states.hidden_states_cache.append(torch.ones(2, 3))
+    comparing = LateInteractionRunner()
+    comparing._query_cache["query"] = torch.ones(2, 3)
+    pooling = SimpleNamespace(late_interaction_runner=comparing)
+    pooling.requests = {"long": SimpleNamespace(pooling_states=states)}
+    runner = SimpleNamespace(pooling_runner=pooling) if is_beside else pooling
+    asked: list[Any] = []
+    core = make_core(asked, runner="pooling")
+    worker = SimpleNamespace(model_runner=runner)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: [what(worker)])
+    with pytest.raises(ExchangeError, match="a query of old weights waits for documents"):
+        core.collective_rpc("update_weights")
+    # The request goes on with what it has.
+    assert states.hidden_states_cache and not asked
+    comparing.clear()
+    assert not drop_parts(worker)
+    # On a stage that does not pool.
+    assert not drop_parts(SimpleNamespace(model_runner=SimpleNamespace(pooling_runner=None)))
 
 
 class Dropping:

@@ -8,6 +8,8 @@
 4. Requests in flight are computed again from their first token to where they are, and go on with the new weights.
 5. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
    keeps those of prompts, too. It takes external caches that cannot drop theirs for such as have.
+6. Models that pool keep what they made of a prompt's first parts until its last one, and vLLM gives that beside what is
+   computed again. Of a query that documents are compared with, it keeps all, and cannot compute it again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
 from shardmath_vllm.infos import BACKEND
 
-__all__ = ["drop_caches"]
+__all__ = ["drop_caches", "drop_parts"]
 
 DONE = "_shardmath_drops_caches"
 
@@ -44,6 +46,8 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         if method == "update_weights" and _is_ours(self.vllm_config):
             _check_can_drop(self.scheduler)
+            if self.vllm_config.model_config.runner_type == "pooling":
+                _drop_pooled(self.model_executor)
             _drop(self)
         return ask(self, method, *args, **named)
 
@@ -87,6 +91,27 @@ def _list_keeping(connector: Any) -> list[str]:
     tiers = getattr(manager, "secondary_tiers", ())
     drops = kind.reset_cache is not KVConnectorBase_V1.reset_cache
     return [] if drops and not tiers else [kind.__name__]
+
+
+def _drop_pooled(executor: Any) -> None:
+    """Drop what workers have of prompts that they pool in parts. Raises ExchangeError where they keep a query."""
+    if any(executor.collective_rpc(drop_parts)):
+        raise ExchangeError(
+            "a query of old weights waits for documents that are compared with it, and vLLM cannot compute it again; "
+            "send once they have come"
+        )
+
+
+def drop_parts(worker: Any) -> bool:
+    """Drop them at a worker, unless it keeps queries: whether it does."""
+    runner = worker.model_runner
+    # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
+    pooling = getattr(runner, "pooling_runner", runner)
+    if pooling is not None and pooling.late_interaction_runner._query_cache:
+        return True
+    for request in getattr(runner, "requests", {}).values():
+        request.pooling_states.clean()
+    return False
 
 
 def _drop(core: Any) -> None:
