@@ -86,17 +86,20 @@ class Board:
                 if notes.read(self.store, what) is None:
                     self.store.set(what, word_objection(error))
 
-    def finish(self, what: str, act: Callable[[], None]) -> None:
+    def finish(
+        self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
+    ) -> None:
         """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
 
-        Raises ExchangeError there if they do not in time.
+        `find_failure()` says at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not in
+        time.
         """
         self.relay(what, act)
         self._confirm(what)
         if self.place == 0:
-            late = self._await_heard(what, range(self.trainers), self.timeout)
+            late = self._await_heard(what, range(self.trainers), self.timeout, find_failure)
             if late:
-                raise ExchangeError(self._word_late(what, late))
+                raise ExchangeError(find_failure() or self._word_late(what, late))
 
     def vote(self, what: str, fault: str) -> None:
         """Say what keeps this rank from it; "" where it is ready."""
@@ -164,9 +167,11 @@ class Board:
         """Remove what was said of updates from the store: all have read it who come to the next."""
         for number in numbers:
             for step in (*WAITED_FOR, "fail"):
-                self.store.delete_key(f"{step} update {number}")
-            for place in range(self.size):
-                self.store.delete_key(f"begin update {number}/{place}")
+                what = f"{step} update {number}"
+                self.store.delete_key(what)
+                for place in range(self.size):
+                    self.store.delete_key(f"{what}/{place}")
+                    self.store.delete_key(f"{what}/heard/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
         """Leave, as all ranks do when an update fails: why another one says that it did, "" if none does.
@@ -229,10 +234,10 @@ class Board:
         return said
 
     def _confirm(self, what: str) -> None:
-        """This rank has heard of that, the last thing it has heard."""
+        """Note that this rank has heard of that."""
         # Where place 0 is gone, it does not wait for that.
         with suppress(RuntimeError):
-            self._write(f"heard/{self.place}", what)
+            self._write(f"{what}/heard/{self.place}", "yes")
 
     def _read(self, key: str, seconds: float = ANSWER_S) -> str | None:
         """What was put up; None for nothing. Raises RuntimeError where the store is gone, or does not answer."""
@@ -246,16 +251,22 @@ class Board:
         """What the store answers; place 0 serves it itself, and says things in their order whatever interrupts it."""
         return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
-    def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> set[int]:
-        """The places that have not heard of it in time."""
+    def _await_heard(
+        self,
+        what: str,
+        places: Iterable[int],
+        seconds: float,
+        find_failure: Callable[[], str] = str,
+    ) -> set[int]:
+        """The places that have not heard of it in time, or once one has failed."""
 
         def has_heard(place: int) -> bool:
-            if notes.read(self.store, f"heard/{place}") == what:
+            if notes.read(self.store, f"{what}/heard/{place}") is not None:
                 return True
             # Once all have left, the store has nothing of the group; before they left they heard.
-            return notes.read(self.store, f"heard/{self.place}") is None
+            return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
-        return _await(has_heard, places, seconds)
+        return _await(has_heard, places, seconds, lambda: find_failure() != "")
 
 
 def _try(act: Callable[[], None]) -> str:

@@ -112,7 +112,8 @@ class Life:
         """
         self._note()
         with self._step(Step.CALL):
-            pass
+            # Who is gone is found to be before this rank may have said yes, and can no longer say that nobody moved.
+            self._find_failure()
         self.move(lambda: None, act)
 
     def move(
@@ -142,7 +143,7 @@ class Life:
             self.update = self.update.after(Step.ARRIVE)
 
     def _find_failure(self) -> str:
-        """Who, at place 0, has left after it had voted; "" for nobody."""
+        """Who, at place 0, has failed on its own, and left; "" for nobody."""
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ class Life:
     def end(self, act: Callable[[], None]) -> None:
         """Have engines be told that it is over, by place 0. Raises ExchangeError on all trainers where that fails."""
         with self._step(Step.END):
-            self._board.finish(self._name("finish"), act)
+            self._board.finish(self._name("finish"), act, self._find_failure)
 
     def _name(self, step: str) -> str:
         """What a step of this update is called on the board."""

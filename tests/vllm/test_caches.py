@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingStates
 
@@ -18,11 +18,15 @@ from shardmath_vllm.workers.caches import drop_caches, drop_parts
 
 
 def make_core(
-    asked: list[Any], backend: str = "shardmath", images: bool = False, runner: str = "generate"
+    asked: list[Any],
+    backend: str = "shardmath",
+    images: bool = False,
+    runner: str = "generate",
+    kind: type[EngineCore] = EngineCore,
 ) -> Any:
     """An engine's core that notes what it drops, and what its workers are asked."""
     drop_caches()
-    core: Any = EngineCore.__new__(EngineCore)
+    core: Any = kind.__new__(kind)
     core.scheduler = SimpleNamespace(kv_holding_waiting=[], connector=None, ec_connector=None)
     core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: asked.append(what))
     core.vllm_config = SimpleNamespace(
@@ -84,6 +88,19 @@ def test_requests_that_wait_with_keys_keep_weights_out() -> None:
     with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
         core.collective_rpc("update_weights")
     assert not asked
+
+
+def test_replicas_of_experts_take_weights_while_none_steps() -> None:
+    """One within a step waits for the steps of the others, which would wait for it to take weights."""
+    asked: list[Any] = []
+    core = make_core(asked, kind=DPEngineCoreProc)
+    core.engines_running = True
+    with pytest.raises(ExchangeError, match=r"step together.*POST /pause\?mode=keep"):
+        core.collective_rpc("update_weights")
+    assert not asked
+    core.engines_running = False
+    core.collective_rpc("update_weights")
+    assert asked[-1] == "update_weights"
 
 
 def test_what_was_pooled_of_first_parts_of_prompts_goes() -> None:

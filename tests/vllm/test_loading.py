@@ -271,6 +271,18 @@ def test_a_rank_on_which_nothing_has_begun_answers(
     assert model.compute_logits(torch.ones(1)) == 1.0
 
 
+def test_a_trainer_that_is_gone_before_a_rank_has_voted_leaves_its_weights(model: Model) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    link = Moving()
+    link.place, link.board = 1, Board(client, 1, trainers=1, size=2, timeout=5.0)
+    del server
+    engine = make_engine(model, link)
+    with pytest.raises(ExchangeError, match="place 0 left, or is gone"):
+        engine.receive_weights(Updating(1))
+    assert model.compute_logits(torch.ones(1)) == 1.0
+
+
 def test_a_trainer_that_another_has_replaced_is_told_at_once(model: Model) -> None:
     engine = make_engine(model, Moving(), "later")
     with pytest.raises(ExchangeError, match="has joined another trainer since"):

@@ -10,6 +10,8 @@
    keeps those of prompts, too. It takes external caches that cannot drop theirs for such as have.
 6. Models that pool keep what they made of a prompt's first parts until its last one, and vLLM gives that beside what is
    computed again. Of a query that documents are compared with, it keeps all, and cannot compute it again.
+7. Replicas of a mixture of experts compute each step together, also those without requests, so they take weights only
+   while none of them steps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
@@ -45,6 +47,7 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ask)
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         if method == "update_weights" and _is_ours(self.vllm_config):
+            _check_steps_alone(self)
             _check_can_drop(self.scheduler)
             if self.vllm_config.model_config.runner_type == "pooling":
                 _drop_pooled(self.model_executor)
@@ -58,6 +61,15 @@ def _is_ours(config: Any) -> bool:
     """Whether the engine takes weights by this backend."""
     transfer = config.weight_transfer_config
     return transfer is not None and transfer.backend == BACKEND
+
+
+def _check_steps_alone(core: Any) -> None:
+    """Raise ExchangeError if other replicas' steps wait for this one's, and so would never come to take weights."""
+    if isinstance(core, DPEngineCoreProc) and core.engines_running:
+        raise ExchangeError(
+            "replicas of a mixture of experts step together, and one that takes weights between two steps would wait "
+            "for one that is within a step, which waits for it; POST /pause?mode=keep first, and /resume after"
+        )
 
 
 def _check_can_drop(scheduler: Any) -> None:
