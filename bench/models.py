@@ -23,7 +23,7 @@ from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.megatron_shapes import MegatronConfig, logical_shapes
 from shardmath.values.formats.fp8 import FP8Blocks
 from shardmath.values.transforms.components import Transform
-from shardmath.values.transforms.quantising import Quantise
+from shardmath.values.transforms.quantizing import Quantize
 
 __all__ = [
     "MODELS",
@@ -185,7 +185,7 @@ MODELS: dict[str, Model] = {
 for _name in ("qwen3-4b", "qwen3-30b-a3b"):
     MODELS[f"{_name}-fp8"] = MODELS[_name]._replace(tiles=FP8Blocks())
 
-QUANTISED = "*_proj*.weight"
+QUANTIZED = "*_proj*.weight"
 """Linear layers, `kv_a_proj_with_mqa` too. Embedding, head and router stay as they are."""
 
 
@@ -211,7 +211,7 @@ def _list_weights(model: Model, dtype: str) -> Shapes:
 
 def rules_of(tiles: FP8Blocks) -> dict[str, Transform]:
     """What is made of a trainer's tensors for an engine in FP8."""
-    return {QUANTISED: Quantise(tiles)}
+    return {QUANTIZED: Quantize(tiles)}
 
 
 def served_shapes(shapes: Shapes, tiles: FP8Blocks) -> Shapes:
@@ -219,7 +219,7 @@ def served_shapes(shapes: Shapes, tiles: FP8Blocks) -> Shapes:
     served = {}
     for name, (shape, dtype) in shapes.items():
         served[name] = shape, dtype
-        if fnmatchcase(name, QUANTISED):
+        if fnmatchcase(name, QUANTIZED):
             served[name] = shape, "float8_e4m3fn"
             served[f"{name}_scale_inv"] = tiles.scale_shape(shape), "float32"
     return served
@@ -233,11 +233,11 @@ def count_parameters(model: Model) -> int:
 def hf_config(model: Model) -> dict[str, Any]:
     """The fields of Hugging Face's configuration that say how an engine stores the model."""
     config = MegatronConfig(model.config)
-    quantised = None
+    quantized = None
     if model.tiles:
-        quantised = {"quant_method": "fp8", "weight_block_size": list(model.tiles.block)}
+        quantized = {"quant_method": "fp8", "weight_block_size": list(model.tiles.block)}
     return {
-        "quantization_config": quantised,
+        "quantization_config": quantized,
         "model_type": model.kind,
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,

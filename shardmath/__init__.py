@@ -6,7 +6,6 @@ need is imported when it is first asked for.
 
 from importlib import import_module
 from typing import TYPE_CHECKING
-from warnings import warn
 
 from shardmath.base.errors import (
     DigestError as DigestError,
@@ -45,7 +44,7 @@ from shardmath.base.errors import (
     StoreError as StoreError,
 )
 from shardmath.base.memo import clear_caches
-from shardmath.base.moved import forward
+from shardmath.base.moved import find_former, forward
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs, from_ranges
 from shardmath.layouts.layout import Layout
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
     from shardmath.plans.adjoint import Transposed as Transposed
     from shardmath.plans.adjoint import adjoint
     from shardmath.plans.collectives.collective import Collective as Collective
-    from shardmath.plans.collectives.collective import recognise
+    from shardmath.plans.collectives.collective import recognize
     from shardmath.plans.flows.certificate import Certificate
     from shardmath.plans.flows.topology import Topology
     from shardmath.plans.membership.leaving import without
@@ -92,8 +91,8 @@ if TYPE_CHECKING:
     from shardmath.plans.programs.certify import certify, crossing_bytes
     from shardmath.plans.programs.program import Program
     from shardmath.plans.programs.scheduling import schedule
-    from shardmath.plans.relabelling.relabelling import Relabelling as Relabelling
-    from shardmath.plans.relabelling.relabelling import relabel
+    from shardmath.plans.relabeling.relabeling import Relabeling as Relabeling
+    from shardmath.plans.relabeling.relabeling import relabel
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
     from shardmath.values.amaxes.amaxes import Amaxes as Amaxes
@@ -112,7 +111,7 @@ LATE = {
     "Plan": "plans.plan",
     "Program": "plans.programs.program",
     "Refit": "models.refits.refit",
-    "Relabelling": "plans.relabelling.relabelling",
+    "Relabeling": "plans.relabeling.relabeling",
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
     "Transposed": "plans.adjoint",
@@ -123,9 +122,9 @@ LATE = {
     "equivalent": "layouts.holdings",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
-    "recognise": "plans.collectives.collective",
+    "recognize": "plans.collectives.collective",
     "refit": "models.refits.refit",
-    "relabel": "plans.relabelling.relabelling",
+    "relabel": "plans.relabeling.relabeling",
     "schedule": "plans.programs.scheduling",
     "simulate": "proofs.simulate",
     "verify": "proofs.verify",
@@ -135,17 +134,19 @@ LATE = {
 """Where names are that are imported on use."""
 
 FORMER = {
-    "Amaxes": "formats",
-    "Difference": "content",
-    "Recorded": "storage",
-    "RecordedSide": "storage",
-    "Transformed": "transforms",
-    "digest_of": "content",
-    "find_difference": "content",
-    "plan_amaxes": "formats",
-    "transformed": "transforms",
+    "Amaxes": "formats.Amaxes",
+    "Difference": "content.Difference",
+    "Recorded": "storage.Recorded",
+    "RecordedSide": "storage.RecordedSide",
+    "Relabelling": "Relabeling",
+    "Transformed": "transforms.Transformed",
+    "digest_of": "content.digest_of",
+    "find_difference": "content.find_difference",
+    "plan_amaxes": "formats.plan_amaxes",
+    "recognise": "recognize",
+    "transformed": "transforms.transformed",
 }
-"""Names that are in a face now, and in which."""
+"""Former names, and the present ones."""
 
 FACES = (
     "buffers",
@@ -185,7 +186,11 @@ forward(
         "shardmath.protocol": "shardmath.plans.protocol",
         "shardmath.recordings": "shardmath.models.recordings",
         "shardmath.refits": "shardmath.models.refits",
-        "shardmath.relabelling": "shardmath.plans.relabelling",
+        "shardmath.plans.relabelling": "shardmath.plans.relabeling",
+        "shardmath.plans.relabelling.relabelling": "shardmath.plans.relabeling.relabeling",
+        "shardmath.relabelling": "shardmath.plans.relabeling",
+        "shardmath.relabelling.relabelling": "shardmath.plans.relabeling.relabeling",
+        "shardmath.values.transforms.quantising": "shardmath.values.transforms.quantizing",
     }
 )
 
@@ -195,9 +200,7 @@ def __getattr__(name: str) -> object:
     if name in LATE:
         value = getattr(import_module(f"shardmath.{LATE[name]}"), name)
     elif name in FORMER:
-        face = FORMER[name]
-        warn(f"shardmath.{name} is shardmath.{face}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(f"shardmath.{face}"), name)
+        return find_former(f"shardmath.{name}", f"shardmath.{FORMER[name]}")
     elif name == "families":
         value = import_module("shardmath.families")
     elif name in FACES:
@@ -256,7 +259,7 @@ __all__ = [
     "Certificate",
     "crossing_bytes",
     "Topology",
-    "recognise",
+    "recognize",
     "refit",
     "Refit",
     "divide",

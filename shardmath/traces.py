@@ -1,4 +1,4 @@
-"""`shardmath.traces`: what takes time on ranks, measured or modelled, on one line of time."""
+"""`shardmath.traces`: what takes time on ranks, measured or modeled, on one line of time."""
 
 from shardmath.display.traces.chrome import read, write
 from shardmath.display.traces.drawing import svg

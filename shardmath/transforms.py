@@ -1,9 +1,10 @@
 """`shardmath.transforms`: what is sent where it is not what is held: casts, computed parameters, your functions."""
 
+from shardmath.base.moved import forward_names
 from shardmath.values.transforms.components import AsHeld, Companion, Component, Form, Transform
 from shardmath.values.transforms.custom import Custom
 from shardmath.values.transforms.pointwise import Cast, NegativeExp
-from shardmath.values.transforms.quantising import Dequantise, Quantise, Requantise
+from shardmath.values.transforms.quantizing import Dequantize, Quantize, Requantize
 from shardmath.values.transforms.transformed import Transformed, transformed
 
 __all__ = [
@@ -12,12 +13,21 @@ __all__ = [
     "Companion",
     "Component",
     "Custom",
-    "Dequantise",
+    "Dequantize",
     "Form",
     "NegativeExp",
-    "Quantise",
-    "Requantise",
+    "Quantize",
+    "Requantize",
     "Transform",
     "Transformed",
     "transformed",
 ]
+
+__getattr__ = forward_names(
+    "shardmath.transforms",
+    {
+        "Dequantise": "shardmath.transforms.Dequantize",
+        "Quantise": "shardmath.transforms.Quantize",
+        "Requantise": "shardmath.transforms.Requantize",
+    },
+)

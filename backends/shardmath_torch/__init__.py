@@ -4,8 +4,8 @@ move = compile(plan)                        # collective; every rank of the grou
 move(src_tensors, out=dst_tensors)          # collective; many times, in the same order on every rank
 
 move = compile_transformed(sm.transforms.transformed(src, dst, rules))   # where what travels is not what is held
-quantise = compile_quantise(format, layout)                   # where ranks cut blocks that share a scale
-data, scales = quantise(tensor)
+quantize = compile_quantize(format, layout)                   # where ranks cut blocks that share a scale
+data, scales = quantize(tensor)
 with commit(move, other):                   # several moves: all in place on all ranks, or none on any
     ...
 
@@ -16,7 +16,7 @@ refit.prepare(src=..., dst=...)             # once; then refit() after every ste
 
 recorded = record(load, shapes, module)     # how a loader stores tensors, instead of rows that say it
 
-data, scales = quantise(formats.MXFP8(), tensor)   # of any format, and dequantise, on any device
+data, scales = quantize(formats.MXFP8(), tensor)   # of any format, and dequantize, on any device
 
 digest(layout, tensor)                      # a number for what all ranks hold, the same under every layout
 
@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from shardmath.base.moved import find_former
 
 if TYPE_CHECKING:
     from shardmath_torch.checkpoints.checkpoint import load, save
@@ -57,12 +59,12 @@ if TYPE_CHECKING:
     from shardmath_torch.tensors.dtensors.scales import amax
     from shardmath_torch.tensors.dtensors.styles import Fused
     from shardmath_torch.tensors.dtensors.tensor_parallel import set_device_mesh
-    from shardmath_torch.tensors.formats.quantising import dequantise, quantise
-    from shardmath_torch.tensors.formats.views import quantised_parts, sendable
+    from shardmath_torch.tensors.formats.quantizing import dequantize, quantize
+    from shardmath_torch.tensors.formats.views import quantized_parts, sendable
     from shardmath_torch.tensors.parts.checkpointable import checkpointable
     from shardmath_torch.tensors.refits.recording import record
     from shardmath_torch.tensors.refits.refit import Refit
-    from shardmath_torch.tensors.transforms.amaxes import Quantiser, compile_quantise
+    from shardmath_torch.tensors.transforms.amaxes import Quantizer, compile_quantize
     from shardmath_torch.tensors.transforms.compile import TransformedMover, compile_transformed
     from shardmath_torch.tensors.transforms.megatron import megatron_hook
 
@@ -73,7 +75,7 @@ LATE = {
     "Handle": "moves.movers.handles",
     "Moved": "moves.observing.moved",
     "Mover": "moves.movers.mover",
-    "Quantiser": "tensors.transforms.amaxes",
+    "Quantizer": "tensors.transforms.amaxes",
     "Refit": "tensors.refits.refit",
     "TransformedMover": "tensors.transforms.compile",
     "amax": "tensors.dtensors.scales",
@@ -81,10 +83,10 @@ LATE = {
     "commit": "moves.commits.blocks",
     "compile": "moves.movers.compile",
     "compile_changes": "tensors.changes.changes",
-    "compile_quantise": "tensors.transforms.amaxes",
+    "compile_quantize": "tensors.transforms.amaxes",
     "compile_transformed": "tensors.transforms.compile",
     "connect": "groups.joint.connect",
-    "dequantise": "tensors.formats.quantising",
+    "dequantize": "tensors.formats.quantizing",
     "digest": "tensors.contents.digest",
     "disconnect": "groups.joint.connect",
     "export": "checkpoints.exports.export",
@@ -96,8 +98,8 @@ LATE = {
     "megatron_hook": "tensors.transforms.megatron",
     "open_checkpoint": "checkpoints.opening",
     "progress_bar": "moves.observing.bars",
-    "quantise": "tensors.formats.quantising",
-    "quantised_parts": "tensors.formats.views",
+    "quantize": "tensors.formats.quantizing",
+    "quantized_parts": "tensors.formats.views",
     "record": "tensors.refits.recording",
     "redistribute": "tensors.dtensors.redistribute",
     "save": "checkpoints.checkpoint",
@@ -110,9 +112,20 @@ LATE = {
 }
 """Where names are, which are imported on use."""
 
+FORMER = {
+    "Quantiser": "Quantizer",
+    "compile_quantise": "compile_quantize",
+    "dequantise": "dequantize",
+    "quantise": "quantize",
+    "quantised_parts": "quantized_parts",
+}
+"""Former names, and the present ones."""
+
 
 def __getattr__(name: str) -> object:
     """What is imported on its first use. Raises AttributeError for what is not here."""
+    if name in FORMER:
+        return find_former(f"shardmath_torch.{name}", f"shardmath_torch.{FORMER[name]}")
     if name not in LATE:
         raise AttributeError(f"module 'shardmath_torch' has no attribute {name!r}")
     value = getattr(import_module(f"shardmath_torch.{LATE[name]}"), name)
@@ -132,7 +145,7 @@ __all__ = [
     "Handle",
     "Moved",
     "Mover",
-    "Quantiser",
+    "Quantizer",
     "Refit",
     "TransformedMover",
     "amax",
@@ -140,10 +153,10 @@ __all__ = [
     "commit",
     "compile",
     "compile_changes",
-    "compile_quantise",
+    "compile_quantize",
     "compile_transformed",
     "connect",
-    "dequantise",
+    "dequantize",
     "digest",
     "disconnect",
     "export",
@@ -155,8 +168,8 @@ __all__ = [
     "megatron_hook",
     "open_checkpoint",
     "progress_bar",
-    "quantise",
-    "quantised_parts",
+    "quantize",
+    "quantized_parts",
     "record",
     "redistribute",
     "save",

@@ -35,7 +35,7 @@ TRAINERS = "trainers"
 class Given:
     """What a rank brings: `told`, if it is a trainer; else its engine, and what records the engine's loader.
 
-    `is_joint` where ranks of the engine process together what has arrived, as vLLM quantises divided tensors.
+    `is_joint` where ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
 
     told: Told | None = None

@@ -117,7 +117,7 @@ class DigestError(ShardError):
 
 @public
 class FormatError(ShardError):
-    """A quantised format that does not exist, or that an array, a slice or a layout does not fit."""
+    """A quantized format that does not exist, or that an array, a slice or a layout does not fit."""
 
 
 @public

@@ -14,12 +14,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, TypeVar
 
-__all__ = ["forward", "forward_names"]
+__all__ = ["find_former", "former_attributes", "forward", "forward_names"]
+
+_T = TypeVar("_T")
 
 
 def forward(names: Mapping[str, str]) -> None:
@@ -37,11 +41,58 @@ def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], obje
     def find(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is {names[name]}", DeprecationWarning, stacklevel=2)
-        path, _, now = names[name].rpartition(".")
-        return getattr(import_module(path), now)
+        return find_former(f"{module}.{name}", names[name])
 
     return find
+
+
+def find_former(name: str, now: str) -> object:
+    """What is at the path `now`, with a DeprecationWarning to whoever asked a module's `__getattr__` for `name`."""
+    warnings.warn(f"{name} is {now}", DeprecationWarning, stacklevel=3)
+    path, _, attribute = now.rpartition(".")
+    return getattr(import_module(path), attribute)
+
+
+def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
+    """Have a class take and show attributes by these former names, too, each of which gives a DeprecationWarning.
+
+    >>> from dataclasses import dataclass
+    >>> @former_attributes(colour="color")
+    ... @dataclass(frozen=True)
+    ... class Pen:
+    ...     color: str
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     made = Pen(colour="red")
+    >>> made, str(caught[0].message)
+    (Pen(color='red'), 'Pen.colour is Pen.color')
+    """
+
+    def warn(cls: type, former: str) -> str:
+        now = names[former]
+        text = f"{cls.__name__}.{former} is {cls.__name__}.{now}"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return now
+
+    def read_as(former: str) -> property:
+        return property(lambda self: getattr(self, warn(type(self), former)))
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        make: Callable[..., None] = cls.__init__
+
+        @wraps(make)
+        def init(self: Any, *args: Any, **named: Any) -> None:
+            for former in names.keys() & named.keys():
+                named[warn(cls, former)] = named.pop(former)
+            make(self, *args, **named)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        for former in names:
+            setattr(cls, former, read_as(former))
+        return cls
+
+    return decorate
 
 
 class _FormerNameFinder(MetaPathFinder):

@@ -1,11 +1,11 @@
 """Grouping: which parameters of a model share a buffer, and the layout of every buffer.
 
-1. Parameters share a buffer if they agree in storage dtype (uint8 if quantised), gradient dtype, expert parallelism,
+1. Parameters share a buffer if they agree in storage dtype (uint8 if quantized), gradient dtype, expert parallelism,
    and, for a rule that manages only some of them, in whether it does.
-2. `param_indices` numbers parameters of one logical dtype, quantised or not, so that one's checkpoints fit the other.
+2. `param_indices` numbers parameters of one logical dtype, quantized or not, so that one's checkpoints fit the other.
 3. Experts have their own data-parallel size.
 
->>> params = [Param(name, (10,), quantised=name in "ac") for name in "abcd"]
+>>> params = [Param(name, (10,), quantized=name in "ac") for name in "abcd"]
 >>> layouts = full_layout(params, rule=distributed_optimizer, data_parallel_world_size=2)
 >>> [(key.param_dtype, layout.param_indices) for key, layout in layouts.items()]
 [('uint8', (0, 2)), ('bfloat16', (1, 3))]
@@ -181,7 +181,7 @@ def _group_params(
 
 
 def _number_params(params: Sequence[Param], keys: Iterable[BufferKey]) -> dict[str, int]:
-    """The number of each parameter, by name, among those of its logical dtype, quantised or not."""
+    """The number of each parameter, by name, among those of its logical dtype, quantized or not."""
     names = []
     kinds = []
     for param, key in zip(params, keys, strict=True):
@@ -195,7 +195,7 @@ def _number_params(params: Sequence[Param], keys: Iterable[BufferKey]) -> dict[s
 
 def _make_key(param: Param, grad_reduce_in_fp32: bool, has_other: bool) -> BufferKey:
     """The buffer of the parameter; whether it is managed counts only if another rule lays out the rest."""
-    stored = "uint8" if param.quantised else param.dtype
+    stored = "uint8" if param.quantized else param.dtype
     gradient = param.gradient
     if grad_reduce_in_fp32 and param.grad_dtype is None:
         gradient = "float32"

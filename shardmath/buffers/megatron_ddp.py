@@ -127,7 +127,7 @@ def nvfp4_packed(
 ) -> PerBufferParamLayout:
     """The packed buffer of bytes: two elements of an NVFP4 parameter are one byte, any other element is one.
 
-    NVFP4 are the parameters with `quantised="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
+    NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
     bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.
     Shapes are left out: they count elements, not bytes.
 
@@ -192,7 +192,7 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
 
 def _count_bytes(param: Param) -> int:
     """The bytes of a parameter in the packed buffer."""
-    if param.quantised not in (True, "nvfp4"):
+    if param.quantized not in (True, "nvfp4"):
         return param.numel
     if param.numel % 2:
         what = f"NVFP4 parameter {param.name!r} has {plural(param.numel, 'element')}"

@@ -18,6 +18,7 @@ import numpy as np
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.errors import ParamLayoutError
+from shardmath.base.moved import former_attributes
 from shardmath.base.text import shown
 
 __all__ = [
@@ -117,11 +118,12 @@ def pad_bucket_end(
     return pad_to_divisor(end, divisor)
 
 
+@former_attributes(quantised="quantized")
 @dataclass(frozen=True, slots=True)
 class Param:
     """A parameter as the rules see it: `shape` as this rank holds it, and properties that its optimizer needs.
 
-    `quantised` is whether its storage is quantised (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
+    `quantized` is whether its storage is quantized (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize
     it, by default every matrix that is not a shared embedding; give False for an embedding or output layer.
     `gtp_remat_size` is the number of ranks that hold rows of one matrix that is orthogonalized as a whole.
@@ -133,7 +135,7 @@ class Param:
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
     grad_dtype: str | None = None
-    quantised: bool | str = False
+    quantized: bool | str = False
     shared_embedding: bool = False
     expert_parallel: bool = False
     managed: bool | None = None
@@ -159,8 +161,8 @@ class Param:
             yield "dtype", dtypes.canonical(self.dtype)
         if self.grad_dtype is not None:
             yield "grad_dtype", dtypes.canonical(self.grad_dtype)
-        if type(self.quantised) is not bool:
-            yield "quantised", _read_format(self.name, self.quantised)
+        if type(self.quantized) is not bool:
+            yield "quantized", _read_format(self.name, self.quantized)
         yield from self._read_flags()
         size = self.gtp_remat_size
         if type(size) is not int or size < 1:
@@ -214,15 +216,15 @@ def _read_shape(name: str, shape: object) -> tuple[int, ...]:
     return sizes
 
 
-def _read_format(name: str, quantised: object) -> bool | str:
-    """The value of `quantised`, from numpy's types too. Raises ParamLayoutError for an unknown format."""
-    if isinstance(quantised, np.bool_):
-        return bool(quantised)
-    kind = known(quantised, FORMATS)
+def _read_format(name: str, quantized: object) -> bool | str:
+    """The value of `quantized`, from numpy's types too. Raises ParamLayoutError for an unknown format."""
+    if isinstance(quantized, np.bool_):
+        return bool(quantized)
+    kind = known(quantized, FORMATS)
     if kind is None:
         choices = ", ".join(map(repr, (False, True, *FORMATS)))
         raise ParamLayoutError(
-            f"parameter {name!r}: quantised={shown(quantised)}; give one of {choices}"
+            f"parameter {name!r}: quantized={shown(quantized)}; give one of {choices}"
         )
     return kind
 

@@ -78,7 +78,7 @@ def _run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
 
 SUMMARIES = {
     "buffers": "lay out a model's flat buffers, and show them",
-    "formats": "list the quantised formats, their scales and where they may be cut",
+    "formats": "list the quantized formats, their scales and where they may be cut",
     "plan": "plan a move between two layouts, prove it, and print who sends what",
     "refit": "move a model's weights between local processes, and check every byte",
     "show": "print what each rank holds of a layout",
@@ -214,7 +214,7 @@ def _merge_traces(argv: Sequence[str]) -> int:
 
 
 def _list_formats(argv: Sequence[str]) -> int:
-    """List the quantised formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
+    """List the quantized formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
     parser = make_parser("formats", _list_formats.__doc__)
     parser.add_argument("--json", action="store_true", help="a list of rows")
     given = parser.parse_args(argv)

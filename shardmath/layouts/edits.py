@@ -21,7 +21,7 @@ from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.runs import Runs, identity, restrict
 from shardmath.layouts.layout import Layout, intern
 
-__all__ = ["cast", "relabelled", "repartialed", "sliced", "transposed", "window"]
+__all__ = ["cast", "relabeled", "repartialed", "sliced", "transposed", "window"]
 
 
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
@@ -39,7 +39,7 @@ def cast(layout: Layout, dtype: object) -> Layout:
     return intern(layout.shape, name, layout.mesh, layout.dims, layout.partial)
 
 
-def relabelled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
+def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
     """The same layout with every rank renamed; ranks not named keep their number.
 
     Raises MeshError if two ranks get one number.

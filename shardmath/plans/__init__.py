@@ -13,7 +13,7 @@ In reading order:
 - `groups`: the tensors that have the same layouts on both sides;
 - `plan`: plans and transfers;
 - `adjoint`: the transposed plan;
-- `relabelling`: the choice of a rank for each destination coordinate;
+- `relabeling`: the choice of a rank for each destination coordinate;
 - `collectives`: plans that are one textbook operation;
 - `programs`: the rounds in which a plan is carried out;
 - `membership`: plans that ranks leave, and their parts for the ranks that stay;

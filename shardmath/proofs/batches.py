@@ -16,7 +16,7 @@ from typing import TypeAlias
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.edits import relabelled
+from shardmath.layouts.edits import relabeled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
@@ -151,4 +151,4 @@ def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
     positions = set(form.mesh.ranks)
     fits = positions == set(range(mesh.size))
     require(fits, f"tensor {name!r}: {mesh} has other positions than its template's {form.mesh}")
-    return relabelled(form, dict(enumerate(mesh.ranks)))
+    return relabeled(form, dict(enumerate(mesh.ranks)))

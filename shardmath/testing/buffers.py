@@ -59,7 +59,7 @@ def params(
     scalars: bool = True,
     alike: bool = False,
 ) -> list[Param]:
-    """Parameters in forward order: matrices, vectors, scalars, shared, expert and quantised ones.
+    """Parameters in forward order: matrices, vectors, scalars, shared, expert and quantized ones.
 
     Dimensions are at most `longest`; with `empty` parameters may have no elements, with `scalars`
     no dimensions, with `alike` they share one dtype.
@@ -76,7 +76,7 @@ def params(
             tuple(shape),
             draw(dtype),
             draw(_main_dtypes),
-            quantised=draw(_formats),
+            quantized=draw(_formats),
             shared_embedding=draw(_seldom),
             expert_parallel=draw(_sometimes),
             managed=draw(_managed),

@@ -12,7 +12,7 @@ import numpy as np
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs, compose, invert
 from shardmath.layouts.algebra.stages import pieces_runs, stage_runs
-from shardmath.layouts.edits import relabelled
+from shardmath.layouts.edits import relabeled
 from shardmath.layouts.holdings import equivalent
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Shard, Table
@@ -24,7 +24,7 @@ __all__ = [
     "mesh_transposition_changes_nothing",
     "one_piece_needs_no_border",
     "parse_print",
-    "relabelling_moves_holdings",
+    "relabeling_moves_holdings",
     "runs_are_canonical",
     "shape_counts_runs",
     "splitting_an_axis_changes_nothing",
@@ -115,12 +115,12 @@ def shape_counts_runs(layout: Layout) -> None:
         assert sizes == layout.local_shape(rank)
 
 
-def relabelling_moves_holdings(layout: Layout) -> None:
+def relabeling_moves_holdings(layout: Layout) -> None:
     """Renaming ranks gives the new name the holdings of the old one."""
     names = {}
     for rank in layout.mesh.ranks:
         names[rank] = 1000 - 3 * rank
-    renamed = relabelled(layout, names)
+    renamed = relabeled(layout, names)
     for rank, name in names.items():
         held = layout.runs(rank)
         assert renamed.runs(name) == held

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardmath.base.errors import PlanError
 from shardmath.layouts.edits import cast as cast_layout
-from shardmath.layouts.edits import relabelled, sliced, transposed
+from shardmath.layouts.edits import relabeled, sliced, transposed
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import adjoint
@@ -38,7 +38,7 @@ __all__ = [
     "path_independence",
     "plan_is_proved",
     "plan_moves_the_tensor",
-    "relabelling_commutes",
+    "relabeling_commutes",
     "round_trip",
     "slicing_commutes",
     "spelling_is_not_meaning",
@@ -213,15 +213,15 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
         assert np.allclose(found[rank], array)
 
 
-def relabelling_commutes(src: Layout, dst: Layout) -> None:
+def relabeling_commutes(src: Layout, dst: Layout) -> None:
     """Renaming all ranks renames the ranks of received bytes, and keeps the total of sent ones."""
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
     names = {rank: 200 - rank for rank in ranks}
     planned = plan(src, dst)
-    renamed_src = relabelled(src, names)
-    renamed_dst = relabelled(dst, names)
+    renamed_src = relabeled(src, names)
+    renamed_dst = relabeled(dst, names)
     renamed = plan(renamed_src, renamed_dst)
     received = {}
     for rank, nbytes in planned.received_bytes().items():

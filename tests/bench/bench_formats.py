@@ -1,4 +1,4 @@
-"""Tensors quantised and read again on one core, beside torchao's own functions in the same run.
+"""Tensors quantized and read again on one core, beside torchao's own functions in the same run.
 
     python tests/bench/bench_formats.py [megabytes] [repeats]
 
@@ -27,7 +27,7 @@ from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from tests.bench.bench_digest import best
 from tests.bench.section import arguments, show
 
-HEAD = ["format", "quantise", "torchao's", "dequantise", "torchao's"]
+HEAD = ["format", "quantize", "torchao's", "dequantize", "torchao's"]
 ROWS = 4096
 MODES = {"floor": ScaleCalculationMode.FLOOR, "rceil": ScaleCalculationMode.RCEIL}
 GRANULARITIES = {
@@ -51,7 +51,7 @@ Peer: TypeAlias = Callable[[], torch.Tensor]
 
 
 def find_peer(one: Format, tensor: torch.Tensor) -> Peer | None:
-    """How torchao quantises to the format; None where it does not."""
+    """How torchao quantizes to the format; None where it does not."""
     if isinstance(one, MXFP8) and one.axis == -1:
         element = getattr(torch, one.element.dtype)
         return lambda: MXTensor.to_mx(tensor, element, 32, MODES[one.rounding])
@@ -68,13 +68,13 @@ def find_peer(one: Format, tensor: torch.Tensor) -> Peer | None:
 
 def weigh(one: Format, tensor: torch.Tensor, repeats: int) -> list[str]:
     """A row of the table."""
-    parts = smt.quantise(one, tensor)
+    parts = smt.quantize(one, tensor)
     numbers = torch.empty_like(tensor)
     peer = find_peer(one, tensor)
     ways: list[Callable[[], object] | None] = [
-        lambda: smt.quantise(one, tensor, out=parts),
+        lambda: smt.quantize(one, tensor, out=parts),
         peer,
-        lambda: smt.dequantise(one, parts, tensor.dtype, out=numbers),
+        lambda: smt.dequantize(one, parts, tensor.dtype, out=numbers),
         None if peer is None else peer().dequantize,
     ]
     rates = [
@@ -90,7 +90,7 @@ def main(megabytes: int = 64, repeats: int = 7, page: Path | None = None) -> Non
     tensor = torch.randn(ROWS, megabytes * 2**20 // 2 // ROWS).bfloat16()
     found = [weigh(one, tensor, repeats) for one in FORMATS]
     about = f"GB of bfloat16 per second of a core, a tensor of {megabytes} MB; torchao without torch.compile."
-    show(page, "Quantised formats", about, HEAD, found)
+    show(page, "Quantized formats", about, HEAD, found)
 
 
 if __name__ == "__main__":

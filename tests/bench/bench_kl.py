@@ -1,8 +1,8 @@
-"""How far quantised weights move what a language model says: the KL divergence of its next byte.
+"""How far quantized weights move what a language model says: the KL divergence of its next byte.
 
     python tests/bench/bench_kl.py [steps] [windows]
 
-The reference is the model in bfloat16. Weights of linear layers are quantised and read as bfloat16 again; embeddings,
+The reference is the model in bfloat16. Weights of linear layers are quantized and read as bfloat16 again; embeddings,
 the head, norms and activations stay as they are. No pretrained language model can be had without a network, so a small
 one is trained first, for so many steps, on the text that every Python has: its language reference. Divergences are in
 nats per byte, of so many windows of text that it was not trained on. One thread, and seeds, so that runs repeat.
@@ -43,11 +43,11 @@ WIDTH = 128
 """Bytes of a window."""
 BATCH = 8
 PUBLISHED = (
-    "Published, of other models and texts: 3.3e-4 to 3.7e-4 between a trainer and an engine in FP8 that both quantise "
-    "weights rounded to bfloat16, and 8.7e-3 after one step of a trainer that quantises its float32 masters "
+    "Published, of other models and texts: 3.3e-4 to 3.7e-4 between a trainer and an engine in FP8 that both quantize "
+    "weights rounded to bfloat16, and 8.7e-3 after one step of a trainer that quantizes its float32 masters "
     "(Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044); 0.035 to 0.036 of NVFP4 against FP8 "
     "(lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, `benchmarks/kld-evaluation.md`). "
-    "Activations of these are quantised too."
+    "Activations of these are quantized too."
 )
 
 Tensor: TypeAlias = torch.Tensor
@@ -95,7 +95,7 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int) -> None:
 
 
 def list_linear(model: LlamaForCausalLM) -> Iterator[Tensor]:
-    """The weights that are quantised: all of the layers' but norms."""
+    """The weights that are quantized: all of the layers' but norms."""
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
             yield module.weight.detach()
@@ -126,7 +126,7 @@ def measure(one: Format, model: LlamaForCausalLM, windows: Tensor, reference: Te
     """A row of the table."""
 
     def pass_through(weight: Tensor) -> Tensor:
-        return smt.dequantise(one, smt.quantise(one, weight), torch.bfloat16)
+        return smt.dequantize(one, smt.quantize(one, weight), torch.bfloat16)
 
     rounded = read_as(model, lambda master: pass_through(master.bfloat16()))
     direct = read_as(model, pass_through)
@@ -157,12 +157,12 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
         f"KL(bfloat16 || format) of the next byte in nats, the mean over {windows.numel():,} bytes of held-out text. "
         f"The model is a Llama of 4 layers and {size / 1e6:.1f} million weights, trained in this run for {steps} steps "
         "on Python's language reference, as no pretrained one can be had without a network; in bfloat16 it needs "
-        f"{loss:.2f} nats per byte. Weights of linear layers alone are quantised: rounded to bfloat16 first, or, as "
+        f"{loss:.2f} nats per byte. Weights of linear layers alone are quantized: rounded to bfloat16 first, or, as "
         '"of masters", from float32 directly. Arithmetic is in bfloat16, which alone costs what the first row says; '
         "between the two orders it is in float32, as bfloat16 would hide the difference. A trainer and an engine that "
         f"keep one order have equal bytes, and no KL. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
     )
-    show(page, "KL of quantised weights", about, HEAD, rows)
+    show(page, "KL of quantized weights", about, HEAD, rows)
 
 
 if __name__ == "__main__":

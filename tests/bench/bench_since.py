@@ -3,7 +3,7 @@
     python tests/bench/bench_since.py COMMIT [rounds] [--page docs/benchmarks.md]
 
 Both trees run the same calls, each in processes of its own, one after the other, `rounds` times;
-shown are the least seconds of all rounds, which neighbours on the machine disturb least. Where ranks
+shown are the least seconds of all rounds, which neighbors on the machine disturb least. Where ranks
 wait for each other that is not enough on a busy machine: the processor time of a rank stands beside
 it. Only calls that both have are compared; what is new stands beside the same call without it.
 """

@@ -4,7 +4,7 @@
 
 Half of the processes hold parts of 4 KiB of each tensor, and the others receive them. Times are milliseconds, the
 slowest rank of the median repeat; all ways take turns in each repeat, since machines have spells. Beside them is the
-processor time of a rank, which neighbours on the machine disturb less. "a send each" is dist.send and dist.recv tensor
+processor time of a rank, which neighbors on the machine disturb less. "a send each" is dist.send and dist.recv tensor
 by tensor, "posted" all of dist.isend and dist.irecv before any is waited for, "batch" one batch_isend_irecv. "Refit" is
 smt.Refit, which looks at its tensors' modules as well. The target: 20 times as fast as a send each.
 

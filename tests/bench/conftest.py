@@ -59,7 +59,7 @@ def note(pytestconfig: pytest.Config) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def _pace(pytestconfig: pytest.Config) -> None:
-    """How fast this machine is right now, before every test: neighbours slow it down by spells."""
+    """How fast this machine is right now, before every test: neighbors slow it down by spells."""
     pytestconfig.stash[PACE].append(
         min(timeit.repeat("for i in range(1_000_000): pass", number=1, repeat=3))
     )

@@ -52,7 +52,7 @@ def rounds_of(
 ) -> list[float]:
     """Seconds of each round, `before` left out; garbage is not collected while the clock runs, as in timeit.
 
-    Rounds are taken in five spells, half a second apart: neighbours on a shared machine are busy by spells too.
+    Rounds are taken in five spells, half a second apart: neighbors on a shared machine are busy by spells too.
     """
     out = []
     for i in range(rounds):

@@ -250,7 +250,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
-    colours = dict(
+    colors = dict(
         zip(
             dict.fromkeys(name.rpartition(":")[0] for name in curves),
             ("C0", "C1", "C2", "black"),
@@ -265,7 +265,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
             style,
             marker="o",
             ms=3,
-            color=colours[name.rpartition(":")[0]],
+            color=colors[name.rpartition(":")[0]],
             label=name,
         )
     axes.set(xscale="log", yscale="log", xlabel="ranks on each side", ylabel="seconds on one core")

@@ -121,7 +121,7 @@ def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
         "moe_use_legacy_grouped_gemm": case.legacy,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
-        # Probabilities of all experts, or of the chosen ones, which is the same as normalising them afterwards.
+        # Probabilities of all experts, or of the chosen ones, which is the same as normalizing them afterwards.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
     }
 

@@ -1,7 +1,7 @@
 """vLLM, plainly: what each rank of an engine loads of a Hugging Face checkpoint, and the checkpoint back.
 
 1. World ranks count tp fastest, then pp, then dp.
-2. `qkv_proj` is the rank's query heads, its key heads, its value heads; with more ranks than key heads, neighbours have
+2. `qkv_proj` is the rank's query heads, its key heads, its value heads; with more ranks than key heads, neighbors have
    the same one. `gate_up_proj` is the rank's part of gate, then of up. Words are padded to 64, then cut.
 3. Experts are stacked. Without expert parallelism each is cut over all dp * tp ranks; with it they are dealt whole, the
    first ranks having one more, or in turn. Dealing in turn is obeyed where experts have groups and dp is 1.

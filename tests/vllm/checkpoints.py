@@ -21,8 +21,8 @@ __all__ = [
     "calibrate",
     "cut",
     "lay_out",
-    "quantise",
-    "quantise_int8",
+    "quantize",
+    "quantize_int8",
     "read",
     "save",
     "save_adapter",
@@ -68,10 +68,10 @@ def calibrate(folder: Path, layers: int, seed: int = 0) -> Path:
     return folder
 
 
-def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
+def quantize(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
     """The same weights as DeepSeek publishes its own: projections in FP8 beside the scales of their tiles.
 
-    The core's plain arithmetic quantises, and not the kernels that a refit runs.
+    The core's plain arithmetic quantizes, and not the kernels that a refit runs.
     """
     tensors = {}
     others = []
@@ -79,7 +79,7 @@ def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
         tensors[name] = tensor
         module = name.removesuffix(".weight")
         if name.endswith("_proj.weight"):
-            data, scales = tiles.quantise(tensor.float().numpy())
+            data, scales = tiles.quantize(tensor.float().numpy())
             tensors[name] = torch.from_numpy(data).view(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
         elif module != name:
@@ -97,7 +97,7 @@ def quantise(folder: Path, into: Path, tiles: formats.FP8Blocks) -> Path:
     return into
 
 
-def quantise_int8(folder: Path, into: Path) -> Path:
+def quantize_int8(folder: Path, into: Path) -> Path:
     """The same weights as LLM Compressor saves them: projections in INT8, beside the scale of each row."""
     tensors = {}
     for name, tensor in read(folder):

@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tests.distributed.pool import free_port
 
-__all__ = ["VERSION", "built", "configure", "initialise"]
+__all__ = ["VERSION", "built", "configure", "initialize"]
 
 VERSION = vllm.__version__
 
@@ -47,7 +47,7 @@ def configure(folder: Path, tp: int = 1, **more: Any) -> VllmConfig:
     return given.create_engine_config()
 
 
-def initialise() -> None:
+def initialize() -> None:
     """vLLM's groups, of this process alone unless torch has a group already."""
     if parallel_state.model_parallel_is_initialized():
         return
@@ -85,7 +85,7 @@ def built(
 
     Unless it is `to_run`, the processor need not have what its kernels multiply with.
     """
-    initialise()
+    initialize()
     config = configure(folder, tp, **more)
     with placed(rank, tp), set_current_vllm_config(config):
         with contextlib.ExitStack() as building:

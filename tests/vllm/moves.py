@@ -68,14 +68,14 @@ class Asked(NamedTuple):
 
 def refit(rank: int, asked: Asked) -> list[list[str]]:
     """Which tensors of this rank differ from what vLLM loads, after each step."""
-    _initialise()
+    _initialize()
     if rank < TRAINERS:
         return _train(rank, asked)
     with engine.built(asked.loaded[0], rank - TRAINERS, TP, device="cpu") as model:
         return _serve(model, rank, asked)
 
 
-def _initialise() -> None:
+def _initialize() -> None:
     """vLLM's groups over all ranks, two and two; those of the trainer are not used."""
     size = dist.get_world_size()
     # What vLLM's own worker takes from its address: on some processors ranks share memory under that name.

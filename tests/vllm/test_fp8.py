@@ -35,7 +35,7 @@ def list_sizes(heads: int) -> dict[str, Any]:
 
 
 CASES = [("qwen3", "source", 16), ("qwen3", "destination", 8), ("qwen3_moe", "destination", 8)]
-"""Where is quantised, and heads. Trainers can where their quarters are whole tiles, which those of 8 heads are not."""
+"""Where is quantized, and heads. Trainers can where their quarters are whole tiles, which those of 8 heads are not."""
 
 
 @pytest.mark.parametrize(("kind", "at", "heads"), CASES)
@@ -48,9 +48,9 @@ def test_fp8_parameters_are_those_that_vllm_loads(
         folder = checkpoints.save(model, tmp_path / str(seed), seed)
         checkpoints.calibrate(folder, model["num_hidden_layers"], seed)
         held.append(folder)
-        loaded.append(checkpoints.quantise(folder, tmp_path / f"{seed}-fp8", TILES))
+        loaded.append(checkpoints.quantize(folder, tmp_path / f"{seed}-fp8", TILES))
     rules = {
-        "*_proj.weight": transforms.Quantise(TILES, at),
+        "*_proj.weight": transforms.Quantize(TILES, at),
         "*.self_attn.[kv]_scale": transforms.Cast("bfloat16"),
     }
     pool = Pool(RANKS)
@@ -64,18 +64,18 @@ def test_fp8_parameters_are_those_that_vllm_loads(
 def test_only_its_kernel_keeps_vllm_from_building_fp8_tiles(tmp_path: Path) -> None:
     """What `engine.built` says in the kernel's place is needed where the processor has no AMX, and changes nothing."""
     folder = checkpoints.save(fields("qwen3", **list_sizes(8)), tmp_path / "held")
-    quantised = checkpoints.quantise(folder, tmp_path / "fp8", TILES)
-    with engine.built(quantised, tp=2) as model:
+    quantized = checkpoints.quantize(folder, tmp_path / "fp8", TILES)
+    with engine.built(quantized, tp=2) as model:
         built = list_parameters(model)
     fused = "model.layers.0.self_attn.qkv_proj.weight"
     assert built[fused] == ((512, 256), torch.float8_e4m3fn)
     assert built[f"{fused}_scale_inv"] == ((4, 2), torch.float32)
     if torch.cpu._is_amx_tile_supported():
-        with engine.built(quantised, tp=2, to_run=True) as model:
+        with engine.built(quantized, tp=2, to_run=True) as model:
             assert list_parameters(model) == built
         return
     needed = "CPUFp8BlockScaledMMKernel requires AMX tile support"
-    with pytest.raises(ValueError, match=needed), engine.built(quantised, tp=2, to_run=True):
+    with pytest.raises(ValueError, match=needed), engine.built(quantized, tp=2, to_run=True):
         pass
 
 

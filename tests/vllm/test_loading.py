@@ -69,7 +69,7 @@ def test_what_is_the_engines_own_stays(model: Model) -> None:
     junk = [torch.full((4096,), 13.0) for _ in range(8)]
     del junk
     loading.begin()
-    made = loading.materialise({"part.weight": 0})
+    made = loading.materialize({"part.weight": 0})
     made["part.weight"].fill_(2.0)
     loading.process(["part.weight"])
     loading.finish()
@@ -104,7 +104,7 @@ def test_a_bias_that_was_made_wider(model: Model) -> None:
     assert natives["part.bias"] == "bfloat16" and model.part.bias is running
     for written, value in (["part.weight"], 5.0), (["part.weight", "part.bias"], 9.0):
         loading.begin()
-        made = loading.materialise(dict.fromkeys(written, 0))
+        made = loading.materialize(dict.fromkeys(written, 0))
         for tensor in made.values():
             tensor.fill_(9.0)
         loading.process(written)
@@ -114,7 +114,7 @@ def test_a_bias_that_was_made_wider(model: Model) -> None:
 
 
 def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever order a rank knows its tensors: vLLM asks all ranks together for the scales of what it quantises."""
+    """In whatever order a rank knows its tensors: vLLM asks all ranks together for the scales of what it quantizes."""
     model: Any = nn.Module()
     model.first, model.second = Part(), Part()
     record_metadata_for_reloading(model)
@@ -127,7 +127,7 @@ def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     natives = ["first.weight", "second.weight"]
     for known in (natives, natives[::-1]):
         loading.begin()
-        loading.materialise(dict.fromkeys(known, 0))
+        loading.materialize(dict.fromkeys(known, 0))
         loading.process(known)
         loading.undo()
     assert processed == [model.first, model.second] * 2
@@ -211,7 +211,7 @@ def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> N
     loading = Loading(model, config)
     loading.begin()
     with pytest.raises(StoreError, match="'gain' of Part is written by no tensor of the trainer's"):
-        loading.materialise({"part.weight": 0})
+        loading.materialize({"part.weight": 0})
     loading.undo()
     assert float(model.part.gain.sum()) == 2.0
 

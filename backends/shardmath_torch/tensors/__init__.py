@@ -4,7 +4,7 @@ In reading order:
 
 - `fsdp`: what FSDP2 keeps to itself;
 - `probes`: tensors by which functions are told from copies;
-- `formats`: tensors as numbers of other types: cast, quantised and read again;
+- `formats`: tensors as numbers of other types: cast, quantized and read again;
 - `parts`: plain tensors that say themselves which part of a larger tensor they are;
 - `dtensors`: DTensors read as layouts, moved, and made of plain modules;
 - `transforms`: tensors that are moved by way of others: cast, computed, by Megatron's hooks;

@@ -8,7 +8,7 @@ In reading order:
 - `biases`: those that vLLM has made wider than they are loaded;
 - `loading`: a running model as it is loaded, and back;
 - `coverage`: whether an update writes everything;
-- `reducing`: workers that quantise together, and one that fails;
+- `reducing`: workers that quantize together, and one that fails;
 - `refusing`: models that an update has left torn;
 - `worker`: the weight-transfer engine of a worker.
 """

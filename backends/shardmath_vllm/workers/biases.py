@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-__all__ = ["BIAS", "materialise_bias", "take_back_bias"]
+__all__ = ["BIAS", "materialize_bias", "take_back_bias"]
 
 BIAS = "bias"
 
@@ -35,7 +35,7 @@ def take_back_bias(module: Any) -> None:
     module._parameters[BIAS] = loaded
 
 
-def materialise_bias(module: nn.Module) -> None:
+def materialize_bias(module: nn.Module) -> None:
     """Give a bias that was taken back memory."""
     bias = module._parameters.get(BIAS)
     if bias is not None and bias.is_meta:

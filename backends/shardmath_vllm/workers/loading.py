@@ -1,7 +1,7 @@
 """Loading: a running model's tensors in the form in which weights are loaded, a module at a time, and back.
 
-1. What vLLM runs may be repacked or quantised. `begin` puts every parameter back as it was before that, without memory;
-   `materialise` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
+1. What vLLM runs may be repacked or quantized. `begin` puts every parameter back as it was before that, without memory;
+   `materialize` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
    addresses where that was before (`vllm.model_executor.model_loader.reload`).
 2. `undo` puts back what runs, as it was: whatever was not processed until then.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
@@ -39,7 +39,7 @@ import shardmath_torch as smt
 from shardmath.base.errors import StoreError
 from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
-from shardmath_vllm.workers.biases import BIAS, materialise_bias, take_back_bias
+from shardmath_vllm.workers.biases import BIAS, materialize_bias, take_back_bias
 from shardmath_vllm.workers.memory import free, take_like
 from shardmath_vllm.workers.repacking import process_tied, repacks_anew
 
@@ -125,7 +125,7 @@ class Loading:
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
 
     @torch.no_grad()
-    def materialise(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
+    def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
         """Memory for these tensors; those with unwritten cells, by their number in `natives`, are filled with zeros.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
@@ -134,7 +134,7 @@ class Loading:
         for module, names in self._find_modules(natives):
             taken_back = {name for name in names.values() if getattr(module, name).is_meta}
             materialize_layer(module, get_layerwise_info(module))
-            materialise_bias(module)
+            materialize_bias(module)
             _keep_others(module, set(names.values()))
             for native, name in names.items():
                 tensor = getattr(module, name)
@@ -148,7 +148,7 @@ class Loading:
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
         """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
-        # In one order on all ranks: vLLM's quantisation of a module may be collective over them.
+        # In one order on all ranks: vLLM's quantization of a module may be collective over them.
         found = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(found, key=_count_bytes):

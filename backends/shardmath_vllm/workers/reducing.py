@@ -1,6 +1,6 @@
-"""Reducing: workers that quantise together do so in groups of the meeting, which a worker that fails leaves.
+"""Reducing: workers that quantize together do so in groups of the meeting, which a worker that fails leaves.
 
-1. If a tensor is cut, vLLM's quantisation asks all ranks of a group for their largest magnitude. In vLLM's own group,
+1. If a tensor is cut, vLLM's quantization asks all ranks of a group for their largest magnitude. In vLLM's own group,
    the other ranks would wait for a worker that failed until torch's limit, and would be out of step afterwards.
 2. A worker whose update fails leaves the groups of its meeting. Their connections close, and so the other ranks stop
    waiting. The next meeting has other groups.
@@ -27,7 +27,7 @@ from shardmath_vllm.infos import Joining
 __all__ = ["join_groups", "reducing"]
 
 GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
-"""What vLLM's quantisation asks for a group, and what `parallel_state` keeps that group in."""
+"""What vLLM's quantization asks for a group, and what `parallel_state` keeps that group in."""
 
 
 def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
@@ -56,10 +56,10 @@ def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """Have vLLM's quantisation reduce in these groups. Raises ExchangeError if another worker leaves one."""
+    """Have vLLM's quantization reduce in these groups. Raises ExchangeError if another worker leaves one."""
     own = {getter: getattr(quant_utils, getter) for getter in groups}
     try:
-        # Only what quantisation sees: torch does not know these groups, which other parts of vLLM would ask it.
+        # Only what quantization sees: torch does not know these groups, which other parts of vLLM would ask it.
         for getter, group in groups.items():
             setattr(quant_utils, getter, partial(SimpleNamespace, device_group=group))
         yield
@@ -69,7 +69,7 @@ def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
         # torch logs a collective that failed, and that log raises for a group that torch does not know.
         cause = error.__context__ or error
         if groups and says_ended(str(cause)):
-            what = f"another worker of this engine left as both quantised ({word_error(cause)})"
+            what = f"another worker of this engine left as both quantized ({word_error(cause)})"
             raise ExchangeError(what) from cause
         raise
     finally:

@@ -176,7 +176,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         stored = {native for _, native in engine.natives(link.place)}
         unwritten = link.recorded.unwritten
         left = {name: unwritten.get(name, 0) for name in stored}
-        refit.prepare(dst={own: self._loading.materialise(left)}, modules=())
+        refit.prepare(dst={own: self._loading.materialize(left)}, modules=())
         # Where ranks process together, none begins to before all of them have what is to be processed.
         refit(acknowledge=link.acknowledges)
         # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.

@@ -191,10 +191,10 @@ def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
         "stroke_width": 4,
         "pointer_events": "none",
     }
-    for span, x, wide, (fill, colour) in _boxes(bucket, room):
+    for span, x, wide, (fill, color) in _boxes(bucket, room):
         label = _label(span, wide)
         if label:
-            yield words(x + wide / 2, y + 19, label, fill=colour, stroke=fill, **hide)
+            yield words(x + wide / 2, y + 19, label, fill=color, stroke=fill, **hide)
 
 
 def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float, tuple[str, str]]]:

@@ -276,7 +276,7 @@ def every(ranks: int, width: float, room: float) -> int:
     return step
 
 
-# Colours
+# Colors
 
 VERMILION = "#d55e00"
 
@@ -325,9 +325,9 @@ def _blend(share: float) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def _channels(colour: str) -> bytes:
+def _channels(color: str) -> bytes:
     """Red, green and blue of `#rrggbb`."""
-    return bytes.fromhex(colour[1:])
+    return bytes.fromhex(color[1:])
 
 
 def _linear(channel: int) -> float:

@@ -52,7 +52,7 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 
-__all__ = ["colours_of", "draw_layout", "layout_svg"]
+__all__ = ["colors_of", "draw_layout", "layout_svg"]
 
 WIDE, HIGH = 336.0, 224.0
 """Pixels of a panel's columns and rows, if there are many elements."""
@@ -68,14 +68,14 @@ MOST_SPARSE = 6
 MOST_LOCAL = 4
 """Ranks whose local tensors are drawn."""
 
-Colours = Mapping[Holders, str]
+Colors = Mapping[Holders, str]
 
 
 def layout_svg(layout: Layout, *, inline: bool = False) -> str:
     """The layout as SVG: a document, or an element of a page if `inline`."""
     cells = cells_of(layout)
-    colours = colours_of([cells])
-    drawing = draw_layout(layout, cells, colours)
+    colors = colors_of([cells])
+    drawing = draw_layout(layout, cells, colors)
     return elements.document(drawing, str(layout), about(layout), inline=inline)
 
 
@@ -109,14 +109,14 @@ def _shortened(runs: Runs) -> str:
     return f"{Runs(runs.segments[:3])} and {len(runs.segments) - 3:,} more ranges"
 
 
-def draw_layout(layout: Layout, cells: Panels, colours: Colours, wide: float = WIDE) -> Drawing:
+def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
     """The layout with its heading, its panels of `wide` pixels, legend and notes."""
-    panels = [_PanelDrawer(layout, panel, colours, wide) for panel in cells.panels]
+    panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.
     letters = int((LEFT + wide) / LETTER)
     head = lines(_wrap_heading(layout, letters), font_weight="bold")
-    legend = _legend(layout, panels, colours, letters)
+    legend = _legend(layout, panels, colors, letters)
     notes = _wrap([*_number_notes(panels), *_notes(layout, cells)], letters)
     parts = [head, in_rows(drawn), *legend, lines(notes)]
     first_ranks = layout.mesh.ranks[:MOST_LOCAL]
@@ -142,13 +142,13 @@ def _wrap(texts: Iterable[str], letters: int) -> list[str]:
 
 def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
     """A note on the numbers in the boxes, if there are any."""
-    numbered = [panel for panel in panels if panel.labelled]
+    numbered = [panel for panel in panels if panel.labeled]
     if numbered:
         step = numbered[0].step
         yield "numbers are ranks" if step == 1 else f"numbers are ranks, in one box of {step:,}"
 
 
-def colours_of(several: Iterable[Panels]) -> Colours:
+def colors_of(several: Iterable[Panels]) -> Colors:
     """A color for each set of holders, in the order of their first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
@@ -179,13 +179,13 @@ class _CellBox(NamedTuple):
 class _PanelDrawer:
     """One panel to be drawn, and the sets of holders that its labels name."""
 
-    def __init__(self, layout: Layout, panel: Panel, colours: Colours, wide: float) -> None:
+    def __init__(self, layout: Layout, panel: Panel, colors: Colors, wide: float) -> None:
         self.layout = layout
         self.panel = panel
-        self.colours = colours
+        self.colors = colors
         self.columns = scale_stretches(panel.columns, wide)
         self.rows = scale_stretches(panel.rows, HIGH)
-        self.labelled: set[Holders] = set()
+        self.labeled: set[Holders] = set()
         self.step = 1
         """One in `step` boxes is labeled."""
 
@@ -255,7 +255,7 @@ class _PanelDrawer:
         """The attributes of a box."""
         if not holders:
             return {"fill": "none", "stroke": VERMILION, "stroke_dasharray": "3 2"}
-        fill = {"fill": self.colours[holders]}
+        fill = {"fill": self.colors[holders]}
         if min(place.width, place.height) >= EDGED:
             fill |= {"stroke": "#fff", "stroke_width": "1"}
         return fill
@@ -276,7 +276,7 @@ class _PanelDrawer:
             letters = int((place.width - 4) / LETTER)
             if place.height >= LINE - 4:
                 yield from self._label(place, left, letters)
-        if not self.labelled:
+        if not self.labeled:
             yield from self._sparse_labels(left)
 
     def _sparse_labels(self, left: float) -> Iterator[str]:
@@ -302,10 +302,10 @@ class _PanelDrawer:
         text = write_label(holders, self.layout.op, letters)
         if not text:
             return
-        self.labelled.add(holders)
+        self.labeled.add(holders)
         x = left + place.x + place.width / 2
         y = place.y + place.height / 2 + 4
-        fill = self.colours[holders]
+        fill = self.colors[holders]
         stroke = {"stroke": fill, "stroke_width": 3, "paint_order": "stroke"} if hides else {}
         middle = {"text_anchor": "middle", "pointer_events": "none"}
         yield elements.words(x, y, text, fill=ink(fill), **stroke, **middle)
@@ -324,29 +324,29 @@ HATCH = (
 
 
 def _legend(
-    layout: Layout, panels: Sequence[_PanelDrawer], colours: Colours, letters: int
+    layout: Layout, panels: Sequence[_PanelDrawer], colors: Colors, letters: int
 ) -> list[Drawing]:
     """The colors of holders that no label names; if there are many, the first and the last color of all."""
     distinct = _list_holders(panel.panel for panel in panels)
-    labelled = {holders for panel in panels for holders in panel.labelled}
-    unnamed = [holders for holders in distinct if holders not in labelled]
+    labeled = {holders for panel in panels for holders in panel.labeled}
+    unnamed = [holders for holders in distinct if holders not in labeled]
     if not unnamed:
         return []
     op = layout.op
     if len(unnamed) <= MOST_LEGEND:
-        entries = [_entry(holders, op, colours[holders], letters) for holders in unnamed]
+        entries = [_entry(holders, op, colors[holders], letters) for holders in unnamed]
         return [below(entries, 0)]
     ends = (distinct[0], distinct[-1])
-    first, last = [_entry(holders, op, colours[holders], letters) for holders in ends]
-    count = lines([f"... {len(distinct):,} colours in the order of ranks ..."])
+    first, last = [_entry(holders, op, colors[holders], letters) for holders in ends]
+    count = lines([f"... {len(distinct):,} colors in the order of ranks ..."])
     return [below([first, count, last], 0)]
 
 
-def _entry(holders: Holders, op: str | None, colour: str, letters: int) -> Drawing:
+def _entry(holders: Holders, op: str | None, color: str, letters: int) -> Drawing:
     """A color and its holders, in at most `letters` characters."""
     named = write_holders(holders, op)
     text = brief(named, letters - 3)
-    square = box(0, 3, 12, 12, named, fill=colour)
+    square = box(0, 3, 12, 12, named, fill=color)
     label = elements.words(18, LINE * 0.75, text)
     width = 18 + len(text) * LETTER
     return Drawing(width, LINE, (square, label))

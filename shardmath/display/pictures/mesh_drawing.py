@@ -49,8 +49,8 @@ class _Look(NamedTuple):
         """The attributes of a rank's box, and the color of its number."""
         if self.topology is None:
             return {"fill": "currentColor", "fill_opacity": "0.1"}, "currentColor"
-        colour = self.nodes[self.topology.node(rank)]
-        return {"fill": colour}, ink(colour)
+        color = self.nodes[self.topology.node(rank)]
+        return {"fill": color}, ink(color)
 
 
 def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = False) -> str:
@@ -90,8 +90,8 @@ def _look(mesh: Mesh, topology: Topology | None) -> _Look:
     if topology is None:
         return _Look(width, {}, None)
     nodes = _list_nodes(mesh, topology)
-    colours = dict(zip(nodes, palette(len(nodes)), strict=True))
-    return _Look(width, colours, topology)
+    colors = dict(zip(nodes, palette(len(nodes)), strict=True))
+    return _Look(width, colors, topology)
 
 
 def _list_nodes(mesh: Mesh, topology: Topology) -> list[int]:
@@ -104,7 +104,7 @@ def _notes(mesh: Mesh, panels: int, topology: Topology | None) -> Iterator[str]:
     """Lines about the meaning of colors, and about ranks that are not drawn."""
     if topology is not None:
         nodes = _list_nodes(mesh, topology)
-        yield f"one colour per node: {plural(nodes, 'node')}"
+        yield f"one color per node: {plural(nodes, 'node')}"
     sizes = [n for _, n in mesh.axes]
     slices = math.prod(sizes[:-2])
     more = slices - panels
@@ -210,10 +210,10 @@ def _rank(mesh: Mesh, rank: int, x: float, y: float, look: _Look) -> Iterator[st
     """A rank's box and number."""
     coords = mesh.coords(rank)
     title = f"rank {rank}: {_write_coords(coords)}"
-    fill, colour = look.fill(rank)
+    fill, color = look.fill(rank)
     stroke = {"stroke": "currentColor", "stroke_opacity": "0.5"}
     yield box(x, y, look.width, HIGH, title, **fill, **stroke)
     centre = x + look.width / 2
     baseline = y + HIGH / 2 + 4
     middle = {"text_anchor": "middle", "pointer_events": "none"}
-    yield words(centre, baseline, str(rank), fill=colour, **middle)
+    yield words(centre, baseline, str(rank), fill=color, **middle)

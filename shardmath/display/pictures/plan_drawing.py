@@ -33,7 +33,7 @@ from shardmath.display.pictures.elements import (
     shade,
     words,
 )
-from shardmath.display.pictures.layout_drawing import Colours, colours_of, draw_layout
+from shardmath.display.pictures.layout_drawing import Colors, colors_of, draw_layout
 from shardmath.display.pictures.traffic import RankGroup, TrafficMatrix, traffic
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
@@ -106,10 +106,10 @@ def _draw_sides(plan: Movable, name: str) -> Drawing:
     after = plan.dst[name]
     shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
     cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
-    colours = colours_of(cells.values())
+    colors = colors_of(cells.values())
     sides = [
-        _draw_side("before", before, cells, colours),
-        _draw_side("after", after, cells, colours),
+        _draw_side("before", before, cells, colors),
+        _draw_side("after", after, cells, colors),
     ]
     drawn = beside(sides, 28)
     if not name:
@@ -127,12 +127,12 @@ def _name_tensor(plan: Movable, name: str) -> str:
 
 
 def _draw_side(
-    head: str, windows: Sequence[Layout], cells: Mapping[Layout, Panels], colours: Colours
+    head: str, windows: Sequence[Layout], cells: Mapping[Layout, Panels], colors: Colors
 ) -> Drawing:
     """The first windows of a tensor, below each other."""
     parts = [lines([head], font_weight="bold")]
     for layout in windows[:MOST_WINDOWS]:
-        parts.append(draw_layout(layout, cells[layout], colours, SIDE))
+        parts.append(draw_layout(layout, cells[layout], colors, SIDE))
     more = len(windows) - MOST_WINDOWS
     if more > 0:
         parts.append(lines([f"... and {plural(more, 'more window')}"]))

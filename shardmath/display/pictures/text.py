@@ -37,7 +37,7 @@ from shardmath.plans.flows.certificate import Certificate
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.program import Program
-from shardmath.plans.relabelling.relabelling import Relabelling
+from shardmath.plans.relabeling.relabeling import Relabeling
 
 __all__ = ["Shown", "align", "buffer_table", "count", "count_more", "replace_unprintable", "show"]
 
@@ -267,11 +267,11 @@ def _(runs: Runs, most: int) -> str:
 
 
 @_text.register
-def _(relabelling: Relabelling, most: int) -> str:
-    changed = [(old, new) for old, new in relabelling.pairs if old != new]
+def _(relabeling: Relabeling, most: int) -> str:
+    changed = [(old, new) for old, new in relabeling.pairs if old != new]
     listed = make_table(["rank", "becomes"], changed[:most])
     more = _more(len(changed), most, "rank")
-    return f"{relabelling}\n{listed}{more}"
+    return f"{relabeling}\n{listed}{more}"
 
 
 @_text.register

@@ -39,7 +39,7 @@ __all__ = ["read", "spell", "write", "write_text"]
 
 VERSION = 1
 
-MODELLED = 1 << 30
+MODELED = 1 << 30
 """Added to a rank to number its model's process: numbers of processes have 31 bits, ranks at most 24."""
 
 FIRST_THREAD = 1 << 29
@@ -109,7 +109,7 @@ def _number_tracks(trace: Trace) -> _Numbers:
 
 
 def _find_process(place: Place) -> int:
-    return place.rank + MODELLED * place.is_model
+    return place.rank + MODELED * place.is_model
 
 
 def _name_places(numbers: _Numbers) -> Iterator[Event]:
@@ -212,8 +212,8 @@ def _note_name(event: Event, places: dict[int, Place], tracks: dict[tuple[int, i
     """Note the process or thread that the event names."""
     process = _check_count(event["pid"])
     if event["name"] == "process_name":
-        is_model = process >= MODELLED
-        places[process] = Place(process - MODELLED * is_model, is_model)
+        is_model = process >= MODELED
+        places[process] = Place(process - MODELED * is_model, is_model)
     elif event["name"] == "thread_name":
         tracks[process, event["tid"]] = _check_text(event["args"]["name"])
 

@@ -57,10 +57,10 @@ FEW_TICKS = 6
 TOO_NEAR = 0.25
 """Pixels below which a distance or a width is not seen."""
 
-Colours: TypeAlias = Mapping[str, str]
+Colors: TypeAlias = Mapping[str, str]
 """Colors by kind of span."""
 
-COLOURS: Colours = {
+COLORS: Colors = {
     "queueing": "#999999",
     "preparing": "#56b4e9",
     "agreeing": "#f0e442",
@@ -144,12 +144,12 @@ def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -
         what = f"the trace has none of the tracks {shown(wanted)}"
         raise ShardError(f"{what}; it has {shown(present)}")
     drawn = rows[:MOST_ROWS]
-    colours = _choose_colours(drawn)
-    parts = [_draw_rows(drawn, colours), _draw_legend(colours)]
+    colors = _choose_colors(drawn)
+    parts = [_draw_rows(drawn, colors), _draw_legend(colors)]
     more = len(rows) - len(drawn)
     if more:
         parts.append(lines([f"{more} more rows are left out"]))
-    about = f"{plural(drawn, 'row')}: {', '.join(colours)}"
+    about = f"{plural(drawn, 'row')}: {', '.join(colors)}"
     return document(below(parts, 10), str(trace), about, inline=inline)
 
 
@@ -179,23 +179,23 @@ def _find_kind(span: Span) -> str:
     return "rounds" if first == "rounds" else span.name
 
 
-def _choose_colours(rows: Iterable[_Row]) -> Colours:
+def _choose_colors(rows: Iterable[_Row]) -> Colors:
     """The color of each kind, in the order in which kinds first appear."""
     spans = [span for row in rows for span in row.spans]
     kinds = list(dict.fromkeys(map(_find_kind, spans)))
-    others = [kind for kind in kinds if kind not in COLOURS]
-    all_colours = {**dict(zip(others, palette(len(others)), strict=True)), **COLOURS}
-    return {kind: all_colours[kind] for kind in kinds}
+    others = [kind for kind in kinds if kind not in COLORS]
+    all_colors = {**dict(zip(others, palette(len(others)), strict=True)), **COLORS}
+    return {kind: all_colors[kind] for kind in kinds}
 
 
-def _draw_rows(rows: Sequence[_Row], colours: Colours) -> Drawing:
+def _draw_rows(rows: Sequence[_Row], colors: Colors) -> Drawing:
     """All rows on one axis."""
     height = rows[-1].y + ROW
     axis = _find_axis(rows)
     parts = list(_draw_axis(axis, height))
     for row in rows:
         parts.append(words(0, row.y + ROW - 3, row.name))
-        parts += _draw_bars(row, axis, colours)
+        parts += _draw_bars(row, axis, colors)
     # The last number extends beyond the end of the axis.
     width = axis.left + WIDTH + 4 * LETTER
     return Drawing(width, height, tuple(parts))
@@ -233,14 +233,14 @@ def _find_step(seconds: float) -> float:
     return next(step for step in steps if step >= least)
 
 
-def _draw_bars(row: _Row, axis: _TimeAxis, colours: Colours) -> Iterator[str]:
+def _draw_bars(row: _Row, axis: _TimeAxis, colors: Colors) -> Iterator[str]:
     """The spans of a row."""
     for bar in _join_short(row.spans, axis):
         part = PARTED if bar.width > 4 * PARTED else 0.0
         width = max(bar.width - part, TOO_NEAR)
         kind = _find_kind(bar.span)
         title = _describe(bar.span)
-        yield box(bar.begin, row.y, width, ROW, title, fill=colours[kind])
+        yield box(bar.begin, row.y, width, ROW, title, fill=colors[kind])
     yield from _write_short(row, axis)
 
 
@@ -285,17 +285,17 @@ def _is_seen_as_one(previous: _Bar, bar: _Bar) -> bool:
     return min(previous.width, bar.width) < TOO_NEAR
 
 
-def _draw_legend(colours: Colours) -> Drawing:
+def _draw_legend(colors: Colors) -> Drawing:
     """Each color with its kind, in lines as long as the axis."""
     parts: list[str] = []
     x = 0.0
     y = 0.0
-    for kind, colour in colours.items():
+    for kind, color in colors.items():
         width = ROW + (len(kind) + 3) * LETTER
         if x + width > WIDTH:
             x = 0.0
             y += ROW + ROWS_GAP
-        parts.append(box(x, y, ROW, ROW, fill=colour))
+        parts.append(box(x, y, ROW, ROW, fill=color))
         parts.append(words(x + ROW + 4, y + ROW - 3, kind))
         x += width
     return Drawing(WIDTH, y + ROW, tuple(parts))

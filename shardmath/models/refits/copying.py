@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.edits import relabelled
+from shardmath.layouts.edits import relabeled
 from shardmath.models.storage.binding import Bound, Held
 from shardmath.models.storage.owners import OwnedTensor
 from shardmath.models.storage.stored import Stored
@@ -32,7 +32,7 @@ def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None
-    renamed = {layout: relabelled(layout, ranks) for layout in set(bound.layouts.values())}
+    renamed = {layout: relabeled(layout, ranks) for layout in set(bound.layouts.values())}
     layouts = {name: renamed[layout] for name, layout in bound.layouts.items()}
     renamer = _Renamer(ranks)
     held = map(renamer.rename, bound.held)

@@ -9,11 +9,11 @@
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.fp8 import FP8Blocks
 >>> from shardmath.models.storage import rows
->>> from shardmath.values.transforms.quantising import Quantise
+>>> from shardmath.values.transforms.quantizing import Quantize
 >>> data, scales = (rows.parse(f"{name} = {name} : (tp n) h") for name in ("w", "w_scale_inv"))
 >>> side = Stored(data + scales, (Mesh(tp=4),))
 >>> names = Vocabulary({"w": ((768, 8), "float8_e4m3fn"), "w_scale_inv": ((6, 1), "float32")})
->>> explain_cut(side, names, {"w": Quantise(FP8Blocks())})
+>>> explain_cut(side, names, {"w": Quantize(FP8Blocks())})
 "tensor 'w': rank 0 holds positions 0:192 of dimension 0 under float8_e4m3fn[768, 8] (tp n) h on tp=4, \
 and component 'scales float32 per 128 x 128' is cut every 128: the nearest cuts to 192 are 128 and 256; \
 divide the dimension there"

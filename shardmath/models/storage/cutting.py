@@ -197,7 +197,7 @@ class _GroupLayer:
                 )
             if word.over is not None and not self.frame.is_axis(word):
                 raise LayoutError(
-                    f"'{word}' in '{term}': / says which neighbours along an axis keep the same, and {word.name} is "
+                    f"'{word}' in '{term}': / says which neighbors along an axis keep the same, and {word.name} is "
                     f"not a mesh axis; leave the mark out"
                 )
 

@@ -10,7 +10,7 @@
    deals the blocks round robin.
 5. `n=vocab` is stored as vocab positions, padded at the end; each part of `n^128` is padded to a multiple of 128.
    `e%slots` is stored as slots positions: after its end come copies of its first ones.
-6. `tp/rep`: `rep` neighbours along tp keep the same part. `ep~`: sizes may differ by one, larger ones first.
+6. `tp/rep`: `rep` neighbors along tp keep the same part. `ep~`: sizes may differ by one, larger ones first.
 
 >>> print(parse("(groups (q + k)|tp  n=vocab)"))
 (groups (q + k) | tp n=vocab)

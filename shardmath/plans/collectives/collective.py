@@ -6,7 +6,7 @@
    move whole, each to one rank; **broadcast**: one member holds it all, each gets it;
    **all_reduce**: members hold addends of one box, each gets its reduction; **reduce_scatter**: the
    same, each gets a share; **local**: nothing is moved between ranks.
-2. `recognise` compares what each rank holds before and after, element for element, and what the
+2. `recognize` compares what each rank holds before and after, element for element, and what the
    addends ask for: all that `plan(src, dst)` depends on. Placements, the order of splits and the
    names of axes do not matter.
 3. Groups are along axes of the source's mesh, or else of the destination's mesh.
@@ -20,12 +20,12 @@
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> mesh = Mesh(dp=2, tp=2)
->>> gather = recognise(Layout((8, 4), mesh, "(tp dp n) h"), Layout((8, 4), mesh, "(tp n) h"))
+>>> gather = recognize(Layout((8, 4), mesh, "(tp dp n) h"), Layout((8, 4), mesh, "(tp n) h"))
 >>> print(gather)
 all_gather of dimension 0 over dp: 2 groups of 2, contiguous
 >>> gather.groups
 ((0, 2), (1, 3))
->>> print(recognise(Layout((8, 4), mesh, "(tp dp n) h"), Layout((8, 4), mesh, "(dp n) h")))
+>>> print(recognize(Layout((8, 4), mesh, "(tp dp n) h"), Layout((8, 4), mesh, "(dp n) h")))
 None
 """
 
@@ -48,7 +48,7 @@ from shardmath.plans.collectives.spans import NOTHING, is_inside, merge
 from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import Reduction, find_reduction
 
-__all__ = ["Collective", "Kind", "recognise", "recognise_all"]
+__all__ = ["Collective", "Kind", "recognize", "recognize_all"]
 
 Axes: TypeAlias = tuple[str, ...]
 
@@ -101,7 +101,7 @@ class Collective:
         return f" over {'*'.join(self.axes)}: {groups}"
 
 
-def recognise_all(plan: Plan) -> dict[str, Collective]:
+def recognize_all(plan: Plan) -> dict[str, Collective]:
     """The tensors of a plan whose move is one textbook operation within groups of ranks, by name.
 
     A tensor with several windows on a side, or with other ranks on one side than on the other, is left out.
@@ -116,7 +116,7 @@ def recognise_all(plan: Plan) -> dict[str, Collective]:
         if not _has_same_ranks(src, dst):
             continue
         if (src, dst) not in known:
-            known[src, dst] = recognise(src, dst)
+            known[src, dst] = recognize(src, dst)
         found = known[src, dst]
         if found is not None:
             collectives[name] = found
@@ -128,7 +128,7 @@ def _has_same_ranks(src: Layout, dst: Layout) -> bool:
     return set(src.mesh.ranks) == set(dst.mesh.ranks)
 
 
-def recognise(src: Layout, dst: Layout) -> Collective | None:
+def recognize(src: Layout, dst: Layout) -> Collective | None:
     """The collective that moves `src` to `dst`, None if it is not one.
 
     The sides have the same ranks, or a broadcast's source some of the destination's. Raises
@@ -166,7 +166,7 @@ def _check(src: Layout, dst: Layout) -> None:
     """Raise PlanError unless these are two layouts of one tensor."""
     for layout in (src, dst):
         if not isinstance(layout, Layout):
-            raise PlanError(f"{layout!r} is not a Layout; recognise compares two layouts")
+            raise PlanError(f"{layout!r} is not a Layout; recognize compares two layouts")
     if (src.shape, src.dtype) == (dst.shape, dst.dtype):
         return
     here = f"{src.dtype}{list(src.shape)}"

@@ -92,7 +92,7 @@ def _average(network: Network, part: Subnetwork) -> tuple[Leaf, Mapping[int, int
         nbytes += network.base[sink]
         weight += network.weight[sink]
     flow = _start_greedily(network, part, nbytes, weight)
-    high = _maximise(network, flow)
+    high = _maximize(network, flow)
     return Leaf(nbytes, weight, part.sinks, flow.sent), high
 
 
@@ -234,7 +234,7 @@ def _spill(flow: _Flow, line: int, size: int, sinks: list[int]) -> None:
         flow.left[line] = size
 
 
-def _maximise(network: Network, flow: _Flow) -> Mapping[int, int]:
+def _maximize(network: Network, flow: _Flow) -> Mapping[int, int]:
     """Make the flow maximum; return all lines and sinks that then have too much among themselves.
 
     Each turn takes shortest paths from all lines that have bytes left (Dinic). But bytes of one such line

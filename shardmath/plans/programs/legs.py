@@ -143,7 +143,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """The lines in bundles of neighbours, in each of which all but the last weigh less than MOST_TOGETHER.
+    """The lines in bundles of neighbors, in each of which all but the last weigh less than MOST_TOGETHER.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]

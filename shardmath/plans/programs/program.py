@@ -33,7 +33,7 @@ from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import make_grid
-from shardmath.plans.collectives.collective import Collective, recognise_all
+from shardmath.plans.collectives.collective import Collective, recognize_all
 from shardmath.plans.demands import Demands
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, Transfer
@@ -140,7 +140,7 @@ class Program:
     @property
     def collectives(self) -> dict[str, Collective]:
         """The tensors whose move is one textbook operation within groups of ranks, by name."""
-        return recognise_all(self.plan)
+        return recognize_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
         """The rank's rounds, in order; none for a rank of neither side."""

@@ -25,7 +25,7 @@ array([[ 31.,  39.],
 {'w': array([ 39., 119.], dtype=float32)}
 >>> arrived = np.array([39, 119, 63, 143], np.float32)
 >>> data, scales = amaxes.finish(0, x[:, :40], own, {"w": arrived})
->>> (scales == MXFP8().quantise(x)[1][:, :2]).all()
+>>> (scales == MXFP8().quantize(x)[1][:, :2]).all()
 np.True_
 """
 
@@ -185,7 +185,7 @@ class Amaxes:
         outputs = tuple(_make_empty(layout, rank) for layout in self.layouts)
         for piece in self.list_pieces(rank):
             values = packed[piece.here]
-            arrays = format.quantise(
+            arrays = format.quantize(
                 values, amax=amax[piece.blocks], where=piece.there, shape=shape
             )
             for out, target, array in zip(outputs, piece.targets, arrays, strict=True):
@@ -316,7 +316,7 @@ def _check_given(format: object, layout: object, name: str) -> None:
     checked = instance(layout, Layout, "give the layout of the tensor", PlanError)
     if not checked.ndim:
         what = f"{label(name)}{layout} has no dimension"
-        raise PlanError(f"{what}; numbers alone are not quantised")
+        raise PlanError(f"{what}; numbers alone are not quantized")
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:

@@ -1,9 +1,9 @@
 """Format: the interface of every quantized format, and the steps that turn numbers into data and scales.
 
 1. A format is a value. It turns a tensor into arrays, its **parts**: data and scales.
-2. If a box of a tensor cuts no block, `quantise` needs only the box: quantizing a slice equals slicing the quantized
+2. If a box of a tensor cuts no block, `quantize` needs only the box: quantizing a slice equals slicing the quantized
    tensor. If it cuts blocks, their amaxes must be those of whole blocks: ranks take the largest over ranks of the
-   results of `amax`, and pass it to `quantise`.
+   results of `amax`, and pass it to `quantize`.
 3. Numbers are float32 arrays. Elements of 8 or 4 bits are uint8 arrays.
 4. Scales have as many dimensions as the tensor. `pad_scales` adds the padding that some kernels need.
 """
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardmath.base.arguments import known
 from shardmath.base.errors import FormatError
+from shardmath.base.moved import former_attributes
 from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.blocks import Blocks, Index, Sliced, label, read_shape
@@ -43,6 +44,7 @@ class Part(NamedTuple):
     blocks: Blocks
 
 
+@former_attributes(quantise="quantize", dequantise="dequantize")
 class Format(ABC):
     """A quantized format: MXFP8, FP8Blocks, FP8 or NVFP4."""
 
@@ -68,7 +70,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The arrays that stand for a tensor, as `quantise` returns them: data, scales, and any others."""
+        """The arrays that stand for a tensor, as `quantize` returns them: data, scales, and any others."""
 
     @property
     def per_element(self) -> int:
@@ -166,7 +168,7 @@ class Format(ABC):
         of a block is on every rank that holds some of it, which suffices to move and to read a quantized tensor.
         """
         if layout.partial:
-            fix = "reduce it before it is quantised"
+            fix = "reduce it before it is quantized"
             raise FormatError(f"{label(name)}{layout} is Partial; {fix}")
         self.check_shape(layout.shape, name)
         layouts = []
@@ -210,7 +212,7 @@ class Format(ABC):
         window = self._read_window(values.shape, where, shape)
         return window.amax(values, self.nan_magnitude)
 
-    def quantise(
+    def quantize(
         self,
         x: Floats,
         *,
@@ -233,7 +235,7 @@ class Format(ABC):
             what = f"amax has shape {amaxes.shape}, the part touches blocks {window.count}"
             raise FormatError(f"{what}; give one for each")
         with np.errstate(all="ignore"):
-            return self._quantise(values, window, amaxes)
+            return self._quantize(values, window, amaxes)
 
     def _find_amax(self, values: Floats, window: Window) -> Floats:
         """The amaxes of the window's blocks. Raises FormatError if it cuts some."""
@@ -247,16 +249,16 @@ class Format(ABC):
             )
         return window.amax(values, self.nan_magnitude)
 
-    def _quantise(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
+    def _quantize(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
         scales = self._make_scales(amax)
         factors = window.spread(scales)
         data = encode(self.element, self._scale_down(values, factors))
         return data, scales
 
-    def dequantise(
+    def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """The float32 numbers that data and scales stand for, for a box or the whole tensor as in `quantise`.
+        """The float32 numbers that data and scales stand for, for a box or the whole tensor as in `quantize`.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -272,9 +274,9 @@ class Format(ABC):
             what = f"scales have shape {scales.shape}, the data have blocks {window.count}"
             raise FormatError(f"{what}; give one for each, without padding")
         with np.errstate(all="ignore"):
-            return self._dequantise(window, data, scales, *others)
+            return self._dequantize(window, data, scales, *others)
 
-    def _dequantise(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
+    def _dequantize(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
         factors = self._read_scales(scales)
         return decode(self.element, data) * window.spread(factors)
 
@@ -304,7 +306,7 @@ def read_array(given: object, dtype: str, what: str) -> Array:
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
     if not array.ndim:
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantised")
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantized")
     return array
 
 

@@ -11,7 +11,7 @@
    slice; but quantizing a part needs the amax of the whole block.
 
 >>> import numpy as np
->>> data, scales = FP8Blocks((1, 128)).quantise(np.full((1, 256), 896, np.float32))
+>>> data, scales = FP8Blocks((1, 128)).quantize(np.full((1, 256), 896, np.float32))
 >>> data[0, 0], scales
 (np.uint8(126), array([[2., 2.]], dtype=float32))
 """

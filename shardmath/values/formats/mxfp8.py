@@ -12,10 +12,10 @@
 5. With `axis=-2` blocks are 32 rows of one column (TransformerEngine's columnwise copy, which is not transposed).
 
 >>> import numpy as np
->>> data, scales = MXFP8().quantise(np.full((1, 32), 450, np.float32))
+>>> data, scales = MXFP8().quantize(np.full((1, 32), 450, np.float32))
 >>> data[0, :2], scales
 (array([118, 118], dtype=uint8), array([[128]], dtype=uint8))
->>> MXFP8(rounding="floor").quantise(np.full((1, 32), 450, np.float32))[1]
+>>> MXFP8(rounding="floor").quantize(np.full((1, 32), 450, np.float32))[1]
 array([[127]], dtype=uint8)
 """
 

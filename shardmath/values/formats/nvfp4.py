@@ -12,7 +12,7 @@
    has few bits, numbers may change.
 
 >>> import numpy as np
->>> data, scales, g = NVFP4().quantise(np.arange(16, dtype=np.float32).reshape(1, 16) * 179.2)
+>>> data, scales, g = NVFP4().quantize(np.arange(16, dtype=np.float32).reshape(1, 16) * 179.2)
 >>> decode(E2M1, unpack_pairs(data))[0, :6], scales.item(), g.item()
 (array([0. , 0.5, 1. , 1. , 1.5, 2. ], dtype=float32), 126, 1.0)
 """
@@ -102,7 +102,7 @@ class NVFP4(Format):
         g[np.isinf(largest)] = 1
         return g
 
-    def _quantise(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
+    def _quantize(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
         _check_pairs(window)
         self._check_known(window)
         g = self._make_scales(amax)
@@ -127,7 +127,7 @@ class NVFP4(Format):
     def _read_scales(self, scales: Array) -> Floats:
         return decode(E4M3, scales)
 
-    def _dequantise(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
+    def _dequantize(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
         (g,) = others
         if g.size != 1:
             raise FormatError(f"global_scale has shape {g.shape}; it is one number")

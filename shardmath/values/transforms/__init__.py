@@ -4,7 +4,7 @@ In reading order:
 
 - `components`: the tensors that a transform sends, and the protocol that transforms follow;
 - `pointwise`: functions of each number, such as casts;
-- `quantising`: numbers as data and scales, and back;
+- `quantizing`: numbers as data and scales, and back;
 - `custom`: functions that users write;
 - `packing`: a local array without holes and in ascending order;
 - `wires`: layouts of the tensors that travel, derived from those that ranks hold;

@@ -80,7 +80,7 @@ class Worker(WeightTransferEngine[_Joining, _Updating]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class has it, which synchronises with an accelerator afterwards."""
+        """As the base class has it, which synchronizes with an accelerator afterwards."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _Updating) -> None:

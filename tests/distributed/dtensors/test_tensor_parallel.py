@@ -166,9 +166,9 @@ def test_the_forward_sees_local_views(pool: Pool, fsdp: bool) -> None:
         assert outside and inside and other and gradient and shape == (1, 4)
 
 
-def test_initialisation_sees_whole_shapes(pool: Pool) -> None:
+def test_initialization_sees_whole_shapes(pool: Pool) -> None:
     """Bounds are those of the whole matrix's fan-in, 1 / sqrt(4096), and are nearly reached."""
-    assert 0.99 < pool.run(work.initialised)[0] <= 1
+    assert 0.99 < pool.run(work.initialized)[0] <= 1
 
 
 # What a module is afterwards

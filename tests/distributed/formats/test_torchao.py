@@ -49,7 +49,7 @@ def test_bytes_are_torchaos(one: MXFP8) -> None:
     patterns = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     each = patterns[:, None] * torch.linspace(-1, 1, 32)
     tensor = torch.cat([tensor, each.bfloat16()])
-    data, scales = smt.quantise(one, tensor)
+    data, scales = smt.quantize(one, tensor)
     their_data, their_scales = theirs(one, tensor)
     assert torch.equal(scales, their_scales)
     is_usual = scales[:, 0] > 0
@@ -61,11 +61,11 @@ def test_bytes_are_torchaos(one: MXFP8) -> None:
 def test_tiny_blocks_are_multiples_of_another_scale_there(one: MXFP8) -> None:
     """torchao 0.18 does not scale them by 2^127: it takes 1, or the smallest normal number, for the scale of byte 0."""
     tensor = torch.full((1, 32), 2.0**-130, dtype=torch.bfloat16)
-    data, scales = smt.quantise(one, tensor)
+    data, scales = smt.quantize(one, tensor)
     their_data, their_scales = theirs(one, tensor)
     assert scales.item() == their_scales.item() == 0
-    assert torch.equal(smt.dequantise(one, (data, scales), torch.bfloat16), tensor)
-    wrong = smt.dequantise(one, (their_data, their_scales), torch.bfloat16)
+    assert torch.equal(smt.dequantize(one, (data, scales), torch.bfloat16), tensor)
+    wrong = smt.dequantize(one, (their_data, their_scales), torch.bfloat16)
     assert (wrong[0, 0] / 2.0**-131).item() == (1 if one.rounding == "floor" else 0)
 
 
@@ -74,7 +74,7 @@ def test_blocks_with_nan_and_infinities_differ_as_is_known(one: MXFP8) -> None:
     tensor = torch.ones(2, 32, dtype=torch.bfloat16)
     tensor[0, 3] = torch.nan
     tensor[1, 3] = torch.inf
-    data, scales = smt.quantise(one, tensor)
+    data, scales = smt.quantize(one, tensor)
     their_data, their_scales = theirs(one, tensor)
     nan = their_data[0].view(ELEMENTS[one.data]).isnan()
     ours = data[0].view(ELEMENTS[one.data]).isnan()
@@ -99,7 +99,7 @@ def test_mx_tensors_are_seen_as_they_are(one: MXFP8, turned: bool) -> None:
     made = MXTensor.to_mx(tensor, ELEMENTS[one.data], 32, MODES[one.rounding])
     if turned:
         made = made.t()
-    format, parts = smt.quantised_parts(made)
+    format, parts = smt.quantized_parts(made)
     assert format == MXFP8(one.data, "floor", -2 if turned else -1)
     assert parts["data"].data_ptr() == made.qdata.data_ptr()
     assert parts["scales"].data_ptr() == made.scale.data_ptr()
@@ -114,20 +114,20 @@ def test_swizzled_scales_are_no_view_and_yet_sendable() -> None:
     plain = MXTensor.to_mx(tensor, torch.float8_e4m3fn)
     made = MXTensor.to_mx(tensor, torch.float8_e4m3fn, is_swizzled_scales=True)
     with pytest.raises(FormatError, match="swizzled"):
-        smt.quantised_parts(made)
+        smt.quantized_parts(made)
     assert torch.equal(smt.sendable(made), smt.sendable(plain))
     scales = plain.scale.view(torch.uint8)
     blocked = to_blocked(scales).flatten()
     assert blocked.tolist() == swizzle(scales.numpy()).tolist()
 
 
-def test_what_torchao_trains_with_dequantises_itself() -> None:
+def test_what_torchao_trains_with_dequantizes_itself() -> None:
     """Its scales are to be divided by, so that there is no view."""
     tensor = torch.randn(16, 16, dtype=torch.bfloat16)
     made = hp_tensor_to_float8_dynamic(tensor, torch.float8_e4m3fn, LinearMMConfig())
     assert torch.equal(smt.sendable(made), made.to_original_precision())
-    with pytest.raises(FormatError, match="no quantised tensor that is known"):
-        smt.quantised_parts(made)
+    with pytest.raises(FormatError, match="no quantized tensor that is known"):
+        smt.quantized_parts(made)
 
 
 FLOAT8: dict[str, tuple[Any, Format]] = {
@@ -145,11 +145,11 @@ def test_float8_tensors_have_the_same_bytes(name: str, dtype: torch.dtype) -> No
     torch.manual_seed(0)
     tensor = torch.randn(256, 384).to(dtype)
     made = Float8Tensor.from_hp(tensor, granularity=granularity)
-    format, parts = smt.quantised_parts(made)
+    format, parts = smt.quantized_parts(made)
     assert format == expected
     assert parts["data"].data_ptr() == made.qdata.data_ptr()
     assert torch.equal(smt.sendable(made), made.dequantize())
     if dtype == torch.float32:
-        data, scales = smt.quantise(format, tensor)
+        data, scales = smt.quantize(format, tensor)
         assert torch.equal(scales, parts["scales"])
         assert torch.equal(data, parts["data"])

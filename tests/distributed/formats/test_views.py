@@ -35,7 +35,7 @@ class Like(torch.Tensor):
         self.__dict__ |= attributes
 
     def __torch_dispatch__(self, *_: Any) -> Any:
-        raise AssertionError("nothing is asked of a quantised tensor but its attributes")
+        raise AssertionError("nothing is asked of a quantized tensor but its attributes")
 
 
 class MXFP8Tensor(Like):
@@ -66,8 +66,8 @@ def draw(*shape: int) -> torch.Tensor:
 def make_mx(tensor: torch.Tensor, element: str = "e4m3") -> MXFP8Tensor:
     """Both copies, as `pytorch/tensor/mxfp8_tensor.py` allocates them."""
     flat = tensor.flatten(0, -2)
-    data, scales = smt.quantise(MXFP8(element), flat)
-    other_data, other_scales = smt.quantise(MXFP8(element, axis=-2), flat)
+    data, scales = smt.quantize(MXFP8(element), flat)
+    other_data, other_scales = smt.quantize(MXFP8(element, axis=-2), flat)
     return MXFP8Tensor(
         tuple(tensor.shape),
         _rowwise_data=data.view(tensor.shape),
@@ -83,8 +83,8 @@ def make_blocks(tensor: torch.Tensor, two_d: bool, power: bool = True) -> Float8
     """As `float8_blockwise_tensor.py` has them: transposed columnwise data, and transposed scales of 1 x 128."""
     flat = tensor.flatten(0, -2)
     block = (128, 128) if two_d else (1, 128)
-    data, scales = smt.quantise(FP8Blocks(block, power), flat)
-    other_data, other_scales = smt.quantise(FP8Blocks(block, power), flat.t())
+    data, scales = smt.quantize(FP8Blocks(block, power), flat)
+    other_data, other_scales = smt.quantize(FP8Blocks(block, power), flat.t())
     if not two_d:
         scales = scales.t()
         other_scales = other_scales.t()
@@ -101,12 +101,12 @@ def make_blocks(tensor: torch.Tensor, two_d: bool, power: bool = True) -> Float8
 
 
 def check(made: Any, columnwise: bool, expected: Format, tensor: torch.Tensor) -> None:
-    """Its format is that, and its parts read as the tensor would if it were quantised to the format."""
-    format, parts = smt.quantised_parts(made, columnwise=columnwise)
+    """Its format is that, and its parts read as the tensor would if it were quantized to the format."""
+    format, parts = smt.quantized_parts(made, columnwise=columnwise)
     assert format == expected
     flat = tensor.flatten(0, -2)
     assert list(parts) == ["data", "scales"]
-    for found, wanted in zip(parts.values(), smt.quantise(expected, flat), strict=True):
+    for found, wanted in zip(parts.values(), smt.quantize(expected, flat), strict=True):
         assert torch.equal(found, wanted)
     way = "columnwise" if columnwise else "rowwise"
     assert parts["data"].data_ptr() == getattr(made, f"_{way}_data").data_ptr()
@@ -122,15 +122,15 @@ def test_mxfp8_has_two_copies(element: str, shape: tuple[int, ...]) -> None:
     check(made, True, MXFP8(element, axis=-2), tensor)
     numbers = smt.sendable(made)
     assert numbers.shape == shape and numbers.dtype == torch.bfloat16
-    format, parts = smt.quantised_parts(made)
-    wanted = smt.dequantise(format, tuple(parts.values()), torch.float32)
+    format, parts = smt.quantized_parts(made)
+    wanted = smt.dequantize(format, tuple(parts.values()), torch.float32)
     assert torch.equal(smt.sendable(made, torch.float32), wanted.view(shape))
     # The copy that is left is taken, and one that is not left is told of.
     made._rowwise_data = None
-    assert smt.quantised_parts(made).format == MXFP8(element, axis=-2)
+    assert smt.quantized_parts(made).format == MXFP8(element, axis=-2)
     assert (smt.sendable(made) - tensor).abs().max() < tensor.abs().max() / 8
     with pytest.raises(FormatError, match="no rowwise copy"):
-        smt.quantised_parts(made, columnwise=False)
+        smt.quantized_parts(made, columnwise=False)
 
 
 @pytest.mark.parametrize("two_d", [True, False], ids=["128 x 128", "1 x 128"])
@@ -152,7 +152,7 @@ def test_blocks_have_a_transposed_copy(two_d: bool, shape: tuple[int, ...], powe
 
 def test_one_scale_for_all_and_a_transposed_copy() -> None:
     tensor = draw(2, 3, 64)
-    data, scale = smt.quantise(FP8(data="e5m2"), tensor)
+    data, scale = smt.quantize(FP8(data="e5m2"), tensor)
     made = Float8Tensor(
         (2, 3, 64),
         _data=data,
@@ -161,19 +161,19 @@ def test_one_scale_for_all_and_a_transposed_copy() -> None:
         _transpose=None,
         _transpose_invalid=True,
     )
-    format, parts = smt.quantised_parts(made)
+    format, parts = smt.quantized_parts(made)
     assert format == FP8(data="e5m2")
     assert [parts[name].data_ptr() for name in parts] == [data.data_ptr(), scale.data_ptr()]
     numbers = smt.sendable(made)
-    assert torch.equal(numbers, smt.dequantise(format, (data, scale), torch.bfloat16))
+    assert torch.equal(numbers, smt.dequantize(format, (data, scale), torch.bfloat16))
     with pytest.raises(FormatError, match="no columnwise copy"):
-        smt.quantised_parts(made, columnwise=True)
+        smt.quantized_parts(made, columnwise=True)
     made._transpose = data.movedim(-1, 0).contiguous()
     made._transpose_invalid = False
     made._data = None
     assert torch.equal(smt.sendable(made), numbers)
     with pytest.raises(FormatError, match="no rowwise copy"):
-        smt.quantised_parts(made, columnwise=False)
+        smt.quantized_parts(made, columnwise=False)
 
 
 def test_storages_without_a_tensor_are_read() -> None:
@@ -185,12 +185,12 @@ def test_storages_without_a_tensor_are_read() -> None:
 
 
 def test_what_others_write_is_seen() -> None:
-    """Parts are views: what is quantised into them is what the tensor holds."""
+    """Parts are views: what is quantized into them is what the tensor holds."""
     made = make_mx(draw(*SHAPE))
     other = draw(*SHAPE) * 3
-    format, parts = smt.quantised_parts(made)
-    smt.quantise(format, other, out=tuple(parts.values()))
-    wanted = smt.dequantise(format, smt.quantise(format, other), torch.bfloat16)
+    format, parts = smt.quantized_parts(made)
+    smt.quantize(format, other, out=tuple(parts.values()))
+    wanted = smt.dequantize(format, smt.quantize(format, other), torch.bfloat16)
     assert torch.equal(smt.sendable(made), wanted)
     # Padding stays.
     assert (made._rowwise_scale_inv[96:] == 99).all()
@@ -231,8 +231,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "swizzled": (swizzled, "swizzled; unswizzle them"),
     "cut": (truncated, r"scales have shape \(4, 8\), \(96, 5\) are needed"),
     "type": (unknown_type, "give e4m3 or e5m2"),
-    "plain": (lambda: torch.ones(2), "a Tensor is no quantised tensor that is known here"),
-    "none": (lambda: None, "a NoneType is no quantised tensor"),
+    "plain": (lambda: torch.ones(2), "a Tensor is no quantized tensor that is known here"),
+    "none": (lambda: None, "a NoneType is no quantized tensor"),
 }
 
 
@@ -240,7 +240,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_seen_is_told(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(FormatError, match=message):
-        smt.quantised_parts(make())
+        smt.quantized_parts(make())
 
 
 def test_what_cannot_be_sent_is_told() -> None:
@@ -249,4 +249,4 @@ def test_what_cannot_be_sent_is_told() -> None:
     with pytest.raises(FormatError, match="a TwoTensor is a wrapper"):
         smt.sendable(TwoTensor(torch.ones(2), torch.ones(2)))
     with pytest.raises(FormatError, match="a TwoTensor; give a plain tensor"):
-        smt.quantise(FP8(), TwoTensor(torch.ones(2), torch.ones(2)))
+        smt.quantize(FP8(), TwoTensor(torch.ones(2), torch.ones(2)))

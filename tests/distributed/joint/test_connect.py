@@ -81,8 +81,8 @@ def test_moves_of_changes(jobs: Jobs) -> None:
         assert not any(found), found
 
 
-def test_blocks_that_jobs_cut_are_quantised_as_one(jobs: Jobs) -> None:
-    assert jobs.run(joint.quantises) == [""] * 4
+def test_blocks_that_jobs_cut_are_quantized_as_one(jobs: Jobs) -> None:
+    assert jobs.run(joint.quantizes) == [""] * 4
 
 
 def test_refits(jobs: Jobs) -> None:

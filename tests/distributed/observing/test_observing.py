@@ -162,10 +162,10 @@ def test_a_program_and_its_model_have_the_same_messages(pool: Pool, tmp_path: Pa
             seen[span.place.is_model][told] += 1
     assert seen[True] == seen[False] and seen[True]
     program = sm.schedule(plan, max_inflight_bytes=1 << 16)
-    modelled = [span for span in trace.spans if span.place == (7, True)]
+    modeled = [span for span in trace.spans if span.place == (7, True)]
     agreed = [s.end_s for s in trace.spans if s.place == (7, False) and s.name == "agreeing"]
     # Of two moves; the first model begins where the first vote ended.
-    lasts = max(span.end_s for span in modelled[: len(modelled) // 2]) - agreed[0]
+    lasts = max(span.end_s for span in modeled[: len(modeled) // 2]) - agreed[0]
     assert abs(lasts - sm.certify(program).plan_s) < 1e-8
 
 

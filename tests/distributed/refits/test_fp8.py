@@ -1,4 +1,4 @@
-"""Refits in FP8: what fused data and scales are, tensor by tensor, is what quantising the whole tensors gives."""
+"""Refits in FP8: what fused data and scales are, tensor by tensor, is what quantizing the whole tensors gives."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_parts_of_a_fused_tensor_begin_with_tiles(rows: int) -> None:
     engine = Stored(parse(text), (sm.Mesh(ranks=[1]),))
 
     def plan() -> sm.Refit:
-        rules = {"*_proj.weight": transforms.Quantise(tiles)}
+        rules = {"*_proj.weight": transforms.Quantize(tiles)}
         return sm.refit(trainer, engine, held, served=served, rules=rules)
 
     if rows == 256:

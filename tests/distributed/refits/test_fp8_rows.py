@@ -1,4 +1,4 @@
-"""The refit table's rows in FP8, executed with small models: every stored byte is that of tensors quantised whole."""
+"""The refit table's rows in FP8, executed with small models: every stored byte is that of tensors quantized whole."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ QUICK = 3, 5, 8
         for number, row in enumerate(fp8_rows.ROWS)
     ],
 )
-def test_engines_have_what_quantising_whole_tensors_gives(pool: Pool, number: int) -> None:
+def test_engines_have_what_quantizing_whole_tensors_gives(pool: Pool, number: int) -> None:
     model = fp8_rows.ROWS[number].model
     for rank, (found, compared) in enumerate(pool.run(fp8_rows.steps, number)):
         assert not found, f"rank {rank}: {found}"

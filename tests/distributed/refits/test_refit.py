@@ -58,12 +58,12 @@ def test_one_rank_s_tensors_are_an_error_on_all(pool: Pool, fault: str, what: st
         assert "rank 5" in told
 
 
-@pytest.mark.parametrize("quantises", [False, True])
+@pytest.mark.parametrize("quantizes", [False, True])
 @pytest.mark.parametrize("options", [{}, {"commit": "all"}, {"changes": True}])
 def test_what_was_bound_goes_once_it_is_released(
-    pool: Pool, quantises: bool, options: dict[str, Any]
+    pool: Pool, quantizes: bool, options: dict[str, Any]
 ) -> None:
-    for left, said, wrong in pool.run(release, quantises, options):
+    for left, said, wrong in pool.run(release, quantizes, options):
         assert left == 0
         assert "this rank has not prepared the refit; call prepare() on all ranks" in said
         assert wrong == []

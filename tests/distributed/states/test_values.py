@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse": (lambda: torch.ones(2).to_sparse(), "is stored as torch.sparse_coo"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(1)]), "is a nested tensor"),
     "complex": (lambda: torch.ones(2, dtype=torch.complex64), "is a tensor of complex64"),
-    "quantised": (
+    "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
         "is a tensor of quint8",
     ),

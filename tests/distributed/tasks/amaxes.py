@@ -1,4 +1,4 @@
-"""What workers do with quantisers: their own parts of tensors, and the same with something wrong. No pytest here."""
+"""What workers do with quantizers: their own parts of tensors, and the same with something wrong. No pytest here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.tasks.scenarios import Bytes, tensors_of
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A format, a layout, and every rank's tensor."""
 
     format: Format
@@ -29,12 +29,12 @@ Made = tuple[list[bytes], bool, int]
 """The bytes of data and scales, whether a second call into them gave the same, and bytes that this rank received."""
 
 
-def quantise(rank: int, cases: Sequence[Quantised]) -> list[Made]:
+def quantize(rank: int, cases: Sequence[Quantized]) -> list[Made]:
     """What a rank makes in each case."""
     out = []
     for case in cases:
         tensor: Any = tensors_of(case.tensors.get(rank), case.lying)
-        make = smt.compile_quantise(case.format, case.layout, timeout=30.0)
+        make = smt.compile_quantize(case.format, case.layout, timeout=30.0)
         made = make(tensor)
         first = [read(one) for one in made]
         into = tuple(torch.full_like(one, 7) for one in made)
@@ -54,7 +54,7 @@ FORMAT = FP8Blocks((4, 32))
 
 
 def wrong_tensor(kind: str, tensor: Any) -> Any:
-    """A tensor that cannot be quantised."""
+    """A tensor that cannot be quantized."""
     wrong: dict[str, Any] = {
         "shape": tensor[:, :3],
         "dtype": tensor.double(),
@@ -78,7 +78,7 @@ def wrong_out(kind: str, right: Any) -> Any:
 def go_wrong(rank: int, kinds: Sequence[str]) -> list[tuple[str, float, bool, bool]]:
     """Of each kind: the error when rank 1 is wrong, how long it took, whether nothing had changed, and whether the
     right call then works."""
-    make = smt.compile_quantise(FORMAT, LAYOUT, timeout=20.0)
+    make = smt.compile_quantize(FORMAT, LAYOUT, timeout=20.0)
     holds = rank in LAYOUT.mesh
     tensor = torch.randn(LAYOUT.local_shape(rank)) if holds else None
     right = make(tensor)
@@ -104,7 +104,7 @@ def go_wrong(rank: int, kinds: Sequence[str]) -> list[tuple[str, float, bool, bo
 
 
 def compile_wrong(rank: int, kind: str) -> str:
-    """The error of a compile to which rank 1 gives something else, or all give what cannot be quantised."""
+    """The error of a compile to which rank 1 gives something else, or all give what cannot be quantized."""
     layout = LAYOUT
     format: Any = FORMAT
     if kind == "format" and rank == 1:
@@ -118,7 +118,7 @@ def compile_wrong(rank: int, kind: str) -> str:
     elif kind == "absent":
         layout = sm.Layout((10, 64), sm.Mesh(tp=9), "(tp n) k", dtype="float32")
     try:
-        smt.compile_quantise(format, layout, timeout=20.0)
+        smt.compile_quantize(format, layout, timeout=20.0)
     except sm.ExchangeError as error:
         return str(error)
     return ""

@@ -72,7 +72,7 @@ def filled(rank: int, path: str, wanted: str, how: str) -> list[str]:
 
 
 def by_hand(rank: int, path: str, name: str, text: str) -> Any:
-    """Loads data and scales of a tensor under its format's layouts, and dequantises: the numbers, or why not."""
+    """Loads data and scales of a tensor under its format's layouts, and dequantizes: the numbers, or why not."""
     one = formats.FP8Blocks()
     stored = smt.open_checkpoint(path)
     shape, _ = stored.shapes[name]
@@ -82,7 +82,7 @@ def by_hand(rank: int, path: str, name: str, text: str) -> Any:
         data, scales = one.layouts(lies, name)
         found = smt.load(stored, {name: data, f"{name}_scale_inv": scales})
         own = [found[key].numpy() for key in (name, f"{name}_scale_inv")]
-        return torch.from_numpy(one.dequantise(*own)).to(torch.bfloat16)
+        return torch.from_numpy(one.dequantize(*own)).to(torch.bfloat16)
 
     return caught(lambda: load().tolist())
 

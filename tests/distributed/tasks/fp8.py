@@ -19,7 +19,7 @@ from tests.distributed.tasks.breaks import ends
 
 HIDDEN, HEADS, KV, INNER = 256, 8, 2, 512
 TILES = formats.FP8Blocks((32, 64))
-RULES = {"*_proj.weight": transforms.Quantise(TILES)}
+RULES = {"*_proj.weight": transforms.Quantize(TILES)}
 
 ENGINE = """
 [layers.{l}. = layers.{l}.]
@@ -57,7 +57,7 @@ KINDS = {"uint8": "float8_e4m3fn", "uint16": "bfloat16", "float32": "float32"}
 Arrays = dict[str, Any]
 
 
-def _is_quantised(name: str) -> bool:
+def _is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
@@ -76,7 +76,7 @@ def list_served() -> dict[str, tuple[tuple[int, ...], str]]:
     served = {}
     for name, (shape, dtype) in list_held().items():
         served[name] = shape, dtype
-        if _is_quantised(name):
+        if _is_quantized(name):
             served[name] = shape, "float8_e4m3fn"
             served[f"{name}_scale_inv"] = TILES.scale_shape(shape), "float32"
     return served
@@ -132,7 +132,7 @@ def _find_dtype(native: str) -> str:
     """That of a tensor of the engine."""
     if native.endswith(("_scale", "_scale_inv")):
         return "float32"
-    return "float8_e4m3fn" if _is_quantised(native) else "bfloat16"
+    return "float8_e4m3fn" if _is_quantized(native) else "bfloat16"
 
 
 def _load(own: Mapping[str, Tensor], tp: int, given: Mapping[str, Tensor]) -> None:
@@ -162,13 +162,13 @@ def draw(seed: int) -> Arrays:
 
 
 def serve(arrays: Arrays) -> Arrays:
-    """What the engine is to have of them: each tensor quantised whole."""
+    """What the engine is to have of them: each tensor quantized whole."""
     served = {}
     for name, array in arrays.items():
         served[name] = array
-        if _is_quantised(name):
+        if _is_quantized(name):
             numbers = cast_array(array, "bfloat16", "float32")
-            served[name], served[f"{name}_scale_inv"] = TILES.quantise(numbers)
+            served[name], served[f"{name}_scale_inv"] = TILES.quantize(numbers)
     return served
 
 
@@ -246,10 +246,10 @@ def measure_memory(rank: int, dtype: str, at: str) -> tuple[int, int]:
     served = sm.Layout(shape, sm.Mesh(ranks=[1]), "n k", dtype="uint8")
     scales = mx.scale_layout(served)
     vocabulary = {"w": (shape, dtype)}
-    quantised = {"w": (shape, "uint8"), "w_scale": (scales.shape, "uint8")}
-    rules = {"w": transforms.Quantise(mx, at)}  # type: ignore[arg-type]
+    quantized = {"w": (shape, "uint8"), "w_scale": (scales.shape, "uint8")}
+    rules = {"w": transforms.Quantize(mx, at)}  # type: ignore[arg-type]
     planned = sm.refit(
-        {"w": held}, {"w": served, "w_scale": scales}, vocabulary, served=quantised, rules=rules
+        {"w": held}, {"w": served, "w_scale": scales}, vocabulary, served=quantized, rules=rules
     )
     refit = smt.Refit(planned, timeout=60.0, max_inflight_bytes=LIMIT)
     src = {"w": torch.randn(shape).to(getattr(torch, dtype))} if rank == 0 else None

@@ -83,12 +83,12 @@ def draw(row: Row, seed: int) -> Arrays:
 
 
 def serve(arrays: Arrays) -> Arrays:
-    """What an engine is to have of them: each linear layer quantised whole."""
+    """What an engine is to have of them: each linear layer quantized whole."""
     served = dict(arrays)
     for name, array in arrays.items():
         if fnmatchcase(name, "*_proj*.weight"):
             numbers = cast_array(array, "bfloat16", "float32")
-            served[name], served[f"{name}_scale_inv"] = TILES.quantise(numbers)
+            served[name], served[f"{name}_scale_inv"] = TILES.quantize(numbers)
     return served
 
 

@@ -95,13 +95,13 @@ def changes(group: dist.ProcessGroup, place: int) -> list[Said]:
     return found
 
 
-def quantises(group: dist.ProcessGroup, place: int) -> Said:
+def quantizes(group: dist.ProcessGroup, place: int) -> Said:
     """Blocks that ranks cut have the scales that the whole tensor's have."""
     layout = sm.Layout((10, 64), sm.Mesh(tp=group.size()), "(tp n) k", dtype="float32")
     whole = torch.linspace(-3.0, 5.0, 640).view(10, 64)
-    make = smt.compile_quantise(FP8Blocks((4, 32)), layout, group=group, timeout=TIMEOUT_S)
+    make = smt.compile_quantize(FP8Blocks((4, 32)), layout, group=group, timeout=TIMEOUT_S)
     made = make(_part(whole, layout, place))
-    wanted = smt.quantise(FP8Blocks((4, 32)), whole)
+    wanted = smt.quantize(FP8Blocks((4, 32)), whole)
     for one, all_of_it, lies in zip(made, wanted, make.amaxes.layouts, strict=True):
         same = torch.uint8 if lies.dtype != "float32" else torch.float32
         if not torch.equal(one.view(same), _part(all_of_it.view(same), lies, place)):

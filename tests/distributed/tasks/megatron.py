@@ -103,7 +103,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Gate and up in one matrix; down's input is normalised feature by feature; its bias comes after the sum."""
+    """Gate and up in one matrix; down's input is normalized feature by feature; its bias comes after the sum."""
 
     def __init__(self) -> None:
         super().__init__()

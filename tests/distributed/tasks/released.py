@@ -21,15 +21,15 @@ SHAPES = {"a": ((8, 12), "float32"), "b": ((5, 4), "float32")}
 Held = tuple[dict[str, Tensor] | None, Mapping[str, dict[str, Tensor]] | None]
 
 
-def release(rank: int, quantises: bool, options: dict[str, Any]) -> tuple[int, str, list[str]]:
+def release(rank: int, quantizes: bool, options: dict[str, Any]) -> tuple[int, str, list[str]]:
     """How many tensors are there once they were let go, what a move then says, and what is wrong after the next."""
-    side = _Quantised() if quantises else _Plain()
+    side = _Quantized() if quantizes else _Plain()
     refit = smt.Refit(side.planned, timeout=30.0, **options)
     held = side.bring(rank, 0)
     refit.prepare(*held)
     refit(acknowledge=True)
     wires = list(_list_wires(refit))
-    assert bool(wires) == (quantises and rank < 4)
+    assert bool(wires) == (quantizes and rank < 4)
     known = [weakref.ref(tensor) for tensor in [*_list_tensors(held), *wires]]
     assert known
     del wires
@@ -61,7 +61,7 @@ def _list_wires(refit: smt.Refit) -> Iterator[Tensor]:
             yield from worker.buffers.values()
 
 
-class _Quantised:
+class _Quantized:
     """What `fp8` moves: data and scales are made of weights at their source."""
 
     def __init__(self) -> None:

@@ -557,8 +557,8 @@ def shared_module(rank: int) -> Any:
     return texts, [*smt.amax(module)], module[0] is module[2]
 
 
-def initialised(rank: int) -> Any:
-    """A row-parallel Linear's own initialisation, from the meta device: the largest, by the whole matrix's bound."""
+def initialized(rank: int) -> Any:
+    """A row-parallel Linear's own initialization, from the meta device: the largest, by the whole matrix's bound."""
     mesh = mesh_like((4, 2))
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4096, 4))

@@ -14,7 +14,7 @@ from shardmath import formats
 from shardmath.values.formats.casting import cast_array
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import amaxes as tasks
-from tests.distributed.tasks.amaxes import Quantised
+from tests.distributed.tasks.amaxes import Quantized
 
 SHAPE = (44, 100)
 FORMATS: list[formats.Format] = [
@@ -59,8 +59,8 @@ def draw_layout(rng: random.Random) -> sm.Layout:
     return sm.Layout(SHAPE, mesh, rng.choice(TEXTS), dtype=dtype)
 
 
-def draw_case(format: formats.Format, seed: int) -> tuple[Quantised, dict[int, list[bytes]]]:
-    """A tensor, and every rank's parts of it quantised; other cuts where a byte of two numbers was cut."""
+def draw_case(format: formats.Format, seed: int) -> tuple[Quantized, dict[int, list[bytes]]]:
+    """A tensor, and every rank's parts of it quantized; other cuts where a byte of two numbers was cut."""
     rng = random.Random(seed)
     while True:
         layout = draw_layout(rng)
@@ -74,7 +74,7 @@ def draw_case(format: formats.Format, seed: int) -> tuple[Quantised, dict[int, l
     values[7, 9] = np.inf if seed % 2 else 0
     values[20:24] = 0
     held = cast_array(values, "float32", layout.dtype)
-    whole = format.quantise(cast_array(held, layout.dtype, "float32"))
+    whole = format.quantize(cast_array(held, layout.dtype, "float32"))
     tensors: dict[int, Any] = {}
     wanted = {}
     for rank in layout.mesh.ranks:
@@ -85,7 +85,7 @@ def draw_case(format: formats.Format, seed: int) -> tuple[Quantised, dict[int, l
             for part, one in zip(whole, lies, strict=True)
         ]
     lying = "transposed" if seed % 3 == 0 else "contiguous"
-    return Quantised(format, layout, tensors, lying), wanted
+    return Quantized(format, layout, tensors, lying), wanted
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
@@ -95,7 +95,7 @@ def test_parts_are_those_of_the_whole_tensor(pool: Pool, count: int) -> None:
         for seed in range(count)
         for i, format in enumerate(FORMATS)
     ]
-    got = pool.run(tasks.quantise, [case for case, _ in cases], timeout=60.0 * count)
+    got = pool.run(tasks.quantize, [case for case, _ in cases], timeout=60.0 * count)
     moved = 0
     for i, (case, wanted) in enumerate(cases):
         amaxes = sm.formats.plan_amaxes(case.format, case.layout, "w")
@@ -134,12 +134,12 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(pool: Pool) -> None:
     ("kind", "message"),
     [
         ("format", "to FP8 e4m3 per 4 x 16\nnothing was moved"),
-        ("layout", "to FP8 e4m3 per 4 x 32\nrank 1: compile_quantise "),
+        ("layout", "to FP8 e4m3 per 4 x 32\nrank 1: compile_quantize "),
         ("none", "None is no format; give one such as formats.MXFP8()"),
         ("double", "has numbers that float32 has not; round them first"),
         ("absent", "give a group of all ranks that hold the tensor"),
     ],
 )
-def test_ranks_agree_on_what_they_quantise(pool: Pool, kind: str, message: str) -> None:
+def test_ranks_agree_on_what_they_quantize(pool: Pool, kind: str, message: str) -> None:
     said = pool.run(tasks.compile_wrong, kind)
     assert all(message in one for one in said), said

@@ -34,7 +34,7 @@ def patterns(dtype: str) -> Any:
     if is_integer(dtype):
         small = rng.integers(0, 1 << 20, 1 << 14).astype(kind)
         return np.concatenate([drawn, small, -small])
-    # bfloat16 and float16 between two neighbours, and what is subnormal there or too large.
+    # bfloat16 and float16 between two neighbors, and what is subnormal there or too large.
     words = np.arange(1 << 16, dtype=np.uint32)
     ties = np.concatenate([words << 16 | low for low in (0x7FFF, 0x8000, 0x8001)]).view(np.float32)
     halves = words.astype(np.uint16).view(np.float16).astype(np.float64)

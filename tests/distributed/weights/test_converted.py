@@ -53,10 +53,10 @@ def test_experts_with_scales(tmp_path: Path) -> None:
     wanted = {}
     for name, full in list(stored.items()):
         if "experts" in name:
-            data, scales = map(torch.from_numpy, tiles.quantise(full.numpy()))
+            data, scales = map(torch.from_numpy, tiles.quantize(full.numpy()))
             stored[name] = data.view(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = scales
-            wanted[name] = torch.from_numpy(tiles.dequantise(data.numpy(), scales.numpy()))
+            wanted[name] = torch.from_numpy(tiles.dequantize(data.numpy(), scales.numpy()))
     save_file(stored, file)
     smt.load_weights(tmp_path, model, format=tiles)
     experts = model.model.layers[1].mlp.experts
@@ -106,7 +106,7 @@ def test_scales_of_blocks_that_two_experts_share(tmp_path: Path) -> None:
     stored = load_file(file)
     for name, full in list(stored.items()):
         if "experts" in name:
-            data, scales = map(torch.from_numpy, tiles.quantise(full.numpy()))
+            data, scales = map(torch.from_numpy, tiles.quantize(full.numpy()))
             stored |= {name: data.view(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
     save_file(stored, file)
     with pytest.raises(

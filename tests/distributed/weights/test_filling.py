@@ -1,4 +1,4 @@
-"""A module's weights from checkpoints of quantised weights, beside transformers; and what cannot be read."""
+"""A module's weights from checkpoints of quantized weights, beside transformers; and what cannot be read."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import shardmath_torch as smt
 from shardmath import formats
 from shardmath.layouts.edits import cast
 from shardmath_torch.checkpoints.files.places import CheckpointError
-from shardmath_torch.checkpoints.weights.dequantising import dequantise
-from shardmath_torch.checkpoints.weights.quantised import QuantisedRead
+from shardmath_torch.checkpoints.weights.dequantizing import dequantize
+from shardmath_torch.checkpoints.weights.quantized import QuantizedRead
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import fine_grained as work
-from tests.distributed.tasks.quantised import taken
+from tests.distributed.tasks.quantized import taken
 
 TILES = formats.FP8Blocks()
 HOW = ["FSDP2", "tensor parallel on four", "FSDP over tensor parallel"]
 
 
-def quantised(
+def quantized(
     name: str, x: np.ndarray, one: formats.Format = TILES, suffix: str = "_scale_inv"
 ) -> dict[str, torch.Tensor]:
     """Data and scales, as a file has them."""
-    data, scales = map(torch.from_numpy, one.quantise(x))
+    data, scales = map(torch.from_numpy, one.quantize(x))
     kinds = [getattr(torch, part.kind) for part in one.parts]
     return {name: data.view(kinds[0]), name + suffix: scales.view(kinds[1])}
 
 
-def dequantised(
+def dequantized(
     stored: dict[str, torch.Tensor], one: formats.Format = TILES
 ) -> dict[str, torch.Tensor]:
     """All numbers in bfloat16, whole: the oracle."""
@@ -43,7 +43,7 @@ def dequantised(
     for name, data in stored.items():
         scales = stored.get(f"{name}_scale_inv")
         if scales is not None:
-            values = one.dequantise(data.view(torch.uint8).numpy(), scales.numpy())
+            values = one.dequantize(data.view(torch.uint8).numpy(), scales.numpy())
             out[name] = torch.from_numpy(values).bfloat16()
         elif not name.endswith("_scale_inv"):
             out[name] = data
@@ -59,13 +59,13 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 def odd(tmp_path: Path) -> dict[str, torch.Tensor]:
     """A checkpoint in which the last tiles are shorter, and rows are few."""
     stored = {
-        **quantised("q_proj.weight", random(300, 130)),
-        **quantised("o_proj.weight", random(200, 400, seed=1)),
-        **quantised("k_proj.weight", random(5, 260, seed=2)),
+        **quantized("q_proj.weight", random(300, 130)),
+        **quantized("o_proj.weight", random(200, 400, seed=1)),
+        **quantized("k_proj.weight", random(5, 260, seed=2)),
         "norm.weight": torch.from_numpy(random(9)).bfloat16(),
     }
     save_file(stored, tmp_path / "model.safetensors")
-    save_file(dequantised(stored), tmp_path / "wanted")
+    save_file(dequantized(stored), tmp_path / "wanted")
     return stored
 
 
@@ -93,24 +93,24 @@ def test_every_rank_has_its_slice(one: formats.Format, text: str) -> None:
     """Cyclic, packed, reordered, padded, and cut anywhere."""
     lies = sm.Layout((90, 70), MESH, text)
     stored = dict(
-        zip(("data", "scales"), map(torch.from_numpy, one.quantise(random(90, 70))), strict=True)
+        zip(("data", "scales"), map(torch.from_numpy, one.quantize(random(90, 70))), strict=True)
     )
-    whole = torch.from_numpy(one.dequantise(*(part.numpy() for part in stored.values())))
+    whole = torch.from_numpy(one.dequantize(*(part.numpy() for part in stored.values())))
     scale_layout = one.scale_layout(lies, duplicated=True)
-    quant = QuantisedRead("w", one, lies, cast(lies, "uint8"), scale_layout, "scales")
+    quant = QuantizedRead("w", one, lies, cast(lies, "uint8"), scale_layout, "scales")
     for rank in MESH.ranks:
         read = [
             taken(stored[name], layout, rank)
             for name, layout in (("data", quant.data), ("scales", quant.scales))
         ]
-        found = dequantise(quant, *read, rank)
+        found = dequantize(quant, *read, rank)
         assert found.numpy().tobytes() == taken(whole, lies, rank).numpy().tobytes()
 
 
 @pytest.mark.usefixtures("odd")
 @pytest.mark.parametrize("how", HOW)
 def test_any_layout_of_short_tiles(pool: Pool, tmp_path: Path, how: str) -> None:
-    """Every rank has the slice of what is dequantised whole, where ranks cut tiles, too."""
+    """Every rank has the slice of what is dequantized whole, where ranks cut tiles, too."""
     file = str(tmp_path / "model.safetensors")
     assert pool.run(work.filled, file, str(tmp_path / "wanted"), how) == [[]] * 8
 
@@ -120,7 +120,7 @@ def test_data_and_scales_by_hand(pool: Pool, tmp_path: Path, odd: dict[str, torc
     file = str(tmp_path / "model.safetensors")
     name = "q_proj.weight"
     found = pool.run(work.by_hand, file, name, "(n tp 128) k")
-    whole = dequantised(odd)[name]
+    whole = dequantized(odd)[name]
     for rank, own in enumerate(found):
         first = rank % 4 * 128
         assert own == whole[first : first + 128].tolist()
@@ -151,7 +151,7 @@ def write_config(folder: Path, config: Any) -> None:
 def test_transformers_reads_and_writes_the_same(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What we quantise is read by transformers' own loader as we read it, and what it writes by us as by it."""
+    """What we quantize is read by transformers' own loader as we read it, and what it writes by us as by it."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
     from transformers.quantizers import quantizer_finegrained_fp8
@@ -172,17 +172,17 @@ def test_transformers_reads_and_writes_the_same(
     stored: dict[str, torch.Tensor] = {}
     for name, full in Qwen3ForCausalLM(config).bfloat16().state_dict().items():
         values = full.float().numpy()
-        stored |= quantised(name, values) if "_proj" in name else {name: full.clone()}
+        stored |= quantized(name, values) if "_proj" in name else {name: full.clone()}
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     write_config(tmp_path, config)
 
-    # Without a GPU it dequantises by itself.
+    # Without a GPU it dequantizes by itself.
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     ours = Qwen3ForCausalLM(config).bfloat16()
     smt.load_weights(tmp_path, ours, format=TILES)
     for name, full in theirs.state_dict().items():
         assert ours.state_dict()[name].equal(full), name
-    save_file(dequantised(stored), tmp_path / "wanted")
+    save_file(dequantized(stored), tmp_path / "wanted")
     for how in HOW:
         assert pool.run(work.filled, str(tmp_path), str(tmp_path / "wanted"), how) == [[]] * 8
 
@@ -190,7 +190,7 @@ def test_transformers_reads_and_writes_the_same(
     theirs.save_pretrained(again)
     wrote = load_file(again / "model.safetensors")
     assert wrote["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
-    back = work.tree({name: tuple(full.shape) for name, full in dequantised(wrote).items()})
+    back = work.tree({name: tuple(full.shape) for name, full in dequantized(wrote).items()})
     smt.load_weights(again, back, format=TILES)
     read = Fp8Dequantize(None)
     for name, parameter in back.named_parameters():
@@ -207,7 +207,7 @@ def test_transformers_still_misreads_short_tiles(tmp_path: Path) -> None:
 
     x = random(192, 128)
     x[128:] *= 100
-    stored = quantised("w", x)
+    stored = quantized("w", x)
     save_file(stored, tmp_path / "model.safetensors")
     theirs = Fp8Dequantize(None)._dequantize_one(stored["w"], stored["w_scale_inv"], torch.float32)
     ours = work.tree({"w": (192, 128)}, torch.float32)
@@ -236,8 +236,8 @@ OTHERS: dict[str, tuple[formats.Format, str, torch.dtype]] = {
 def test_scales_are_found_and_read_as_they_are_stored(tmp_path: Path, case: str) -> None:
     one, suffix, dtype = OTHERS[case]
     x = random(96, 320) * np.float32(2**-20)
-    data, scales = one.quantise(x)
-    stored = quantised("w", x, one, suffix)
+    data, scales = one.quantize(x)
+    stored = quantized("w", x, one, suffix)
     if stored[f"w{suffix}"].element_size() == 1:
         stored[f"w{suffix}"] = stored[f"w{suffix}"].view(dtype)
     else:
@@ -246,13 +246,13 @@ def test_scales_are_found_and_read_as_they_are_stored(tmp_path: Path, case: str)
     save_file(stored, tmp_path / "model.safetensors")
     module = work.tree({"w": (96, 320)}, torch.float32)
     smt.load_weights(tmp_path, module, format=one)
-    assert module.w.numpy().tobytes() == one.dequantise(data, scales).tobytes()
+    assert module.w.numpy().tobytes() == one.dequantize(data, scales).tobytes()
 
 
-def test_what_is_quantised_in_the_module_too_stays_so(tmp_path: Path) -> None:
+def test_what_is_quantized_in_the_module_too_stays_so(tmp_path: Path) -> None:
     """Data and scales of the same types, or as bytes, are filled in as they are stored."""
     x = random(200, 256)
-    stored = quantised("w", x, formats.MXFP8())
+    stored = quantized("w", x, formats.MXFP8())
     save_file(stored, tmp_path / "model.safetensors")
     for kinds in (("float8_e4m3fn", "float8_e8m0fnu"), ("uint8", "uint8")):
         module = torch.nn.Module()
@@ -307,7 +307,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
 def test_errors(tmp_path: Path, odd: dict[str, torch.Tensor], case: str) -> None:
     """All before anything is filled."""
     one, said = ERRORS[case]
-    module = work.tree({name: tuple(full.shape) for name, full in dequantised(odd).items()})
+    module = work.tree({name: tuple(full.shape) for name, full in dequantized(odd).items()})
     with pytest.raises(CheckpointError, match=said):
         smt.load_weights(tmp_path / "model.safetensors", module, format=one)
     assert not any(parameter.any() for parameter in module.parameters())
@@ -315,7 +315,7 @@ def test_errors(tmp_path: Path, odd: dict[str, torch.Tensor], case: str) -> None
 
 def test_scales_that_are_no_scales(tmp_path: Path) -> None:
     """Bytes that a format needs are not numbers."""
-    stored = quantised("w", random(4, 64), formats.MXFP8())
+    stored = quantized("w", random(4, 64), formats.MXFP8())
     stored["w_scale_inv"] = torch.ones(4, 2)
     save_file(stored, tmp_path / "model.safetensors")
     module = work.tree({"w": (4, 64)})

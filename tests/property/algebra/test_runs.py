@@ -51,7 +51,7 @@ def test_canonical_form() -> None:
     assert runs != Runs(runs.segments, 5)
 
 
-def test_neighbours_merge_only_where_both_sides_continue() -> None:
+def test_neighbors_merge_only_where_both_sides_continue() -> None:
     assert Runs([(0, 0, 1), (1, 2, 1)]).segments == ((0, 0, 1), (1, 2, 1))
     assert Runs([(0, 0, 1), (2, 1, 1)]).segments == ((0, 0, 1), (2, 1, 1))
     assert Runs([(0, 0, 1), (1, 1, 1), (2, 2, 3)]).segments == ((0, 0, 5),)

@@ -1,4 +1,4 @@
-"""Amaxes: parts of a tensor, cut anywhere, are quantised as the whole is; and what travels is counted."""
+"""Amaxes: parts of a tensor, cut anywhere, are quantized as the whole is; and what travels is counted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def exchange(
 
 def check_parts(one: Format, layout: sm.Layout, x: np.ndarray) -> sm.Plan:
     """Every rank's parts are those of the whole; the plan by which they learned the amaxes."""
-    whole = one.quantise(x)
+    whole = one.quantize(x)
     amaxes = sm.formats.plan_amaxes(one, layout, "w")
     own, arrived, plan = exchange(amaxes, x)
     assert amaxes.layouts == one.layouts(layout, duplicated=True)
@@ -185,7 +185,7 @@ def test_tensors_share_a_plan() -> None:
         for name, amaxes in every.items():
             local = take(amaxes.layout, rank, xs[name])
             data, _ = amaxes.finish(rank, local, own[rank][name], arrived[rank])
-            whole, _ = amaxes.format.quantise(xs[name])
+            whole, _ = amaxes.format.quantize(xs[name])
             np.testing.assert_array_equal(data, take(amaxes.layout, rank, whole))
 
 
@@ -236,11 +236,11 @@ OWN = np.zeros((4, 2), np.float32)
         (lambda: sm.formats.plan_amaxes(MXFP8(), "n k"), "give the layout of the tensor"),
         (
             lambda: sm.formats.plan_amaxes(FP8(), sm.Layout((), sm.Mesh(tp=2), ""), "w"),
-            "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantised",
+            "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantized",
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), sm.Layout((8,), sm.Mesh(tp=2), {"tp": sm.Partial()}), "w"),
-            "is Partial; reduce it before it is quantised",
+            "is Partial; reduce it before it is quantized",
         ),
         (
             lambda: sm.formats.plan_amaxes(NVFP4(), sm.Layout((6,), sm.Mesh(tp=2), "(tp n)"), "w"),

@@ -121,9 +121,9 @@ def layer_wise(*shapes: object, size: int | None, dp: int):
     return lambda: buffers.layer_wise(of(*shapes), bucket_size=size, data_parallel_world_size=dp)
 
 
-def packed(*shapes: object, quantised: Sequence[int], dp: int | None):
+def packed(*shapes: object, quantized: Sequence[int], dp: int | None):
     params = [
-        Param(f"p{i}", n, quantised="nvfp4" if i in quantised else False)
+        Param(f"p{i}", n, quantized="nvfp4" if i in quantized else False)
         for i, n in enumerate(shapes)
     ]
     layout = buffers.distributed_optimizer(params, data_parallel_world_size=dp or 1)
@@ -183,13 +183,13 @@ WORKED = {
         [153, 97],
     ),
     "F4": Worked(
-        packed(256, 100, 200, quantised=[0, 2], dp=2),
+        packed(256, 100, 200, quantized=[0, 2], dp=2),
         [(2, 0, 100, 0), (1, 128, 228, 0), (0, 256, 384, 0)],
         [0, 384],
         [384],
     ),
     "F4 unpadded": Worked(
-        packed(256, 100, 200, quantised=[0, 2], dp=None),
+        packed(256, 100, 200, quantized=[0, 2], dp=None),
         [(2, 0, 100, 0), (1, 100, 200, 0), (0, 200, 328, 0)],
         [0, 328],
         [328],
@@ -669,9 +669,9 @@ def test_buckets_and_factors_of_megatron_fsdp(
 @st.composite
 def mixed(draw: st.DrawFn) -> list[Param]:
     return [
-        dataclasses.replace(param, quantised=draw(st.sampled_from([False, "nvfp4", "mxfp8", True])))
+        dataclasses.replace(param, quantized=draw(st.sampled_from([False, "nvfp4", "mxfp8", True])))
         if param.numel % 2 == 0
-        else dataclasses.replace(param, quantised=draw(st.sampled_from([False, "fp8"])))
+        else dataclasses.replace(param, quantized=draw(st.sampled_from([False, "fp8"])))
         for param in draw(testing.params(longest=33))
     ]
 
@@ -693,7 +693,7 @@ def test_packed_buckets_have_the_same_parameters(
     for param in params:
         start, end, _ = packed.param_index_map[param.name]
         assert end - start == (
-            param.numel // 2 if param.quantised in (True, "nvfp4") else param.numel
+            param.numel // 2 if param.quantized in (True, "nvfp4") else param.numel
         )
         assert start % (64 if padded else 1) == 0
     if not padded:
@@ -706,7 +706,7 @@ def test_packed_buckets_have_the_same_parameters(
 
 def test_a_bucket_of_packed_ones_counts_up_to_the_next_start() -> None:
     """Megatron pads the position before it looks at the bucket; the last bucket ends where its content does."""
-    params = of(200, 200, quantised="nvfp4")
+    params = of(200, 200, quantized="nvfp4")
     layout = buffers.distributed_optimizer(params, bucket_size=1, data_parallel_world_size=2)
     packed = buffers.nvfp4_packed(params, layout, data_parallel_world_size=2)
     assert packed.per_bucket_numel_unpadded == (128, 100)
@@ -722,8 +722,8 @@ def full(params: Sequence[Param], **options: object) -> FullParamLayout:
     )
 
 
-def test_grouping_of_quantised_ones() -> None:
-    params = [Param(f"p{i}", 10 * (i + 1), quantised=i in (0, 2)) for i in range(4)]
+def test_grouping_of_quantized_ones() -> None:
+    params = [Param(f"p{i}", 10 * (i + 1), quantized=i in (0, 2)) for i in range(4)]
     layouts = full(params)
     packed, plain = BufferKey("uint8", "bfloat16", False), BufferKey("bfloat16", "bfloat16", False)
     assert {key: layout.param_indices for key, layout in layouts.items()} == {
@@ -737,12 +737,12 @@ def test_grouping_of_quantised_ones() -> None:
 def test_fp8_and_bf16_share_a_counter_as_do_no_other_two() -> None:
     params = [
         Param("a", 8),
-        Param("b", 8, quantised="fp8"),
+        Param("b", 8, quantized="fp8"),
         Param("c", 8, "float32"),
-        Param("d", 8, "float32", quantised=True),
+        Param("d", 8, "float32", quantized=True),
         Param("e", 8, expert_parallel=True),
         Param("f", 8, grad_dtype="float32"),
-        Param("g", 8, quantised="nvfp4"),
+        Param("g", 8, quantized="nvfp4"),
     ]
     layouts = full(params)
     assert [
@@ -815,7 +815,7 @@ def test_a_rule_may_name_another_beside_it() -> None:
 
 def key_of(param: Param, fp32: bool) -> tuple[str, str, bool]:
     grad = param.grad_dtype or ("float32" if fp32 else param.dtype)
-    return ("uint8" if param.quantised else param.dtype, grad, param.expert_parallel)
+    return ("uint8" if param.quantized else param.dtype, grad, param.expert_parallel)
 
 
 @given(testing.params(most=9), st.booleans())
@@ -850,7 +850,7 @@ VALUES = [
         (3, 4),
         "float32",
         "bfloat16",
-        quantised="fp8",
+        quantized="fp8",
         shared_embedding=True,
         managed=False,
         gtp_remat_size=2,
@@ -859,7 +859,7 @@ VALUES = [
     LAYOUT,
     buffers.layer_wise(of((3, 4), 100), data_parallel_world_size=2),
     PerBufferParamLayout(),
-    full([Param("a", 8), Param("b", 8, quantised=True)]),
+    full([Param("a", 8), Param("b", 8, quantized=True)]),
 ]
 
 
@@ -1083,12 +1083,12 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         (lambda: Param("a", "44"), "a size of parameter 'a' is '44'; give an integer"),
         (lambda: Param("a", None), "a size of parameter 'a' is None; give an integer"),
         (
-            lambda: Param("a", 4, quantised="fp4"),
-            "parameter 'a': quantised='fp4'; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
+            lambda: Param("a", 4, quantized="fp4"),
+            "parameter 'a': quantized='fp4'; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
         ),
         (
-            lambda: Param("a", 4, quantised=None),
-            "parameter 'a': quantised=None; give one of False, True, 'fp8', ",
+            lambda: Param("a", 4, quantized=None),
+            "parameter 'a': quantized=None; give one of False, True, 'fp8', ",
         ),
         (
             lambda: Param("a", 4, gtp_remat_size=0),
@@ -1156,7 +1156,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.nvfp4_packed(
-                [Param("a", 5, quantised="nvfp4")], buffers.data_parallel([Param("a", 5)])
+                [Param("a", 5, quantized="nvfp4")], buffers.data_parallel([Param("a", 5)])
             ),
             "NVFP4 parameter 'a' has 5 elements, and a byte holds two; give an even number",
         ),
@@ -1321,7 +1321,7 @@ def test_flags_are_bools() -> None:
     """Of numpy too; text that says no is not one."""
     false = np.bool_(False)
     param = Param(
-        "a", (2, 2), expert_parallel=false, shared_embedding=false, managed=false, quantised=false
+        "a", (2, 2), expert_parallel=false, shared_embedding=false, managed=false, quantized=false
     )
     assert param == Param("a", (2, 2), managed=False) and repr(param) == repr(
         Param("a", (2, 2), managed=False)
@@ -1403,8 +1403,8 @@ RANKS = {"data_parallel_world_size": 2}
             "managed of parameter 'a' is 'no'; give True or False",
         ),
         (
-            lambda: Param("a", 3, quantised=np.array([1])),
-            "parameter 'a': quantised=array([1]); give one of",
+            lambda: Param("a", 3, quantized=np.array([1])),
+            "parameter 'a': quantized=array([1]); give one of",
         ),
         (lambda: Param("a", b"ab"), "a size of parameter 'a' is b'ab'; give an integer"),
         (lambda: Param("a", {3: 4}), "a size of parameter 'a' is {3: 4}; give an integer"),

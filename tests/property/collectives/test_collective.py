@@ -30,8 +30,8 @@ from shardmath import (
     testing,
 )
 from shardmath.layouts.algebra.runs import from_ranges
-from shardmath.layouts.edits import relabelled, window
-from shardmath.plans.collectives.collective import Collective, recognise
+from shardmath.layouts.edits import relabeled, window
+from shardmath.plans.collectives.collective import Collective, recognize
 from shardmath.proofs.simulate import FOLD
 from shardmath.testing import addends, distribute, run
 
@@ -198,7 +198,7 @@ def kinds(
 
 
 def check_against_oracle(src: Layout, dst: Layout) -> Collective | None:
-    found, expected = recognise(src, dst), oracle(src, dst)
+    found, expected = recognize(src, dst), oracle(src, dst)
     if found is None:
         assert not expected
         return None
@@ -261,8 +261,8 @@ def test_pairs_on_the_same_ranks_are_what_the_elements_say(pair: tuple[Layout, L
 
 
 @given(on_one_mesh(("sum", "max", "avg", "product")))
-def test_with_addends_what_is_recognised_is_right(pair: tuple[Layout, Layout]) -> None:
-    found = recognise(*pair)
+def test_with_addends_what_is_recognized_is_right(pair: tuple[Layout, Layout]) -> None:
+    found = recognize(*pair)
     if found:
         check(found, *pair)
 
@@ -319,9 +319,9 @@ def outer(spec: dict[str, Any], d: int) -> st.SearchStrategy[Any]:
 
 
 @given(made())
-def test_what_is_made_is_recognised(case: Case) -> None:
+def test_what_is_made_is_recognized(case: Case) -> None:
     kind, groups, src, dst = case
-    found = recognise(src, dst)
+    found = recognize(src, dst)
     assert found and (found.kind, sets(found.groups)) == (kind, groups)
     check(found, src, dst)
     check_bytes(found, src, dst)
@@ -329,12 +329,12 @@ def test_what_is_made_is_recognised(case: Case) -> None:
 
 @given(made())
 def test_equal_plans_are_the_same_collective(case: Case) -> None:
-    """What is recognised is a plan as a value: a destination of another spelling and the same plan is the same."""
+    """What is recognized is a plan as a value: a destination of another spelling and the same plan is the same."""
     _, _, src, dst = case
     for text in (dst.text, src.text):
         other = Layout(dst.shape, dst.mesh, text)
         assert (plan(src, other) == plan(src, dst)) == (
-            recognise(src, other) == recognise(src, dst)
+            recognize(src, other) == recognize(src, dst)
         )
 
 
@@ -356,7 +356,7 @@ def respelled(draw: st.DrawFn, layout: Layout) -> Layout:
 def test_spelling_is_not_meaning(case: Case, data: st.DataObject) -> None:
     _, _, src, dst = case
     other = data.draw(respelled(src)), data.draw(respelled(dst))
-    a, b = recognise(src, dst), recognise(*other)
+    a, b = recognize(src, dst), recognize(*other)
     assert a and b and (a.kind, a.dims, a.op, a.even) == (b.kind, b.dims, b.op, b.even)
     assert sets(a.groups) == sets(b.groups)
     assert b.contiguous or not a.contiguous
@@ -367,10 +367,10 @@ def test_texts_tuples_and_mappings() -> None:
     mesh = Mesh(dp=4, tp=2)
     sources = ["(tp dp n) h", {"tp": Shard(0), "dp": Shard(0)}]
     found = {
-        recognise(Layout((16, 3), mesh, x), Layout((16, 3), mesh, "(tp n) h")) for x in sources
+        recognize(Layout((16, 3), mesh, x), Layout((16, 3), mesh, "(tp n) h")) for x in sources
     }
     strided = Layout((16, 3), mesh, (StridedShard(0, 2), Shard(0)), reading="order")
-    found.add(recognise(strided, Layout((16, 3), mesh, (Replicate(), Shard(0)))))
+    found.add(recognize(strided, Layout((16, 3), mesh, (Replicate(), Shard(0)))))
     assert [str(c) for c in found] == [
         "all_gather of dimension 0 over dp: 2 groups of 4, contiguous"
     ]
@@ -380,7 +380,7 @@ def test_texts_tuples_and_mappings() -> None:
 def test_renamed_ranks_are_a_permutation(pair: tuple[Layout, Layout], random) -> None:
     src, ranks = pair[0], list(pair[0].mesh.ranks)
     names = dict(zip(ranks, random.sample(ranks, len(ranks)), strict=True))
-    found = check_against_oracle(src, relabelled(src, names))
+    found = check_against_oracle(src, relabeled(src, names))
     assert found and found.kind in ("permute", "broadcast", "all_gather", "local")
 
 
@@ -394,7 +394,7 @@ def test_what_one_coordinate_held_is_broadcast(case: Case, data: st.DataObject) 
     found = check_against_oracle(src, layout)
     assert found and found.kind == "broadcast" and found.contiguous
     assert {r for senders in found.senders for r in senders} == set(alone.ranks)
-    assert recognise(layout, src).kind == "local"
+    assert recognize(layout, src).kind == "local"
 
 
 # Which groups, which order, which buffers
@@ -403,7 +403,7 @@ GRID = Mesh(a=2, b=3)
 
 
 def of(src: str, dst: str, mesh: Mesh = GRID, shape: tuple[int, ...] = (12, 6)) -> str:
-    return str(recognise(Layout(shape, mesh, src), Layout(shape, mesh, dst)))
+    return str(recognize(Layout(shape, mesh, src), Layout(shape, mesh, dst)))
 
 
 @pytest.mark.parametrize(
@@ -477,11 +477,11 @@ def test_examples(src: str, dst: str, expected: str) -> None:
 
 
 def test_sizes_that_do_not_divide_are_not_even() -> None:
-    found = recognise(Layout((7,), GRID, "(a n)"), Layout((7,), GRID, "n"))
+    found = recognize(Layout((7,), GRID, "(a n)"), Layout((7,), GRID, "n"))
     assert found.contiguous and not found.even
-    found = recognise(Layout((8,), GRID, "(a n)"), Layout((8,), GRID, "n"))
+    found = recognize(Layout((8,), GRID, "(a n)"), Layout((8,), GRID, "n"))
     assert found.contiguous and found.even
-    uneven = recognise(Layout((7, 6), GRID, "(b n) (a h)"), Layout((7, 6), GRID, "(b n) h"))
+    uneven = recognize(Layout((7, 6), GRID, "(b n) (a h)"), Layout((7, 6), GRID, "(b n) h"))
     assert uneven.even
 
 
@@ -489,19 +489,19 @@ def test_buffers_as_they_come() -> None:
     """A destination in the order of the buffers is contiguous, one in the order of the tensor is not."""
     src = Layout((8,), Mesh(a=2), "(2 a n)")
     buffers = Table(0, (from_ranges([(0, 2), (4, 6), (2, 4), (6, 8)]),) * 2)
-    assert recognise(src, Layout((8,), Mesh(a=2), {"a": buffers})).contiguous
-    assert not recognise(src, Layout((8,), Mesh(a=2), "n")).contiguous
+    assert recognize(src, Layout((8,), Mesh(a=2), {"a": buffers})).contiguous
+    assert not recognize(src, Layout((8,), Mesh(a=2), "n")).contiguous
 
 
 def test_holes_are_other_tensors() -> None:
     """A native all_gather would overwrite the holes of the destination."""
     mesh = Mesh(a=2)
     padded = Layout((6,), mesh, "(a n)=8"), Layout((6,), mesh, "(n)=8")
-    found = recognise(*padded)
+    found = recognize(*padded)
     assert found.kind == "all_gather" and found.even and not found.contiguous
     check(found, *padded)
     same = Layout((6,), mesh, "(n)=8")
-    assert not recognise(same, same).contiguous
+    assert not recognize(same, same).contiguous
 
 
 def test_groups_of_the_destination_where_the_source_cannot_say_them() -> None:
@@ -509,13 +509,13 @@ def test_groups_of_the_destination_where_the_source_cannot_say_them() -> None:
     dst = Layout((8,), Mesh(x=2, y=2), "(x n)")
     found = check_against_oracle(src, dst)
     assert (found.mesh, found.axes, found.groups) == (dst.mesh, ("y",), ((0, 1), (2, 3)))
-    assert recognise(src, Layout((8,), Mesh(x=2, y=2), "n")).mesh is src.mesh
+    assert recognize(src, Layout((8,), Mesh(x=2, y=2), "n")).mesh is src.mesh
 
 
 def test_permutations_say_who_sends() -> None:
     mesh = Mesh(a=4)
     src = Layout((8,), mesh, "(a n)")
-    found = check_against_oracle(src, relabelled(src, {0: 1, 1: 2, 2: 0}))
+    found = check_against_oracle(src, relabeled(src, {0: 1, 1: 2, 2: 0}))
     assert (found.kind, found.groups, found.senders) == (
         "permute",
         ((0, 1, 2, 3),),
@@ -523,7 +523,7 @@ def test_permutations_say_who_sends() -> None:
     )
     wide = Mesh(r=2, a=2)
     replicated = Layout((8,), wide, "(a n)")
-    swapped = check_against_oracle(replicated, relabelled(replicated, {0: 1, 1: 0}))
+    swapped = check_against_oracle(replicated, relabeled(replicated, {0: 1, 1: 0}))
     assert (swapped.axes, swapped.senders) == (("a",), ((1, 0), (2, 3)))
 
 
@@ -541,19 +541,19 @@ def test_of_groups_that_fit_alike_those_of_the_first_ranks() -> None:
 def test_addends_change_ranks_only_with_themselves() -> None:
     mesh = Mesh(p=2, t=2)
     src = Layout((4,), mesh, "(t n) {sum: p}")
-    inside = relabelled(src, {0: 1, 1: 0, 2: 3, 3: 2})
-    assert recognise(src, inside).axes == ("t",)
-    check(recognise(src, inside), src, inside)
-    assert recognise(src, relabelled(src, {0: 2, 2: 0})) is None
+    inside = relabeled(src, {0: 1, 1: 0, 2: 3, 3: 2})
+    assert recognize(src, inside).axes == ("t",)
+    check(recognize(src, inside), src, inside)
+    assert recognize(src, relabeled(src, {0: 2, 2: 0})) is None
 
 
 def test_replicas_are_no_shares() -> None:
     """Parts that overlap would be sent twice."""
     parts = (from_ranges([(0, 5)]), from_ranges([(4, 8)]))
     src = Layout((8,), Mesh(a=2), {"a": Table(0, parts)})
-    assert recognise(src, Layout((8,), Mesh(a=2), "n")) is None
+    assert recognize(src, Layout((8,), Mesh(a=2), "n")) is None
     inside = Layout((5,), Mesh(a=2), {"a": Table(0, (parts[0], from_ranges([(0, 2)])))})
-    assert recognise(inside, Layout((5,), Mesh(a=2), "n")) is None
+    assert recognize(inside, Layout((5,), Mesh(a=2), "n")) is None
 
 
 def test_scalars_and_nothing() -> None:
@@ -561,9 +561,9 @@ def test_scalars_and_nothing() -> None:
     assert of("", "", mesh, ()) == "local, contiguous"
     assert of("{sum: a}", "", mesh, ()) == "sum all_reduce over a: 1 group of 2, contiguous"
     one = Layout((), Mesh(), "")
-    assert str(recognise(one, Layout((), mesh, ""))) == "broadcast over a: 1 group of 2, contiguous"
+    assert str(recognize(one, Layout((), mesh, ""))) == "broadcast over a: 1 group of 2, contiguous"
     assert of("(a n) h", "n h", mesh, (0, 3)) == "local, contiguous"
-    assert recognise(Layout((0,), mesh, "n {sum: a}"), Layout((0,), mesh, "n")).kind == "local"
+    assert recognize(Layout((0,), mesh, "n {sum: a}"), Layout((0,), mesh, "n")).kind == "local"
 
 
 def test_ranks_that_hold_nothing_take_part() -> None:
@@ -589,10 +589,10 @@ def test_the_sender_of_nothing_is_in_the_source() -> None:
 
 def test_other_ranks() -> None:
     src = Layout((8,), Mesh(a=2), "(a n)")
-    assert recognise(src, Layout((8,), Mesh(a=2, ranks=[2, 3]), "(a n)")) is None
-    assert recognise(src, Layout((8,), Mesh(a=4), "n")) is None
-    assert recognise(src, Layout((8,), Mesh(a=4), "(a[0 0 4 4] n)")) is None
-    assert recognise(Layout((8,), Mesh(a=4), "n {sum: a}"), Layout((8,), Mesh(a=2), "n")) is None
+    assert recognize(src, Layout((8,), Mesh(a=2, ranks=[2, 3]), "(a n)")) is None
+    assert recognize(src, Layout((8,), Mesh(a=4), "n")) is None
+    assert recognize(src, Layout((8,), Mesh(a=4), "(a[0 0 4 4] n)")) is None
+    assert recognize(Layout((8,), Mesh(a=4), "n {sum: a}"), Layout((8,), Mesh(a=2), "n")) is None
 
 
 def test_tensors_of_several_windows_are_not_named() -> None:
@@ -608,24 +608,24 @@ def test_tensors_of_several_windows_are_not_named() -> None:
 
 
 def test_a_collective_is_a_value() -> None:
-    found = recognise(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
+    found = recognize(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
     assert (
         eval(repr(found), {"Collective": Collective, "Mesh": Mesh})
         == found
         == pickle.loads(pickle.dumps(found))
     )
     assert hash(found) == hash(
-        recognise(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
+        recognize(Layout((8,), GRID, "(a b n)"), Layout((8,), GRID, "(b a n)"))
     )
 
 
 def test_what_cannot_be_compared(fails) -> None:
     a, b = Layout((8,), GRID, "n"), Layout((9,), GRID, "n")
     what = "float32[8] here, float32[9] there; both sides hold one tensor of one shape and dtype"
-    fails(lambda: recognise(a, b), PlanError, what)
+    fails(lambda: recognize(a, b), PlanError, what)
     halves = window(a, ((0, 4),)), window(a, ((4, 8),))
     fails(
-        lambda: recognise(halves, a),
+        lambda: recognize(halves, a),
         PlanError,
-        f"{halves} is not a Layout; recognise compares two layouts",
+        f"{halves} is not a Layout; recognize compares two layouts",
     )

@@ -356,7 +356,7 @@ def test_one_node_is_none_and_a_node_for_every_rank_is_as_good(it: Instance) -> 
 
 
 def test_a_node_that_has_more_is_spared() -> None:
-    """Rank 1 has to send 6: its neighbour leaves the shared line to the other node."""
+    """Rank 1 has to send 6: its neighbor leaves the shared line to the other node."""
     lengths, holders = [6, 4], [(1,), (0, 2)]
     assert shares(lengths, holders) == [[6], [2, 2]]
     assert shares(lengths, holders, {0: 0, 1: 0, 2: 1}) == [[6], [0, 4]]

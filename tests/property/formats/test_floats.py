@@ -1,4 +1,4 @@
-"""Floats of few bits: against ml_dtypes, against torch, and against every midpoint between two neighbours."""
+"""Floats of few bits: against ml_dtypes, against torch, and against every midpoint between two neighbors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("kind", PEERS, ids=lambda kind: kind.name)
 
 
 def many_floats() -> np.ndarray:
-    """Every bfloat16, its float32 neighbours, and float32 drawn by their bits."""
+    """Every bfloat16, its float32 neighbors, and float32 drawn by their bits."""
     words = np.arange(1 << 16, dtype=np.uint32) << 16
     drawn = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     return np.concatenate((words, words + 1, words - np.uint32(1), drawn)).view(np.float32)

@@ -81,7 +81,7 @@ arrays = bits.map(lambda words: words.view(np.float32)) | normal
 @given(x=arrays)
 def test_numbers_are_those_of_loops(one: Format, x: np.ndarray) -> None:
     expected = by_loops(one, x)
-    data, scales = one.quantise(x)
+    data, scales = one.quantize(x)
     np.testing.assert_array_equal(scales, expected[1])
     np.testing.assert_array_equal(data, expected[0])
     assert scales.dtype == np.float32 and data.dtype == np.uint8
@@ -95,12 +95,12 @@ def is_usual(x: np.ndarray) -> bool:
 
 @EACH
 @given(x=arrays)
-def test_what_was_quantised_keeps_its_value(one: Format, x: np.ndarray) -> None:
-    """dequantise(quantise(x)) is a projection."""
+def test_what_was_quantized_keeps_its_value(one: Format, x: np.ndarray) -> None:
+    """dequantize(quantize(x)) is a projection."""
     if not is_usual(x):
         return
-    y = one.dequantise(*one.quantise(x))
-    np.testing.assert_array_equal(one.dequantise(*one.quantise(y)), y)
+    y = one.dequantize(*one.quantize(x))
+    np.testing.assert_array_equal(one.dequantize(*one.quantize(y)), y)
 
 
 @pytest.mark.parametrize("most", [448, 57344, 2688])
@@ -120,29 +120,29 @@ def row_of(*values: float) -> np.ndarray:
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_zero_inf_nan_and_tiny_blocks(power_of_two: bool) -> None:
     one = FP8Blocks((1, 4), power_of_two)
-    data, scales = one.quantise(row_of(0, -0.0, np.nan, 0))
+    data, scales = one.quantize(row_of(0, -0.0, np.nan, 0))
     assert scales.item() == 1 and data.tolist() == [[0, 0x80, 0x7F, 0]]
-    data, scales = one.quantise(row_of(np.inf, -np.inf, 1, 1000))
+    data, scales = one.quantize(row_of(np.inf, -np.inf, 1, 1000))
     assert scales.item() == 1 and data.tolist() == [[0x7E, 0xFE, 0x38, 0x7E]]
-    data, scales = one.quantise(row_of(2.0**-126, -(2.0**-135), 0, 2.0**-149))
+    data, scales = one.quantize(row_of(2.0**-126, -(2.0**-135), 0, 2.0**-149))
     assert scales.item() == 2.0**-126 and data.tolist() == [[0x38, 0x81, 0, 0]]
 
 
 def test_an_amax_that_all_know() -> None:
     one = FP8(tensor_amax=896)
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    whole = one.quantise(x)
-    part = one.quantise(x[1:3, :5], where=np.s_[1:3, :5], shape=(4, 8))
+    whole = one.quantize(x)
+    part = one.quantize(x[1:3, :5], where=np.s_[1:3, :5], shape=(4, 8))
     assert whole[1].tolist() == [[2]] == part[1].tolist()
     np.testing.assert_array_equal(part[0], whole[0][1:3, :5])
-    assert FP8(tensor_amax=0).quantise(x)[1].tolist() == [[1]]
+    assert FP8(tensor_amax=0).quantize(x)[1].tolist() == [[1]]
 
 
 def test_shapes_of_scales() -> None:
     assert FP8().scale_shape((3, 4, 5)) == (1, 1, 1) and FP8().scale_shape(()) == ()
     assert FP8("channel").scale_shape((3, 4, 5)) == (3, 4, 1)
     assert FP8Blocks().scale_shape((576, 7168)) == (5, 56)
-    data, scales = FP8().quantise(np.zeros((0, 4), np.float32))
+    data, scales = FP8().quantize(np.zeros((0, 4), np.float32))
     assert data.shape == (0, 4) and scales.tolist() == [[1]]
 
 
@@ -159,7 +159,7 @@ def test_shapes_of_scales() -> None:
         (lambda: FP8(tensor_amax=float("nan")), "tensor_amax=nan: give a finite number >= 0"),
         (lambda: FP8(tensor_amax=1e39), "tensor_amax=1e+39: give a finite number >= 0"),
         (lambda: FP8(tensor_amax="1"), "tensor_amax='1': give a finite number >= 0"),
-        (lambda: FP8().quantise(np.float32(3)), "x has no dimension; numbers alone are not quantised"),
+        (lambda: FP8().quantize(np.float32(3)), "x has no dimension; numbers alone are not quantized"),
         (lambda: FP8Blocks().scale_shape((5,)), "blocks of 128 x 128 have 2 dimensions, the tensor 1"),
         (lambda: FP8Blocks().scale_shape((-1, 5)), "shape (-1, 5) has -1; sizes are >= 0"),
     ],

@@ -27,7 +27,7 @@ def test_rows_are_what_formats_make(one: Format) -> None:
     (row,) = [row for row in listing() if row.name == one.name]
     shape = (SIZES["M"], SIZES["K"])
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    data, scales, *_ = one.quantise(x)
+    data, scales, *_ = one.quantize(x)
     assert scales.shape == tuple(map(count, row.scale_shape.split(" x ")))
     assert data.nbytes * (2 if row.data.endswith("_x2") else 1) == x.size
     for written, cuts in zip((row.row_cuts, row.column_cuts), one.legal_cuts(shape), strict=True):

@@ -40,7 +40,7 @@ def test_every_recorded_block(rounding: str) -> None:
         if recorded is None:
             assert not case["finite"]
             continue
-        data, scales = MXFP8(rounding=rounding).quantise(read_block(case["bf16"]))
+        data, scales = MXFP8(rounding=rounding).quantize(read_block(case["bf16"]))
         assert scales.tolist() == [[recorded["scale"]]], case["id"]
         assert data.tobytes().hex() == recorded["data"], case["id"]
         seen += 1
@@ -85,7 +85,7 @@ def test_data_are_the_nearest_of_the_scaled_numbers(one: MXFP8) -> None:
     """Brute force over all codes, in fractions."""
     drawn = np.random.default_rng(1).normal(size=(4, 32)).astype(np.float32)
     x = drawn * np.array([[1], [1e-38], [1e30], [1e-41]], np.float32)
-    data, scales = one.quantise(x)
+    data, scales = one.quantize(x)
     numbers = [
         Fraction(float(v))
         for v in decode(one.element, np.arange(one.element.largest + 1, dtype=np.uint8))
@@ -108,16 +108,16 @@ def row_of(*values: float) -> np.ndarray:
 
 def test_zero_blocks_have_byte_0_and_signs() -> None:
     for one in FORMATS:
-        data, scales = one.quantise(row_of(0.0, -0.0))
+        data, scales = one.quantize(row_of(0.0, -0.0))
         assert scales.item() == 0 and data[0, :2].tolist() == [0, 0x80]
-        back = one.dequantise(data, scales)
+        back = one.dequantize(data, scales)
         assert not back.any() and np.signbit(back[0, 1])
 
 
 def test_subnormal_blocks_keep_multiples() -> None:
     tiny = row_of(2.0**-133, 2.0**-149)
     for rounding in RULES:
-        data, scales = MXFP8(rounding=rounding).quantise(tiny)
+        data, scales = MXFP8(rounding=rounding).quantize(tiny)
         # 2^-133 is 2^-6 times 2^-127; 2^-149 is far below half the least multiple.
         assert scales.item() == 0 and data[0, :2].tolist() == [0x08, 0]
 
@@ -126,21 +126,21 @@ def test_nan_stays_and_does_not_count() -> None:
     for one in FORMATS:
         if one.rounding == "floor":
             continue
-        data, scales = one.quantise(row_of(np.nan, 2.0))
-        alone = one.quantise(row_of(0.0, 2.0))
+        data, scales = one.quantize(row_of(np.nan, 2.0))
+        alone = one.quantize(row_of(0.0, 2.0))
         assert scales == alone[1] and data[0, 0] == 0x7F and data[0, 1] == alone[0][0, 1]
-        assert np.isnan(one.dequantise(data, scales)[0, 0])
-        nothing = one.quantise(np.full((1, 32), np.nan, np.float32))
+        assert np.isnan(one.dequantize(data, scales)[0, 0])
+        nothing = one.quantize(np.full((1, 32), np.nan, np.float32))
         assert nothing[1].item() == 0 and (nothing[0] == 0x7F).all()
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_infinities_saturate_and_come_back(element: str) -> None:
     one = MXFP8(element)
-    data, scales = one.quantise(row_of(np.inf, -np.inf, 1.0))
+    data, scales = one.quantize(row_of(np.inf, -np.inf, 1.0))
     most = one.element.largest
     assert scales.item() == 254 and data[0, :2].tolist() == [most, most + 0x80]
-    assert one.dequantise(data, scales)[0, :3].tolist() == [np.inf, -np.inf, 0.0]
+    assert one.dequantize(data, scales)[0, :3].tolist() == [np.inf, -np.inf, 0.0]
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -149,22 +149,22 @@ def test_by_floor_a_block_that_is_not_finite_is_nan(element: str, value: float) 
     """And only that block, even where the rank that has the value is another."""
     one = MXFP8(element, "floor")
     x = np.concatenate([row_of(value, 2.0), row_of(2.0)], axis=1)
-    data, scales = one.quantise(x)
-    assert scales.tolist() == [[255, one.quantise(row_of(2.0))[1].item()]]
+    data, scales = one.quantize(x)
+    assert scales.tolist() == [[255, one.quantize(row_of(2.0))[1].item()]]
     assert (data[0, :32] & 0x7F == one.element.nan).all()
-    assert np.isnan(one.dequantise(data, scales)[0, :32]).all()
+    assert np.isnan(one.dequantize(data, scales)[0, :32]).all()
     amax = one.amax(x)
-    cut = one.quantise(x[:, 8:], amax=amax, where=np.s_[:, 8:], shape=(1, 64))
+    cut = one.quantize(x[:, 8:], amax=amax, where=np.s_[:, 8:], shape=(1, 64))
     np.testing.assert_array_equal(cut[0], data[:, 8:])
 
 
 def test_the_largest_numbers_overflow_by_rceil_alone() -> None:
     largest = np.array([0x7F7F0000], np.uint32).view(np.float32).item()
-    data, scales = MXFP8().quantise(row_of(largest))
+    data, scales = MXFP8().quantize(row_of(largest))
     assert (scales.item(), data[0, 0]) == (247, 0x78)
-    assert MXFP8().dequantise(data, scales)[0, 0] == np.inf
+    assert MXFP8().dequantize(data, scales)[0, 0] == np.inf
     floor = MXFP8(rounding="floor")
-    assert np.isfinite(floor.dequantise(*floor.quantise(row_of(largest)))).all()
+    assert np.isfinite(floor.dequantize(*floor.quantize(row_of(largest)))).all()
 
 
 blocks = hnp.arrays(
@@ -175,31 +175,31 @@ blocks = hnp.arrays(
 @EACH
 @given(x=blocks)
 @example(x=row_of(450, 1, -3, 224))  # byte 128 first, 127 afterwards: other bytes, the same numbers
-def test_what_was_quantised_keeps_its_value(one: MXFP8, x: np.ndarray) -> None:
-    """dequantise(quantise(x)) is a projection, wherever it does not overflow float32."""
-    y = one.dequantise(*one.quantise(x))
+def test_what_was_quantized_keeps_its_value(one: MXFP8, x: np.ndarray) -> None:
+    """dequantize(quantize(x)) is a projection, wherever it does not overflow float32."""
+    y = one.dequantize(*one.quantize(x))
     if np.isinf(y).any():
         return
-    data, scales = one.quantise(y)
-    np.testing.assert_array_equal(one.dequantise(data, scales), y)
+    data, scales = one.quantize(y)
+    np.testing.assert_array_equal(one.dequantize(data, scales), y)
     if one.rounding == "floor":
-        first = one.quantise(x)
+        first = one.quantize(x)
         np.testing.assert_array_equal(data, first[0])
         np.testing.assert_array_equal(scales, first[1])
 
 
 def test_by_rceil_bytes_may_change() -> None:
     x = row_of(450, 1)
-    first = MXFP8().quantise(x)
-    again = MXFP8().quantise(MXFP8().dequantise(*first))
+    first = MXFP8().quantize(x)
+    again = MXFP8().quantize(MXFP8().dequantize(*first))
     assert (first[1].item(), first[0][0, 0]) == (128, 0x76)
     assert (again[1].item(), again[0][0, 0]) == (127, 0x7E)
 
 
 def test_columns_are_rows_of_the_transposed() -> None:
     x = np.random.default_rng(2).normal(size=(64, 6)).astype(np.float32)
-    data, scales = MXFP8(axis=-2).quantise(x)
-    other = MXFP8().quantise(np.ascontiguousarray(x.T))
+    data, scales = MXFP8(axis=-2).quantize(x)
+    other = MXFP8().quantize(np.ascontiguousarray(x.T))
     np.testing.assert_array_equal(data, other[0].T)
     np.testing.assert_array_equal(scales, other[1].T)
     assert scales.shape == (2, 6) and MXFP8(axis=-2).padded_scale_shape((64, 6)) == (4, 128)
@@ -207,7 +207,7 @@ def test_columns_are_rows_of_the_transposed() -> None:
 
 def test_scales_that_are_nan() -> None:
     data = np.zeros((1, 32), np.uint8)
-    assert np.isnan(MXFP8().dequantise(data, np.full((1, 1), 255, np.uint8))).all()
+    assert np.isnan(MXFP8().dequantize(data, np.full((1, 1), 255, np.uint8))).all()
     assert decode_e8m0(np.uint8([0]))[0] == 2.0**-127
 
 
@@ -219,14 +219,14 @@ def test_scales_that_are_nan() -> None:
         (lambda: MXFP8(axis=0), "MXFP8 has axis 0; blocks lie along the last dimension"),
         (lambda: MXFP8(axis=1.5), "the axis of MXFP8 is 1.5; give an integer"),
         (lambda: MXFP8(axis=-2).scale_shape((64,)), "blocks of 32 x 1 have 2 dimensions, the tensor 1"),
-        (lambda: MXFP8().quantise(np.zeros((2, 32))), "x has dtype float64; pass an array of float32"),
+        (lambda: MXFP8().quantize(np.zeros((2, 32))), "x has dtype float64; pass an array of float32"),
         (
-            lambda: MXFP8().quantise(np.zeros((2, 32), ">f4")),
+            lambda: MXFP8().quantize(np.zeros((2, 32), ">f4")),
             "x has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))",
         ),
-        (lambda: MXFP8().dequantise(np.zeros(32, np.uint8)), "1 array; give data, scales"),
+        (lambda: MXFP8().dequantize(np.zeros(32, np.uint8)), "1 array; give data, scales"),
         (
-            lambda: MXFP8().dequantise(np.zeros((2, 64), np.uint8), np.zeros((2, 4), np.uint8)),
+            lambda: MXFP8().dequantize(np.zeros((2, 64), np.uint8), np.zeros((2, 4), np.uint8)),
             "scales have shape (2, 4), the data have blocks (2, 2)",
         ),
     ],

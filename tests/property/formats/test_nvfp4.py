@@ -38,23 +38,23 @@ def test_numbers_are_those_of_loops(two_d: bool, seed: int, spread: float) -> No
     x = (drawn * np.exp(spread * drawn)).astype(F32)
     expected = by_loops(x, 16 if two_d else 1)
     one = NVFP4(two_d)
-    data, scales, g = one.quantise(x)
+    data, scales, g = one.quantize(x)
     assert data.shape == (20, 24) and scales.shape == one.scale_shape(x.shape) and g.shape == (1, 1)
     np.testing.assert_array_equal(decode(E2M1, unpack_pairs(data)), expected[0])
     np.testing.assert_array_equal(decode(E4M3, scales), expected[1])
     assert g.item() == expected[2]
     full = np.repeat(expected[1], 16, axis=1)
     full = np.repeat(full, 16 if two_d else 1, axis=0)[:20]
-    back = one.dequantise(data, scales, g)
+    back = one.dequantize(data, scales, g)
     np.testing.assert_array_equal(back, expected[0] * full * expected[2])
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_what_was_quantised_keeps_its_value_where_scales_are_normal(seed: int) -> None:
+def test_what_was_quantized_keeps_its_value_where_scales_are_normal(seed: int) -> None:
     x = np.random.default_rng(seed).normal(size=(4, 64)).astype(F32)
-    data, scales, g = NVFP4().quantise(x)
+    data, scales, g = NVFP4().quantize(x)
     assert (decode(E4M3, scales) >= 2.0**-6).all()
-    again = NVFP4().quantise(NVFP4().dequantise(data, scales, g))
+    again = NVFP4().quantize(NVFP4().dequantize(data, scales, g))
     for first, second in zip((data, scales, g), again, strict=True):
         np.testing.assert_array_equal(second, first)
 
@@ -65,34 +65,34 @@ def test_of_a_block_with_a_subnormal_scale_numbers_may_change() -> None:
     x = np.zeros((1, 32), F32)
     x[0, 0] = 2688
     x[0, 16] = 6 * 1.5 * 2.0**-9
-    data, scales, found = NVFP4().quantise(x)
+    data, scales, found = NVFP4().quantize(x)
     assert found == g and scales.tolist() == [[0x7E, 2]]
-    once = NVFP4().dequantise(data, scales, found)
-    twice = NVFP4().dequantise(*NVFP4().quantise(once))
+    once = NVFP4().dequantize(data, scales, found)
+    twice = NVFP4().dequantize(*NVFP4().quantize(once))
     assert once[0, 16] == 8 * 2.0**-9 and twice[0, 16] == 6 * 2.0**-9
 
 
 def test_zero_inf_and_nan() -> None:
     zero = np.zeros((1, 16), F32)
     zero[0, 1] = -0.0
-    data, scales, g = NVFP4().quantise(zero)
+    data, scales, g = NVFP4().quantize(zero)
     assert (data[0, 0], scales.item(), g.item()) == (0x80, 0, 1)
     odd = np.zeros((1, 32), F32)
     odd[0, :3] = np.inf, -np.inf, 448
     odd[0, 16:18] = np.nan, 3
-    data, scales, g = NVFP4().quantise(odd)
+    data, scales, g = NVFP4().quantize(odd)
     assert g.item() == 1 and decode(E4M3, scales).tolist() == [[448, 0.5]]
-    back = NVFP4().dequantise(data, scales, g)
+    back = NVFP4().dequantize(data, scales, g)
     assert back[0, :3].tolist() == [2688, -2688, 448] and back[0, 16:18].tolist() == [3, 3]
     tiny = zero.copy()
     tiny[0, 0] = 2.0**-126
-    assert NVFP4().quantise(tiny)[2].item() == 2.0**-126
+    assert NVFP4().quantize(tiny)[2].item() == 2.0**-126
 
 
 def test_a_block_that_is_small_beside_the_tensor_is_zero() -> None:
     x = np.zeros((1, 32), F32)
     x[0, 0], x[0, 16], x[0, 17] = 1, 1e-8, -1e-8
-    data, scales, _ = NVFP4().quantise(x)
+    data, scales, _ = NVFP4().quantize(x)
     assert scales[0, 1] == 0 and data[0, 8] == 0x80
 
 
@@ -103,10 +103,10 @@ def test_parts_need_the_amax_of_all() -> None:
     with pytest.raises(
         FormatError, match=r"the part \[1:3, 16:48\] .* give NVFP4 its tensor_amax="
     ):
-        NVFP4().quantise(x[where], where=where, shape=x.shape)
+        NVFP4().quantize(x[where], where=where, shape=x.shape)
     known = NVFP4(tensor_amax=float(amax.max()))
-    whole = NVFP4().quantise(x)
-    part = known.quantise(x[where], where=where, shape=x.shape)
+    whole = NVFP4().quantize(x)
+    part = known.quantize(x[where], where=where, shape=x.shape)
     np.testing.assert_array_equal(part[0], whole[0][1:3, 8:24])
     np.testing.assert_array_equal(part[1], whole[1][known.scale_slice(where, x.shape)])
     np.testing.assert_array_equal(part[2], whole[2])
@@ -116,9 +116,9 @@ def test_errors() -> None:
     with pytest.raises(FormatError, match=r"two_d=1\) is neither; give True or False"):
         NVFP4(1)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="parts two numbers of one byte"):
-        NVFP4().quantise(np.zeros((2, 17), F32))
+        NVFP4().quantize(np.zeros((2, 17), F32))
     with pytest.raises(FormatError, match="2 arrays; give data, scales, global_scale"):
-        NVFP4().dequantise(np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8))
+        NVFP4().dequantize(np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8))
     arrays = np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8), np.zeros(2, F32)
     with pytest.raises(FormatError, match=r"global_scale has shape \(2,\); it is one number"):
-        NVFP4().dequantise(*arrays)
+        NVFP4().dequantize(*arrays)

@@ -1,4 +1,4 @@
-"""Layouts of scales: what a rank quantises alone is what it has of the scales of the whole, under random layouts."""
+"""Layouts of scales: what a rank quantizes alone is what it has of the scales of the whole, under random layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(x: np.ndarray, layout: sm.Layout, rank: int) -> np.ndarray:
 
 @pytest.mark.parametrize("one", FORMATS, ids=lambda one: one.name)
 @given(text=st.sampled_from(TEXTS), seed=st.integers(0, 100))
-def test_what_ranks_quantise_alone_lies_as_the_layouts_say(
+def test_what_ranks_quantize_alone_lies_as_the_layouts_say(
     one: Format, text: str, seed: int
 ) -> None:
     layout = sm.Layout(SHAPE, MESH, text)
@@ -52,10 +52,10 @@ def test_what_ranks_quantise_alone_lies_as_the_layouts_say(
         return
     assert not cuts_a_block(one, layout)
     x = np.random.default_rng(seed).normal(size=SHAPE).astype(np.float32)
-    whole = one.quantise(x)
+    whole = one.quantize(x)
     assert layouts[1] == one.scale_layout(layout)
     for rank in MESH.ranks:
-        found = one.quantise(packed(x, layout, rank))
+        found = one.quantize(packed(x, layout, rank))
         for own, part, lies in zip(found, whole, layouts, strict=True):
             assert lies.shape == part.shape and lies.dtype == str(part.dtype)
             assert own.shape == lies.local_shape(rank)
@@ -88,12 +88,12 @@ def test_a_cut_inside_a_block_names_everything() -> None:
 
 def test_a_partial_tensor_has_no_scales() -> None:
     layout = sm.Layout((4, 128), sm.Mesh(tp=2), "n k {sum: tp}")
-    with pytest.raises(sm.FormatError, match="is Partial; reduce it before it is quantised"):
+    with pytest.raises(sm.FormatError, match="is Partial; reduce it before it is quantized"):
         MXFP8().scale_layout(layout)
 
 
 def test_an_element_of_two_numbers_has_two() -> None:
-    """A byte with one number more than the tensor would be refused by whoever quantises, in the middle of a call."""
+    """A byte with one number more than the tensor would be refused by whoever quantizes, in the middle of a call."""
     layout = sm.Layout((8, 3), sm.Mesh(), "n k")
     with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) parts 2"):
         NVFP4().layouts(layout, "w")
@@ -111,7 +111,7 @@ def test_one_scale_is_on_every_rank() -> None:
 def test_data_and_scales_are_planned_like_any_tensor(text: str, to: str) -> None:
     one = MXFP8()
     x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    parts = dict(zip(("data", "scales"), one.quantise(x), strict=True))
+    parts = dict(zip(("data", "scales"), one.quantize(x), strict=True))
     src, dst = (
         dict(zip(parts, one.layouts(sm.Layout(SHAPE, MESH, spec)), strict=True))
         for spec in (text, to)
@@ -124,7 +124,7 @@ def test_data_and_scales_are_planned_like_any_tensor(text: str, to: str) -> None
     }
     arrived = sm.simulate(plan, held)
     for rank in MESH.ranks:
-        back = one.dequantise(arrived[rank]["data"], arrived[rank]["scales"])
+        back = one.dequantize(arrived[rank]["data"], arrived[rank]["scales"])
         expected = packed(x, sm.Layout(SHAPE, MESH, to), rank)
         assert np.abs(back - expected).max() <= np.abs(expected).max() / 16
 

@@ -1,4 +1,4 @@
-"""Windows: quantising a slice is slicing what is quantised where no block is cut, and elsewhere by way of amaxes."""
+"""Windows: quantizing a slice is slicing what is quantized where no block is cut, and elsewhere by way of amaxes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def boxes() -> st.SearchStrategy[tuple[slice, ...]]:
 
 @EACH
 @given(where=boxes(), seed=st.integers(0, 1000))
-def test_quantise_commutes_with_slicing_exactly_where_cuts_are_legal(
+def test_quantize_commutes_with_slicing_exactly_where_cuts_are_legal(
     one: Format, where: tuple[slice, ...], seed: int
 ) -> None:
     x = draw(seed)
@@ -67,15 +67,15 @@ def test_quantise_commutes_with_slicing_exactly_where_cuts_are_legal(
     # The counterexample: something large in the same block, outside.
     at = find_outside(one, where, cut)
     x[at] = 900
-    whole = one.quantise(x)
-    part = one.quantise(x[where])
+    whole = one.quantize(x)
+    part = one.quantize(x[where])
     same_shape = part[1].shape == whole[1][cover].shape
     assert not same_shape or not np.array_equal(part[1], whole[1][cover])
 
 
 def assert_commutes(one: Format, x: np.ndarray, where: tuple[slice, ...]) -> None:
-    whole = one.quantise(x)
-    part = one.quantise(x[where])
+    whole = one.quantize(x)
+    part = one.quantize(x[where])
     np.testing.assert_array_equal(part[0], data_of(one, whole[0], where))
     np.testing.assert_array_equal(part[1], whole[1][one.scale_slice(where, x.shape)])
 
@@ -108,7 +108,7 @@ def test_amaxes_of_parts_give_what_the_whole_gives(
 ) -> None:
     x = draw(seed)
     x[seed % 48, seed % 64] = 500
-    whole = one.quantise(x)
+    whole = one.quantize(x)
     parts = list(itertools.product(cut_at(rows, 48), cut_at([2 * c for c in columns], 64)))
     # What an all-reduce by MAX would do, of those alone that a cut goes through.
     largest = np.zeros(one.scale_shape(SHAPE), np.float32)
@@ -122,11 +122,11 @@ def test_amaxes_of_parts_give_what_the_whole_gives(
         cut = one.straddles(where, SHAPE)
         own = one.amax(x[where], where, SHAPE)
         amax = np.where(cut, largest[cover], own)
-        found = one.quantise(x[where], amax=amax, where=where, shape=SHAPE)
+        found = one.quantize(x[where], amax=amax, where=where, shape=SHAPE)
         np.testing.assert_array_equal(found[0], data_of(one, whole[0], where))
         np.testing.assert_array_equal(found[1], whole[1][cover])
-        back = one.dequantise(*found, where=where, shape=SHAPE)
-        np.testing.assert_array_equal(back, one.dequantise(*whole)[where])
+        back = one.dequantize(*found, where=where, shape=SHAPE)
+        np.testing.assert_array_equal(back, one.dequantize(*whole)[where])
 
 
 @given(start=st.integers(0, 48 * 64 - 1), size=st.integers(1, 48 * 64), seed=st.integers(0, 99))
@@ -134,13 +134,13 @@ def test_flat_ranges_are_at_most_three_boxes(start: int, size: int, seed: int) -
     """As distributed optimizers cut: a range of the tensor in a row, rows in between whole."""
     one = FP8Blocks((8, 32))
     x = draw(seed)
-    data, _ = one.quantise(x)
+    data, _ = one.quantize(x)
     stop = min(start + size, x.size)
     amax = one.amax(x)
     found = []
     for where in split_flat(start, stop, 64):
         cover = one.cover(where, SHAPE)
-        found.append(one.quantise(x[where], amax=amax[cover], where=where, shape=SHAPE)[0].ravel())
+        found.append(one.quantize(x[where], amax=amax[cover], where=where, shape=SHAPE)[0].ravel())
     assert len(found) <= 3
     np.testing.assert_array_equal(np.concatenate(found), data.ravel()[start:stop])
 
@@ -162,14 +162,14 @@ def split_flat(start: int, stop: int, width: int) -> list[tuple[slice, slice]]:
 
 
 @EACH
-def test_dequantised_slices_are_slices(one: Format) -> None:
+def test_dequantized_slices_are_slices(one: Format) -> None:
     x = draw(0)
-    whole = one.quantise(x)
-    full = one.dequantise(*whole)
+    whole = one.quantize(x)
+    full = one.dequantize(*whole)
     where = np.s_[16:32, 32:64]
     scales = whole[1][one.cover(where, SHAPE)]
     rest = whole[2:]
-    part = one.dequantise(data_of(one, whole[0], where), scales, *rest, where=where, shape=SHAPE)
+    part = one.dequantize(data_of(one, whole[0], where), scales, *rest, where=where, shape=SHAPE)
     np.testing.assert_array_equal(part, full[where])
 
 
@@ -180,7 +180,7 @@ def test_a_part_of_nothing(one: Format) -> None:
     amax = one.amax(x, where, SHAPE)
     spans = one.cover(where, SHAPE)
     assert amax.shape == tuple(span.stop - span.start for span in spans) and not amax.any()
-    data, scales = one.quantise(x, amax=amax, where=where, shape=SHAPE)
+    data, scales = one.quantize(x, amax=amax, where=where, shape=SHAPE)
     assert data.shape == (0, 32) and scales.shape == amax.shape
 
 
@@ -188,19 +188,19 @@ def test_a_part_of_nothing(one: Format) -> None:
     ("call", "message"),
     [
         (
-            lambda x: MXFP8().quantise(x[:, :40], where=np.s_[:, :40], shape=SHAPE),
+            lambda x: MXFP8().quantize(x[:, :40], where=np.s_[:, :40], shape=SHAPE),
             "the part [0:48, 0:40] of a tensor of shape (48, 64) cuts blocks of 32, first block (0, 1) "
             "of those it touches; give amax=, the largest over ranks of what `amax` gives them",
         ),
-        (lambda x: MXFP8().quantise(x, where=np.s_[:, :32]), "give the tensor's shape=, too"),
+        (lambda x: MXFP8().quantize(x, where=np.s_[:, :32]), "give the tensor's shape=, too"),
         (
-            lambda x: MXFP8().quantise(x, where=np.s_[:, :32], shape=SHAPE),
+            lambda x: MXFP8().quantize(x, where=np.s_[:, :32], shape=SHAPE),
             "the part [0:48, 0:32] of a tensor of shape (48, 64) has shape (48, 32), the array (48, 64)",
         ),
         (lambda x: MXFP8().amax(x[::2], np.s_[::2], SHAPE), "is not a box; give a slice without step"),
         (lambda x: MXFP8().amax(x[3], 3, SHAPE), "is not a box; give a slice without step"),
         (
-            lambda x: MXFP8().quantise(x, amax=np.zeros((48, 3), np.float32)),
+            lambda x: MXFP8().quantize(x, amax=np.zeros((48, 3), np.float32)),
             "amax has shape (48, 3), the part touches blocks (48, 2); give one for each",
         ),
     ],

@@ -12,7 +12,7 @@ from shardmath import (
     Mesh,
     testing,
 )
-from shardmath.layouts.edits import cast, relabelled, repartialed, sliced, transposed, window
+from shardmath.layouts.edits import cast, relabeled, repartialed, sliced, transposed, window
 
 MESH = Mesh(dp=4, tp=2)
 
@@ -43,7 +43,7 @@ def test_other_layouts(layout: Layout, data: st.DataObject) -> None:
     assert held(turned) == [[h[d] for d in order] for h in held(layout)]
     half = cast(layout, "int16")
     assert (half.dtype, held(half), half.partial) == ("int16", held(layout), layout.partial)
-    moved = relabelled(layout, {r: r + 50 for r in layout.mesh.ranks})
+    moved = relabeled(layout, {r: r + 50 for r in layout.mesh.ranks})
     assert held(moved) == held(layout) and moved.mesh.ranks == tuple(
         r + 50 for r in layout.mesh.ranks
     )

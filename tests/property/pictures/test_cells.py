@@ -81,7 +81,7 @@ def test_what_is_left_out_is_the_middle(layout: Layout, most: int) -> None:
 
 
 @given(LAYOUTS)
-def test_neighbours_differ(layout: Layout) -> None:
+def test_neighbors_differ(layout: Layout) -> None:
     for panel in cells_of(layout).panels:
         columns = list(zip(*panel.holders, strict=True))
         pairs = [*itertools.pairwise(panel.holders), *itertools.pairwise(columns)]

@@ -61,12 +61,12 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-# --- colours
+# --- colors
 
 
-def light(colour: str) -> float:
+def light(color: str) -> float:
     """WCAG's relative luminance."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(c * w for c, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
@@ -77,13 +77,13 @@ def contrast(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 512])
-def test_what_is_written_on_a_colour_can_be_read(count: int) -> None:
+def test_what_is_written_on_a_color_can_be_read(count: int) -> None:
     for fill in (*palette(count), *BLUES, *ORANGES):
         text = {"#000": "#000000", "#fff": "#ffffff"}[ink(fill)]
         assert contrast(fill, text) >= 4.5
 
 
-def test_colours_are_distinct() -> None:
+def test_colors_are_distinct() -> None:
     assert palette(0) == ()
     for count in (1, 8, 9, 100):
         assert len(set(palette(count))) == count

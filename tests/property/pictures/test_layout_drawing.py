@@ -117,7 +117,7 @@ def test_windows(layout: Layout, data: st.DataObject) -> None:
 
 
 @given(LAYOUTS)
-def test_one_colour_for_each_set_of_holders(layout: Layout) -> None:
+def test_one_color_for_each_set_of_holders(layout: Layout) -> None:
     found: dict[str, set[str]] = {}
     for _, fill, title in boxes(layout_svg(layout)):
         found.setdefault(title.partition("] ")[2], set()).add(fill)

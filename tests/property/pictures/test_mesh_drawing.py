@@ -41,7 +41,7 @@ def test_ranks_are_at_their_coordinates(mesh: Mesh) -> None:
 
 
 @given(testing.meshes())
-def test_ranks_of_one_node_have_one_colour(mesh: Mesh) -> None:
+def test_ranks_of_one_node_have_one_color(mesh: Mesh) -> None:
     where = Topology(ranks_per_node=2)
     found = boxes(mesh.svg(topology=where))
     fills = {where.node(rank): fill for rank, (_, _, fill, _) in found.items()}

@@ -18,7 +18,7 @@ from shardmath import (
     certify,
     from_ranges,
     plan,
-    recognise,
+    recognize,
     relabel,
     schedule,
     testing,
@@ -161,7 +161,7 @@ def test_every_value_is_shown() -> None:
         "   1        2",
         "... and 1 more rank",
     ]
-    assert show(recognise(a, b)).splitlines()[1:] == [
+    assert show(recognize(a, b)).splitlines()[1:] == [
         "group of ranks 0, 2",
         "group of ranks 1, 3",
     ]

@@ -434,7 +434,7 @@ def test_nobody_asks_across_for_what_its_node_has(p: Plan) -> None:
         laws.plan_moves_the_tensor,
         laws.ends_agree,
         laws.spelling_is_not_meaning,
-        laws.relabelling_commutes,
+        laws.relabeling_commutes,
     ],
 )
 def test_laws_of_plans_where_every_row_is_a_cut(law: Callable[..., None]) -> None:

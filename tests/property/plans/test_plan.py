@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from shardmath import Layout, Mesh, PlanError, Shard, StridedShard, Transfer, plan, testing
-from shardmath.layouts.edits import relabelled, window
+from shardmath.layouts.edits import relabeled, window
 
 TP2, TP4 = Mesh(tp=2), Mesh(tp=4, ranks=range(4, 8))
 
@@ -193,7 +193,7 @@ def test_digests_differ_where_plans_do(src, dst) -> None:
 def test_digests_of_fresh_layouts_repeat(pair: tuple[Layout, ...]) -> None:
     a, b = pair
     assert plan(a, b).digest == plan(a, b).digest
-    moved = plan(*(relabelled(x, {r: r + 100 for r in x.mesh.ranks}) for x in pair))
+    moved = plan(*(relabeled(x, {r: r + 100 for r in x.mesh.ranks}) for x in pair))
     assert (moved.digest == plan(a, b).digest) is False
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Table, testing
 from shardmath.layouts.algebra.runs import from_ranges, identity
-from shardmath.layouts.edits import relabelled
+from shardmath.layouts.edits import relabeled
 from shardmath.plans.pieces import (
     SMALL,
     BoxPiece,
@@ -120,7 +120,7 @@ def test_templates_are_of_forms() -> None:
     """Layouts that differ in ranks alone share theirs, and all that is equal in them."""
     src, dst = Layout((6,), MESH, "(dp n)"), Layout((6,), Mesh(tp=3), "(tp n)")
     t = of(src, dst)
-    assert t is of(relabelled(src, {0: 9}), relabelled(dst, {2: 7, 1: 3}))
+    assert t is of(relabeled(src, {0: 9}), relabeled(dst, {2: 7, 1: 3}))
     assert (t.src, t.dst) == (src.form, dst.form)
     other = of(Layout((8,), MESH, "(dp n)"), Layout((8,), Mesh(tp=3), "(tp n)"))
     assert other is not t and other.holders is t.holders

@@ -245,7 +245,7 @@ def relayed(prog: Program) -> list[Transfer]:
 
 
 def test_a_node_shares_what_it_gets() -> None:
-    """Two nodes of two: each rank gets half from the source, and hands it to its neighbour."""
+    """Two nodes of two: each rank gets half from the source, and hands it to its neighbor."""
     prog = of((8,), (Mesh(), "n"), (Mesh(x=4, ranks=range(2, 6)), "n"), 2, "node")
     received: Counter[tuple[int, int]] = Counter()
     for one in prog.for_rank(2):

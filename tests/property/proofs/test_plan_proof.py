@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, PlanError, Runs, adjoint, plan, testing, verify
-from shardmath.layouts.edits import relabelled, window
+from shardmath.layouts.edits import relabeled, window
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, gather_lines
@@ -452,7 +452,7 @@ def a_step_away(rng: random.Random, ends: dict[str, list[Held]]) -> dict[str, li
         new[name][side] = random_end(rng, TARGETS if side else SOURCES, mesh)
     else:
         a, b = rng.sample(mesh.ranks, 2)
-        new[name][side] = tuple(relabelled(x, {a: b, b: a}) for x in ends[name][side])
+        new[name][side] = tuple(relabeled(x, {a: b, b: a}) for x in ends[name][side])
     return new
 
 

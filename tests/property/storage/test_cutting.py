@@ -141,7 +141,7 @@ def test_axes_are_in_the_order_of_the_mesh() -> None:
 AT_COMPONENT = (
     "=, ^ and % say how a component is stored, and {} is not one; write the mark at the component"
 )
-NEIGHBORS = "/ says which neighbours along an axis keep the same, and 4 is not a mesh axis; leave the mark out"
+NEIGHBORS = "/ says which neighbors along an axis keep the same, and 4 is not a mesh axis; leave the mark out"
 CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mark out"
 
 

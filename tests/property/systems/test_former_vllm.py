@@ -37,7 +37,7 @@ def test_engine_is_what_its_rules_say(tp: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "tp"), [(1, 4), (2, 4), (1, 2), (2, 8), (4, 8)])
-def test_few_key_value_heads_lie_on_neighbouring_ranks(kv_heads: int, tp: int) -> None:
+def test_few_key_value_heads_lie_on_neighboring_ranks(kv_heads: int, tp: int) -> None:
     side = engine(model(), ranks=range(2 * tp), tp=tp, kv_heads=kv_heads)
     for leaf, tail in (("weight", [list(range(8))]), ("bias", [])):
         layout = side[f"model.layers.1.self_attn.k_proj.{leaf}"]

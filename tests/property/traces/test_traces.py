@@ -286,8 +286,8 @@ def test_more_rows_than_are_drawn() -> None:
 def test_a_row_too_short_to_be_seen_says_its_time() -> None:
     """The model of fast links, below a move over slow ones."""
     moved = Span(Place(0), "rounds", "round 1", 0.0, 0.1)
-    modelled = Span(Place(0, is_model=True), "rounds", "round 1", 0.0, 20e-6)
-    root = ElementTree.fromstring(svg(Trace((moved, modelled))))
+    modeled = Span(Place(0, is_model=True), "rounds", "round 1", 0.0, 20e-6)
+    root = ElementTree.fromstring(svg(Trace((moved, modeled))))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert show_seconds(20e-6) in texts
 

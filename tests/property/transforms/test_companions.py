@@ -25,7 +25,7 @@ def _blocks(array: Any) -> Any:
     return array.reshape(*array.shape[:-1], -1, BLOCK)
 
 
-def quantise(array: Any) -> tuple[Any, Any]:
+def quantize(array: Any) -> tuple[Any, Any]:
     """Bytes of which the largest of a block is 127, and what they stand for."""
     blocks = _blocks(array)
     scale = (np.abs(blocks).max(-1) / 127).astype(np.float32)
@@ -33,7 +33,7 @@ def quantise(array: Any) -> tuple[Any, Any]:
     return data.reshape(array.shape), scale
 
 
-def dequantise(arrays: tuple[Any, Any]) -> Any:
+def dequantize(arrays: tuple[Any, Any]) -> Any:
     data, scale = arrays
     values = _blocks(data).astype(np.float32) * scale[..., None]
     return values.reshape(data.shape)
@@ -41,38 +41,38 @@ def dequantise(arrays: tuple[Any, Any]) -> Any:
 
 def halve(arrays: tuple[Any, Any]) -> tuple[Any, Any]:
     """Other bytes for half of the values."""
-    return quantise(dequantise(arrays) / 2)
+    return quantize(dequantize(arrays) / 2)
 
 
 WHOLE = (Component("data", "float32"),)
-AT_SOURCE = Custom("to bytes", PARTS, at_source=quantise, beside=((), (SCALE,)))
+AT_SOURCE = Custom("to bytes", PARTS, at_source=quantize, beside=((), (SCALE,)))
 AT_DESTINATION = Custom(
-    "to bytes there", WHOLE, at_destination=lambda one: quantise(*one), beside=((), (SCALE,))
+    "to bytes there", WHOLE, at_destination=lambda one: quantize(*one), beside=((), (SCALE,))
 )
-BACK = Custom("to numbers", PARTS, at_destination=dequantise, beside=((SCALE,), ()))
+BACK = Custom("to numbers", PARTS, at_destination=dequantize, beside=((SCALE,), ()))
 BACK_AT_SOURCE = Custom(
-    "to numbers here", WHOLE, at_source=lambda pair: (dequantise(pair),), beside=((SCALE,), ())
+    "to numbers here", WHOLE, at_source=lambda pair: (dequantize(pair),), beside=((SCALE,), ())
 )
 HALVES = Custom("halves", PARTS, at_source=halve, beside=((SCALE,), (SCALE,)))
 HALVES_THERE = Custom("halves there", PARTS, at_destination=halve, beside=((SCALE,), (SCALE,)))
 
 
-def lay(mesh: sm.Mesh, text: str, quantised: bool) -> dict[str, sm.Layout]:
+def lay(mesh: sm.Mesh, text: str, quantized: bool) -> dict[str, sm.Layout]:
     """The tensor beside one that is left alone, with scales where it has some."""
     held = {
-        "w": sm.Layout(SHAPE, mesh, text, dtype="int8" if quantised else "float32"),
+        "w": sm.Layout(SHAPE, mesh, text, dtype="int8" if quantized else "float32"),
         "norm": sm.Layout((8,), mesh, "n"),
     }
-    if quantised:
+    if quantized:
         held["w_scale"] = sm.Layout((8, 16 // BLOCK), mesh, text)
     return held
 
 
 CASES = {
-    "at the source": (AT_SOURCE, False, True, quantise),
-    "at the destination": (AT_DESTINATION, False, True, quantise),
-    "back": (BACK, True, False, dequantise),
-    "back at the source": (BACK_AT_SOURCE, True, False, dequantise),
+    "at the source": (AT_SOURCE, False, True, quantize),
+    "at the destination": (AT_DESTINATION, False, True, quantize),
+    "back": (BACK, True, False, dequantize),
+    "back at the source": (BACK_AT_SOURCE, True, False, dequantize),
     "to other bytes": (HALVES, True, True, halve),
     "to other bytes there": (HALVES_THERE, True, True, halve),
 }
@@ -89,7 +89,7 @@ def test_what_is_made_of_parts_is_part_of_what_is_made_of_all(
     src = lay(sm.Mesh(dp=2, tp=2), here, was)
     dst = lay(sm.Mesh(tp=2, dp=2, ranks=(3, 4, 5, 2)), there, becomes)
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
-    given: Any = quantise(values) if was else values
+    given: Any = quantize(values) if was else values
     made: Any = function(given)
     t = sm.transforms.transformed(src, dst, {"w": transform})
     plan = sm.plan(t.src, t.dst)
@@ -176,7 +176,7 @@ def test_rules_take_companions_with_them() -> None:
 )
 def test_companions_are_what_they_are_said_to_be(beside: Any, said: str) -> None:
     with pytest.raises(sm.PlanError) as caught:
-        Custom("c", PARTS, at_source=quantise, beside=beside)
+        Custom("c", PARTS, at_source=quantize, beside=beside)
     assert said in str(caught.value)
     with pytest.raises(sm.PlanError, match="a companion has no suffix"):
         Companion("", "float32")

@@ -1,4 +1,4 @@
-"""What a finer grain costs: numbers that are quantised already, quantised once more with scales of smaller tiles.
+"""What a finer grain costs: numbers that are quantized already, quantized once more with scales of smaller tiles.
 
 1. With the scales of the larger tiles, repeated, nothing. All of this is of finite numbers.
 2. With scales that are powers of two, on both sides, nothing: a finer scale is a power of two and no larger, so data
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import shardmath as sm
 from shardmath.formats import FP8, MXFP8, Format, FP8Blocks
-from shardmath.transforms import Requantise
+from shardmath.transforms import Requantize
 
 SHAPE = (16, 64)
 COARSE = (8, 32)
@@ -48,8 +48,8 @@ def numbers(draw: st.DrawFn) -> np.ndarray:
 
 
 def read(one: Format, values: np.ndarray) -> np.ndarray:
-    """What numbers are once they are quantised."""
-    return one.dequantise(*one.quantise(values))
+    """What numbers are once they are quantized."""
+    return one.dequantize(*one.quantize(values))
 
 
 def repeat(scales: np.ndarray, by: tuple[int, int]) -> np.ndarray:
@@ -67,10 +67,10 @@ def list_tops(values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
 @given(values=numbers())
 def test_repeated_scales_cost_nothing(tile: tuple[int, int], data: str, values: np.ndarray) -> None:
     old, new = FP8Blocks(COARSE, data=data), FP8Blocks(tile, data=data)
-    codes, scales = old.quantise(values)
+    codes, scales = old.quantize(values)
     finer = repeat(scales, (COARSE[0] // tile[0], COARSE[1] // tile[1]))
     assert finer.shape == new.scale_shape(SHAPE)
-    np.testing.assert_array_equal(new.dequantise(codes, finer), old.dequantise(codes, scales))
+    np.testing.assert_array_equal(new.dequantize(codes, finer), old.dequantize(codes, scales))
 
 
 @EACH
@@ -113,8 +113,8 @@ def test_other_scales_round_once_more(
 ) -> None:
     known = read(replace(one, data=data), values)
     new = FP8Blocks(tile, data=data)
-    codes, scales = new.quantise(known)
-    lost = np.abs(new.dequantise(codes, scales).astype(np.float64) - known)
+    codes, scales = new.quantize(known)
+    lost = np.abs(new.dequantize(codes, scales).astype(np.float64) - known)
     sizes = np.abs(known)
     bound = np.maximum(WORST[data] * sizes, HALF_STEP[data] * repeat(scales, tile))
     assert (lost <= bound + FLOAT32 * sizes).all()
@@ -176,10 +176,10 @@ def test_a_plan_to_a_finer_grain() -> None:
     here = sm.Layout(SHAPE, sm.Mesh(tp=2), "(tp n) k", dtype="uint8")
     there = sm.Layout(SHAPE, sm.Mesh(tp=4, ranks=(2, 3, 4, 5)), "(tp n) k", dtype="uint8")
     src, dst = lie(old, here), lie(new, there)
-    parts = old.quantise(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32))
+    parts = old.quantize(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32))
     given = dict(zip(src, parts, strict=True))
-    wanted = dict(zip(dst, new.quantise(old.dequantise(*parts)), strict=True))
-    moved = sm.transforms.transformed(src, dst, {"w": Requantise(old, new, "source")})
+    wanted = dict(zip(dst, new.quantize(old.dequantize(*parts)), strict=True))
+    moved = sm.transforms.transformed(src, dst, {"w": Requantize(old, new, "source")})
     plan = sm.plan(moved.src, moved.dst)
     sm.verify(plan)
     sent = {}
@@ -192,4 +192,4 @@ def test_a_plan_to_a_finer_grain() -> None:
         for name, layout in dst.items():
             np.testing.assert_array_equal(found[name], cut(layout, rank, wanted[name]))
     with pytest.raises(sm.PlanError, match="the nearest cuts to 4 are 0 and 8"):
-        sm.transforms.transformed(src, dst, {"w": Requantise(old, new, "destination")})
+        sm.transforms.transformed(src, dst, {"w": Requantize(old, new, "destination")})

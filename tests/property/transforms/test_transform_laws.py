@@ -87,7 +87,7 @@ def test_transforms_keep_the_laws(case: str) -> None:
 
 
 BROKEN = {
-    "looks at neighbours": lambda a: (a - a.mean(dtype=a.dtype),),
+    "looks at neighbors": lambda a: (a - a.mean(dtype=a.dtype),),
     "reverses": lambda a: (a[::-1].copy(),),
     "counts": lambda a: (a + len(a),),
 }

@@ -46,7 +46,7 @@ def test_what_travels_is_a_plan_like_any_other() -> None:
     sharded = sm.Layout((8, 64), TP, "(tp n) h")
     whole = sm.Layout((8, 64), TP, "n h", dtype="bfloat16")
     t = sm.transforms.transformed({"w": sharded}, {"w": whole}, {"w": CAST})
-    found: Any = sm.recognise(t.src["w.data"], t.dst["w.data"])  # type: ignore[arg-type]
+    found: Any = sm.recognize(t.src["w.data"], t.dst["w.data"])  # type: ignore[arg-type]
     assert found.kind == "all_gather"
     rack = sm.Topology(ranks_per_node=2)
     plan = sm.plan(t.src, t.dst)

@@ -116,11 +116,11 @@ def watch(worker: Any, folder: Path) -> None:
     loading = worker.weight_transfer_engine._loading
     wanted = _load(worker.vllm_config, folder)
     worker.seen = seen = {}
-    materialise, process = type(loading).materialise, type(loading).process
+    materialize, process = type(loading).materialize, type(loading).process
     arriving: dict[str, Tensor] = {}
 
     def keep(natives: Any) -> dict[str, Tensor]:
-        made = materialise(loading, natives)
+        made = materialize(loading, natives)
         arriving.update(made)
         return made
 
@@ -133,7 +133,7 @@ def watch(worker: Any, folder: Path) -> None:
         process(loading, natives)
 
     # On the instance, before what its class has.
-    loading.materialise, loading.process = keep, look
+    loading.materialize, loading.process = keep, look
     worker.wanted = wanted
 
 
@@ -155,7 +155,7 @@ def widen(worker: Any) -> None:
 def mend(worker: Any) -> None:
     """Take away what was put in the place of the engine's own."""
     loading = worker.weight_transfer_engine._loading
-    for name in ("materialise", "process"):
+    for name in ("materialize", "process"):
         vars(loading).pop(name, None)
 
 
@@ -204,7 +204,7 @@ def _beside(config: Any) -> Iterator[Any]:
     own.compilation_config.static_forward_context = {}
     own.compilation_config.static_all_moe_layers = []
     if isinstance(config.quant_config, OnlineQuantizationConfig):
-        # What it quantises as it loads is loaded as if it did not.
+        # What it quantizes as it loads is loaded as if it did not.
         own.quant_config = None
     with set_current_vllm_config(own):
         yield own

@@ -1,4 +1,4 @@
-"""Stored: trainers that hold a checkpoint's tensors as they are, such as quantised ones, each cut into rows."""
+"""Stored: trainers that hold a checkpoint's tensors as they are, such as quantized ones, each cut into rows."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 In reading order:
 
-- `quantised`: stored tensors with scales, and the parts of both that a rank reads;
-- `dequantising`: a rank's values from data and scales;
+- `quantized`: stored tensors with scales, and the parts of both that a rank reads;
+- `dequantizing`: a rank's values from data and scales;
 - `converted`: stored tensors that transformers stacks;
 - `filling`: `load_weights`.
 """

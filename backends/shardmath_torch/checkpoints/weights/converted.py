@@ -17,7 +17,7 @@ from shardmath.models.systems.hf import Shapes
 from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
-from shardmath_torch.checkpoints.weights.quantised import find_scales
+from shardmath_torch.checkpoints.weights.quantized import find_scales
 from shardmath_torch.tensors.conversions.saved import SavedPart, find_parts, record_conversion
 
 __all__ = ["add_converted"]

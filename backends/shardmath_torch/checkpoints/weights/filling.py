@@ -2,7 +2,7 @@
 
 1. A parameter is found under one of its names, as `names` says, or as transformers would convert the checkpoint
    (`converted`). Values are cast to the module's dtypes.
-2. Tensors stored as data and scales are dequantized by each rank while it loads (`quantised`), under any layout.
+2. Tensors stored as data and scales are dequantized by each rank while it loads (`quantized`), under any layout.
 3. All errors except checksums are found before data are read; the module is filled last, with all tensors.
 """
 
@@ -33,9 +33,9 @@ from shardmath_torch.checkpoints.states.modules import (
 )
 from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.checkpoints.weights.converted import add_converted
-from shardmath_torch.checkpoints.weights.dequantising import dequantise
-from shardmath_torch.checkpoints.weights.quantised import (
-    QuantisedRead,
+from shardmath_torch.checkpoints.weights.dequantizing import dequantize
+from shardmath_torch.checkpoints.weights.quantized import (
+    QuantizedRead,
     check_format,
     find_scales,
     pair,
@@ -55,11 +55,11 @@ class _Weights(NamedTuple):
     checkpoint: Checkpoint
     layouts: dict[str, Layout]
     stored: dict[str, str]
-    quantised: dict[str, QuantisedRead]
+    quantized: dict[str, QuantizedRead]
 
-    def add(self, read: QuantisedRead) -> None:
+    def add(self, read: QuantizedRead) -> None:
         """Add a tensor that is read as data and scales."""
-        self.quantised[read.name] = read
+        self.quantized[read.name] = read
         self.layouts.update(read.reads())
         self.stored[read.key] = read.stored_scales
 
@@ -93,11 +93,11 @@ def load_weights(
         model = agree_on_model(module, mesh, group)
         match = partial(_match_weights, path, module, model, names, format)
         weights = on_all("match its weights", match, group, claim=_claim_weights)
-        checkpoint, layouts, stored, quantised = weights
+        checkpoint, layouts, stored, quantized = weights
         found = load(
             checkpoint, layouts, names=stored, group=group, progress=progress, verify=verify
         )
-        on_all("dequantise what it has found", partial(_dequantise, quantised, found), group)
+        on_all("dequantize what it has found", partial(_dequantize, quantized, found), group)
         on_all("compare what it has found", partial(check_one_value, model, found), group)
         on_all("fill the module", partial(_fill, model, found), group)
 
@@ -119,7 +119,7 @@ def _match_weights(
         stored = _find_weight(weights.checkpoint, model.names[name], names or {})
         weights.stored[name] = stored
         weights.layouts[name] = _layout_to_read(slot.layout, weights.checkpoint[stored].dtype)
-        read = _find_quantised(weights, name, slot.layout, format)
+        read = _find_quantized(weights, name, slot.layout, format)
         if read is not None:
             weights.add(read)
     return weights
@@ -144,9 +144,9 @@ def _layout_to_read(layout: Layout, stored: str) -> Layout:
     return layout if has_same_bytes(layout.dtype, stored) else cast(layout, stored)
 
 
-def _find_quantised(
+def _find_quantized(
     weights: _Weights, name: str, layout: Layout, format: Format | None
-) -> QuantisedRead | None:
+) -> QuantizedRead | None:
     """The tensor with its scales; None if it has none, or if the module has the stored dtype."""
     checkpoint = weights.checkpoint
     stored = weights.stored[name]
@@ -163,7 +163,7 @@ def _claim_weights(weights: _Weights) -> dict[str, str]:
     claims = {"the checkpoint": weights.checkpoint.digest}
     for name, stored in weights.stored.items():
         claims[f"the source of {name!r}"] = repr(stored)
-    for name, read in weights.quantised.items():
+    for name, read in weights.quantized.items():
         claims[f"the format of {name!r}"] = repr(read.format)
     return claims
 
@@ -174,14 +174,14 @@ def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]
     return next((name for name in candidates if name in found), candidates[0])
 
 
-def _dequantise(quantised: Mapping[str, QuantisedRead], found: dict[str, Tensor]) -> None:
+def _dequantize(quantized: Mapping[str, QuantizedRead], found: dict[str, Tensor]) -> None:
     """Replace data by values, tensor by tensor, and drop the scales."""
     rank = rank_or_0()
-    for name, read in quantised.items():
+    for name, read in quantized.items():
         # A rank that is not on a tensor's mesh has loaded neither data nor scales.
         scales = found.pop(read.key, None)
         if scales is not None:
-            found[name] = dequantise(read, found[name], scales, rank)
+            found[name] = dequantize(read, found[name], scales, rank)
 
 
 def _fill(model: Model, found: Mapping[str, Tensor]) -> None:

@@ -45,7 +45,7 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
     """The trained parameters in forward order, with this rank's shapes; a tied parameter appears under its first name.
 
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
-    Quantized storage is not detected: set `quantised=` of such a Param.
+    Quantized storage is not detected: set `quantized=` of such a Param.
     """
     unmanaged = embeddings(module)
     params = []

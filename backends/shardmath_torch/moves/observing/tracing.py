@@ -73,7 +73,7 @@ def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> 
     calls = [call for call, _ in tracer.calls]
     spans = [span for call in calls for span in spell(call)]
     if with_model:
-        spans += _list_modelled(tracer, topology)
+        spans += _list_modeled(tracer, topology)
     began = tracer.began_s
     shifted = [span._replace(begin_s=span.begin_s - began) for span in spans]
     rank = calls[0].rank if calls else compat.rank_or_0()
@@ -82,7 +82,7 @@ def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> 
     return Trace(tuple(shifted), clock, tracer.left_out)
 
 
-def _list_modelled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
+def _list_modeled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
     """The model's spans for each call that came past its vote."""
     models: dict[str, tuple[Span, ...]] = {}
     free: dict[str, float] = {}
@@ -93,8 +93,8 @@ def _list_modelled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
             continue
         if given.digest not in models:
             is_program = isinstance(given, Program)
-            modelled = given.topology if is_program else topology or given.topology or H100
-            models[given.digest] = model(given, topology=modelled, ranks=[call.rank]).spans
+            modeled = given.topology if is_program else topology or given.topology or H100
+            models[given.digest] = model(given, topology=modeled, ranks=[call.rank]).spans
         # A model may take longer than the move: then the next move's model comes after it.
         begin = max(agreed.at_s, free.get(call.thread, 0.0))
         for span in models[given.digest]:

@@ -28,11 +28,11 @@ from shardmath.values.formats.format import Format
 from shardmath.values.formats.fp8 import FP8, FP8Blocks
 from shardmath.values.formats.mxfp8 import MXFP8
 from shardmath_torch.groups import compat
-from shardmath_torch.tensors.formats.quantising import dequantise
+from shardmath_torch.tensors.formats.quantizing import dequantize
 
-__all__ = ["Quantised", "quantised_parts", "sendable"]
+__all__ = ["Quantized", "quantized_parts", "sendable"]
 
-Reader: TypeAlias = Callable[[Any, bool | None], "Quantised"]
+Reader: TypeAlias = Callable[[Any, bool | None], "Quantized"]
 
 TILE = 128
 """The length of a block in TransformerEngine's blockwise tensors."""
@@ -40,14 +40,14 @@ SHORT = ("float8", "float4")
 """Prefixes of the names of dtypes without arithmetic."""
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A format, and its parts by name: plain tensors of uint8 and float32, which share memory with the original."""
 
     format: Format
     parts: dict[str, Tensor]
 
 
-def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quantised:
+def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
     """The format and parts of a tensor of TransformerEngine or torchao, which share its memory.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
@@ -56,7 +56,7 @@ def quantised_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
     """
     found = _find_reader(tensor)
     if found is None:
-        what = f"a {type(tensor).__name__} is no quantised tensor that is known here"
+        what = f"a {type(tensor).__name__} is no quantized tensor that is known here"
         fix = "give its data and scales as plain tensors, with a format of shardmath.formats"
         raise FormatError(f"{what}; {fix}")
     return found(tensor, columnwise)
@@ -101,10 +101,10 @@ def _find_dequantizer(param: object) -> Callable[[], Tensor] | None:
 
 
 def _read(param: Any, dtype: torch.dtype | None) -> Tensor:
-    """The numbers of a quantised tensor."""
-    format, parts = quantised_parts(param)
+    """The numbers of a quantized tensor."""
+    format, parts = quantized_parts(param)
     claimed = dtype or getattr(param, "dtype", None) or torch.float32
-    numbers = dequantise(format, tuple(parts.values()), claimed)
+    numbers = dequantize(format, tuple(parts.values()), claimed)
     shape = param.shape if isinstance(param, Tensor) else numbers.shape
     return numbers.reshape(shape)
 
@@ -122,7 +122,7 @@ def _is_swizzled(tensor: object) -> bool:
     return any(getattr(tensor, name, False) is True for name in names)
 
 
-def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantised:
+def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantized:
     """The format and parts, in the parts' stored dtypes. Raises FormatError for scales of another shape."""
     expected = format.scale_shape(tuple(data.shape))
     if tuple(scales.shape) != expected:
@@ -132,7 +132,7 @@ def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantised:
         )
     # Scales of one byte are viewed as bytes; float32 scales stay float32.
     typed = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
-    return Quantised(format, {"data": data.view(torch.uint8), "scales": typed})
+    return Quantized(format, {"data": data.view(torch.uint8), "scales": typed})
 
 
 def _name_element(dtype: object) -> str:
@@ -173,7 +173,7 @@ def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, 
     return data.detach(), scales.detach(), columnwise
 
 
-def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantised:
+def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read a MXFP8Tensor: neither copy is transposed, and scales are padded."""
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
     element = _name_element(tensor._fp8_dtype)
@@ -184,7 +184,7 @@ def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantised:
     )
 
 
-def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
+def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read a Float8BlockwiseQTensor: the columnwise copy is transposed, and so are scales of 1 x 128."""
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
     # The columnwise copy has the last dimension first.
@@ -207,7 +207,7 @@ def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantised:
     return _make_quantized(format, flat, taken)
 
 
-def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantised:
+def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read TransformerEngine's Float8Tensor: one scale, and perhaps a transposed copy of the same bytes."""
     data = tensor._data
     if columnwise or (columnwise is None and data is None):
@@ -225,7 +225,7 @@ def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantised:
 # torchao
 
 
-def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantised:
+def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read an MXTensor of MXFP8; if it was transposed, blocks are along rows."""
     element = _name_element(tensor.elem_dtype)
     if tensor.block_size != 32 or _is_swizzled(tensor):
@@ -238,7 +238,7 @@ def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantised:
     return _make_quantized(format, data, tensor.scale.detach())
 
 
-def _read_ao_float8(tensor: Any, columnwise: bool | None) -> Quantised:
+def _read_ao_float8(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read torchao's Float8Tensor: a scale per block, of any size in each dimension."""
     data = tensor.qdata.detach()
     element = _name_element(data.dtype)

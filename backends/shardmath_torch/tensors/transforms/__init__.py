@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `quantising`: data and scales, made of numbers and read again;
+- `quantizing`: data and scales, made of numbers and read again;
 - `functions`: transforms applied to tensors;
 - `packing`: a rank's positions of a tensor, without holes;
 - `workers`: one end of one rank's tensor, made for sending or after receiving;

@@ -1,4 +1,4 @@
-"""`compile_quantise`: ranks whose layout cuts blocks agree on a tensor once, and quantize it any number of times.
+"""`compile_quantize`: ranks whose layout cuts blocks agree on a tensor once, and quantize it any number of times.
 
 1. A call measures amaxes, sends those of blocks that are cut, and casts, as `shardmath.values.amaxes` defines. Every
    rank makes the call, even if no block is cut.
@@ -36,11 +36,11 @@ from shardmath_torch.moves.movers.mover import Mover
 from shardmath_torch.moves.movers.settings import DEFAULT_TIMEOUT_S, Settings
 from shardmath_torch.moves.movers.stages import Stage
 from shardmath_torch.moves.observing.moved import Moved
-from shardmath_torch.tensors.formats.quantising import amax_of, quantise
+from shardmath_torch.tensors.formats.quantizing import amax_of, quantize
 from shardmath_torch.tensors.transforms.agreeing import agree, join_group
 from shardmath_torch.tensors.transforms.packing import Packing
 
-__all__ = ["Quantiser", "compile_quantise"]
+__all__ = ["Quantizer", "compile_quantize"]
 
 EXACT = ("float32", "bfloat16", "float16")
 """Dtypes whose numbers are exact in float32."""
@@ -53,7 +53,7 @@ _Named: TypeAlias = dict[str, tuple[tuple[int, ...], Layout]]
 """Local tensors by name: their shape, and their layout."""
 
 
-class _QuantiseCall:
+class _QuantizeCall:
     """The `out` of one call and its results, and between the two, the rank's numbers and its part's amaxes."""
 
     def __init__(self, out: object) -> None:
@@ -63,7 +63,7 @@ class _QuantiseCall:
         self.amaxes: Floats = np.zeros(0, np.float32)
 
 
-class _QuantiseStage(Stage):
+class _QuantizeStage(Stage):
     """The stage of a quantizing move: measures before amaxes are sent, and casts with those received."""
 
     def __init__(self, amaxes: Amaxes, party: Party) -> None:
@@ -86,12 +86,12 @@ class _QuantiseStage(Stage):
         self._tensor = Wanted("source", rank, tensors, single=True)
         self._parts = Wanted("destination", rank, parts, single=False)
         self._writes = False
-        self._call = _QuantiseCall(None)
+        self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
         """The amaxes to send, and memory for those to receive. Raises ExchangeError to object."""
         self._writes = False
-        call: _QuantiseCall = out
+        call: _QuantizeCall = out
         given = by_key(self._tensor, src)
         outputs = self._read_outputs(call.out)
         check((self._tensor, self._parts), (given, outputs), self._device)
@@ -164,11 +164,11 @@ class _QuantiseStage(Stage):
             into = []
             for out, target in zip(self._call.made, piece.targets, strict=True):
                 into.append(out[target])
-            quantise(format, numbers[piece.here], into, amaxes[piece.blocks])
+            quantize(format, numbers[piece.here], into, amaxes[piece.blocks])
 
     def end(self) -> None:
         """Drop the references to the caller's tensors."""
-        self._call = _QuantiseCall(None)
+        self._call = _QuantizeCall(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The outputs' names, if writing had begun."""
@@ -185,8 +185,8 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 
 @public
-class Quantiser:
-    """What `compile_quantise` returns: `quantise(tensor)`, collective, any number of times.
+class Quantizer:
+    """What `compile_quantize` returns: `quantize(tensor)`, collective, any number of times.
 
     `amaxes` is what was compiled, `plan` the plan by which amaxes are sent.
     """
@@ -196,7 +196,7 @@ class Quantiser:
         self._mover = mover
 
     def __repr__(self) -> str:
-        return f"<quantiser to {self.amaxes.format.name} by {self._mover!r}>"
+        return f"<quantizer to {self.amaxes.format.name} by {self._mover!r}>"
 
     @property
     def plan(self) -> Plan:
@@ -223,19 +223,19 @@ class Quantiser:
         are tensors for the results, by default new ones. `timeout` is how many seconds to wait for all ranks to make
         this call. Raises ExchangeError on every rank if one rank's tensors do not fit.
         """
-        call: Any = _QuantiseCall(out)
+        call: Any = _QuantizeCall(out)
         self._mover(tensor, out=call, timeout=timeout)
         made: tuple[Tensor, ...] = call.made
         return made
 
 
-def compile_quantise(
+def compile_quantize(
     format: Format,
     layout: Layout,
     *,
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
-) -> Quantiser:
+) -> Quantizer:
     """Compile the quantizing of a tensor under this layout. Collective over `group` (default: all ranks).
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
@@ -245,15 +245,15 @@ def compile_quantise(
     found = compat.group_of(group)
     party = join_group(found, timeout)
     amaxes, objection = attempt(lambda: _check_and_plan(format, layout, party))
-    claim = "compile_quantise"
+    claim = "compile_quantize"
     if amaxes is not None:
-        claim = f"compile_quantise {_digest(amaxes)[:SHOWN]} to {amaxes.format.name}"
+        claim = f"compile_quantize {_digest(amaxes)[:SHOWN]} to {amaxes.format.name}"
     agree(party, claim, objection)
     assert amaxes is not None, "who objects does not get past the vote"
     planned = plan(amaxes.src, amaxes.dst)
-    ends = _QuantiseStage(amaxes, party)
+    ends = _QuantizeStage(amaxes, party)
     ready = make_ready(planned, found, Settings(timeout), (ends,))
-    return Quantiser(amaxes, Mover(ready))
+    return Quantizer(amaxes, Mover(ready))
 
 
 def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:

@@ -21,14 +21,14 @@ from shardmath.values.formats.elements import Array, numpy_type, read_elements
 from shardmath.values.transforms.components import Form, Transform
 from shardmath.values.transforms.custom import OnTensors
 from shardmath.values.transforms.pointwise import Cast, NegativeExp
-from shardmath.values.transforms.quantising import Dequantise, Quantise, Requantise
+from shardmath.values.transforms.quantizing import Dequantize, Quantize, Requantize
 from shardmath_torch.groups.dtypes import dtype_of, see_words, words
 from shardmath_torch.tensors.formats.casting import cast, cast_into, negative_exp_into
-from shardmath_torch.tensors.transforms.quantising import (
-    dequantise_into,
+from shardmath_torch.tensors.transforms.quantizing import (
+    dequantize_into,
     prepare_numbers,
-    quantise_arrived,
-    requantise_into,
+    quantize_arrived,
+    requantize_into,
 )
 
 __all__ = ["check_made", "describe", "finalize", "keep", "prepare"]
@@ -59,16 +59,16 @@ def _make_exp(t: Transform, src: Form, dst: Form, values: _Values, out: _Values)
 PREPARE: dict[type, _Function] = {
     Cast: _prepare_cast,
     NegativeExp: _make_exp,
-    Quantise: prepare_numbers,
-    Dequantise: dequantise_into,
-    Requantise: requantise_into,
+    Quantize: prepare_numbers,
+    Dequantize: dequantize_into,
+    Requantize: requantize_into,
 }
 FINALIZE: dict[type, _Function] = {
     Cast: _finalize_cast,
     NegativeExp: _make_exp,
-    Quantise: quantise_arrived,
-    Dequantise: dequantise_into,
-    Requantise: requantise_into,
+    Quantize: quantize_arrived,
+    Dequantize: dequantize_into,
+    Requantize: requantize_into,
 }
 
 

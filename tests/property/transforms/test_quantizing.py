@@ -1,4 +1,4 @@
-"""Quantised on the way: ranks get parts of what the whole tensor becomes, for every format and at both ends."""
+"""Quantized on the way: ranks get parts of what the whole tensor becomes, for every format and at both ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import shardmath as sm
 from shardmath import formats
-from shardmath.transforms import Custom, Dequantise, Form, Quantise, Requantise, Transform
+from shardmath.transforms import Custom, Dequantize, Form, Quantize, Requantize, Transform
 from shardmath.values.formats.casting import cast_array
 
 SHAPE = (512, 512)
@@ -53,7 +53,7 @@ def suffixes(format: formats.Format) -> tuple[str, ...]:
 def hold(
     format: formats.Format | None, mesh: sm.Mesh, text: str, dtype: str
 ) -> dict[str, sm.Layout]:
-    """A tensor of that dtype, or the parts of a quantised one."""
+    """A tensor of that dtype, or the parts of a quantized one."""
     whole = sm.Layout(SHAPE, mesh, text, dtype=dtype)
     if format is None:
         return {"w": whole}
@@ -106,26 +106,26 @@ def list_cases(at: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("name", "here", "there"), list_cases("source"))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantised_at_the_source(name: str, here: str, there: str, dtype: str) -> None:
-    check_quantised(name, here, there, dtype, "source")
+def test_quantized_at_the_source(name: str, here: str, there: str, dtype: str) -> None:
+    check_quantized(name, here, there, dtype, "source")
 
 
 @pytest.mark.parametrize(("name", "here", "there"), list_cases("destination"))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantised_at_the_destination(name: str, here: str, there: str, dtype: str) -> None:
-    check_quantised(name, here, there, dtype, "destination")
+def test_quantized_at_the_destination(name: str, here: str, there: str, dtype: str) -> None:
+    check_quantized(name, here, there, dtype, "destination")
 
 
-def check_quantised(name: str, here: str, there: str, dtype: str, at: Any) -> None:
+def check_quantized(name: str, here: str, there: str, dtype: str, at: Any) -> None:
     """Rounded to bfloat16 first, wherever that is done."""
     format = FORMATS[name]
     values = draw() * np.float32(1.001)
     src = hold(None, HERE, here, dtype)
     dst = hold(format, THERE, there, "uint8")
-    transform = Quantise(format, at, suffixes(format))
+    transform = Quantize(format, at, suffixes(format))
     given = cast_array(values, "float32", dtype)
     rounded = cast_array(cast_array(values, "float32", "bfloat16"), "bfloat16", "float32")
-    wanted = dict(zip(dst, format.quantise(rounded), strict=True))
+    wanted = dict(zip(dst, format.quantize(rounded), strict=True))
     check(carry(transform, src, dst, {"w": given}), dst, wanted)
 
 
@@ -133,14 +133,14 @@ def check_quantised(name: str, here: str, there: str, dtype: str, at: Any) -> No
 @pytest.mark.parametrize("at", ["source", "destination"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("here", "there"), [("(tp n) k", "n (dp k)"), ("n (tp k)", "(2 dp n) k")])
-def test_dequantised(name: str, at: Any, dtype: str, here: str, there: str) -> None:
+def test_dequantized(name: str, at: Any, dtype: str, here: str, there: str) -> None:
     """Also rows of channels that are cut."""
     format = FORMATS[name]
-    parts = format.quantise(draw())
+    parts = format.quantize(draw())
     src = hold(format, HERE, here, "uint8")
     dst = hold(None, THERE, there, dtype)
-    numbers = cast_array(format.dequantise(*parts), "float32", dtype)
-    transform = Dequantise(format, at, suffixes(format))
+    numbers = cast_array(format.dequantize(*parts), "float32", dtype)
+    transform = Dequantize(format, at, suffixes(format))
     check(carry(transform, src, dst, dict(zip(src, parts, strict=True))), dst, {"w": numbers})
 
 
@@ -154,20 +154,20 @@ PAIRS = [
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 @pytest.mark.parametrize("at", ["source", "destination"])
-def test_requantised(old: str, new: str, at: Any) -> None:
+def test_requantized(old: str, new: str, at: Any) -> None:
     first, last = FORMATS[old], FORMATS[new]
-    parts = first.quantise(draw())
+    parts = first.quantize(draw())
     src = hold(first, HERE, "(tp n) k", "uint8")
     dst = hold(last, THERE, "(dp n) (tp k)", "uint8")
-    transform = Requantise(first, last, at, (suffixes(first), suffixes(last)))
-    wanted = dict(zip(dst, last.quantise(first.dequantise(*parts)), strict=True))
+    transform = Requantize(first, last, at, (suffixes(first), suffixes(last)))
+    wanted = dict(zip(dst, last.quantize(first.dequantize(*parts)), strict=True))
     check(carry(transform, src, dst, dict(zip(src, parts, strict=True))), dst, wanted)
 
 
 def test_equal_formats_move_bytes() -> None:
     """Without a rule; and with one that says nothing."""
     format = FORMATS["MXFP8"]
-    parts = format.quantise(draw())
+    parts = format.quantize(draw())
     src = hold(format, HERE, "(tp n) k", "uint8")
     dst = hold(format, THERE, "n (dp k)", "uint8")
     plan = sm.plan(src, dst)
@@ -175,7 +175,7 @@ def test_equal_formats_move_bytes() -> None:
     sent = {rank: {n: cut(src[n], rank, given[n]) for n in src} for rank in plan.src_ranks}
     check(sm.simulate(plan, sent), dst, given)
     with pytest.raises(sm.PlanError, match="leave the rule out: bytes are moved"):
-        Requantise(format, replace(format))
+        Requantize(format, replace(format))
 
 
 def test_half_the_bytes_travel() -> None:
@@ -183,7 +183,7 @@ def test_half_the_bytes_travel() -> None:
     src = hold(None, HERE, "(tp dp n) k", "bfloat16")
     for at, per_number in (("source", 1 + 1 / 32), ("destination", 2)):
         dst = hold(FORMATS["MXFP8"], sm.Mesh(tp=2, ranks=(4, 5)), "(tp n) k", "uint8")
-        t = sm.transforms.transformed(src, dst, {"w": Quantise(FORMATS["MXFP8"], at, ("_scales",))})
+        t = sm.transforms.transformed(src, dst, {"w": Quantize(FORMATS["MXFP8"], at, ("_scales",))})
         plan = sm.plan(t.src, t.dst)
         sent = sum(plan.sent_bytes().values())
         assert sent == 512 * 512 * per_number
@@ -196,7 +196,7 @@ def test_certificates_count_what_travels() -> None:
         src = sm.Layout((4096, 4096), HERE, "(tp dp n) k", dtype="bfloat16")
         dst = sm.Layout((4096, 4096), sm.Mesh(tp=2, ranks=(8, 9)), "(tp n) k", dtype="uint8")
         both = {"w": dst, "w_scale": formats.MXFP8().scale_layout(dst)}
-        t = sm.transforms.transformed({"w": src}, both, {"w": Quantise(formats.MXFP8(), at)})  # type: ignore[arg-type]
+        t = sm.transforms.transformed({"w": src}, both, {"w": Quantize(formats.MXFP8(), at)})  # type: ignore[arg-type]
         certificate = sm.certify(sm.schedule(sm.plan(t.src, t.dst), topology=sm.Topology()))
         bounds.append(certificate.bound_s)
     here, there = bounds
@@ -217,22 +217,22 @@ def test_cuts_that_part_blocks_are_errors() -> None:
     src = {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="bfloat16")}
     dst = hold(tiles, THERE, "n k", "uint8")
     with pytest.raises(sm.PlanError) as caught:
-        sm.transforms.transformed(src, dst, {"w": Quantise(tiles, suffixes=("_scales",))})
+        sm.transforms.transformed(src, dst, {"w": Quantize(tiles, suffixes=("_scales",))})
     assert "tensor 'w': rank 0 holds positions 0:64 of dimension 1" in str(caught.value)
     assert "the nearest cuts to 64 are 0 and 128" in str(caught.value)
     # At the destination blocks are whole.
-    sm.transforms.transformed(src, dst, {"w": Quantise(tiles, "destination", ("_scales",))})
+    sm.transforms.transformed(src, dst, {"w": Quantize(tiles, "destination", ("_scales",))})
     fine = dst | {"w": sm.Layout(SHAPE, wide, "n (tp k)", dtype="uint8")}
     fine["w_scales"] = sm.Layout((4, 4), wide, "n (tp k)")
     with pytest.raises(sm.PlanError, match=r"'companion float32 per 128 x 128' is cut every 128"):
-        sm.transforms.transformed(src, fine, {"w": Quantise(tiles, "destination", ("_scales",))})
+        sm.transforms.transformed(src, fine, {"w": Quantize(tiles, "destination", ("_scales",))})
 
 
 def test_what_shares_a_scale_is_whole() -> None:
-    rows = Quantise(formats.FP8("channel"), suffixes=("_scales",))
+    rows = Quantize(formats.FP8("channel"), suffixes=("_scales",))
     said = refusal(rows, "n (tp k)", "n k")
     assert "divides dimension 1, and scales of FP8 e4m3 per channel are of all of it" in said
-    one = Quantise(formats.NVFP4(), suffixes=("_scales", "_global_scale"))
+    one = Quantize(formats.NVFP4(), suffixes=("_scales", "_global_scale"))
     assert "give the format its tensor_amax=" in refusal(one, "(tp n) k", "n k")
 
 
@@ -245,14 +245,14 @@ def test_a_rank_without_rows_has_the_scale_of_all(name: str, at: Any) -> None:
     row = np.linspace(-AMAX, AMAX, 64, dtype=np.float32).reshape(1, 64)
     row = cast_array(cast_array(row, "float32", "bfloat16"), "bfloat16", "float32")
     names = ("w", *(f"w{one}" for one in suffixes(format)))
-    parts = dict(zip(names, format.quantise(row), strict=True))
+    parts = dict(zip(names, format.quantize(row), strict=True))
     few = sm.Layout((1, 64), both, "(tp n) k", dtype="float32")
     assert few.local_shape(1) == (0, 64)
     for text in ("n k", "(tp n) k"):
         lies = format.layouts(sm.Layout((1, 64), both, text))
         dst = dict(zip(names, lies, strict=True))
-        quantise = Quantise(format, at, suffixes(format))
-        check(carry(quantise, {"w": few}, dst, {"w": row}), dst, parts)
+        quantize = Quantize(format, at, suffixes(format))
+        check(carry(quantize, {"w": few}, dst, {"w": row}), dst, parts)
 
 
 def test_a_rank_without_rows_cannot_tell_an_amax() -> None:
@@ -260,7 +260,7 @@ def test_a_rank_without_rows_cannot_tell_an_amax() -> None:
         src = {"w": sm.Layout((1, 64), sm.Mesh(tp=2), "(tp n) k", dtype="bfloat16")}
         lies = format.layouts(sm.Layout((1, 64), sm.Mesh(tp=2), "n k"))
         names = ("w", *(f"w{one}" for one in suffixes(format)))
-        rule = {"w": Quantise(format, suffixes=suffixes(format))}
+        rule = {"w": Quantize(format, suffixes=suffixes(format))}
         dst = dict(zip(names, lies, strict=True))
         with pytest.raises(sm.PlanError, match=r"divides dimension 0, and .* are of all of it"):
             sm.transforms.transformed(src, dst, rule)
@@ -273,13 +273,13 @@ def test_scales_lie_where_data_do() -> None:
     data, scales = mx.layouts(sm.Layout((2, 64), here, "n k"))
     away, scales_away = mx.layouts(sm.Layout((2, 64), there, "n k"))
     src = {"w": sm.Layout((2, 64), here, "n k", dtype="bfloat16")}
-    rule = {"w": Quantise(mx)}
+    rule = {"w": Quantize(mx)}
     with pytest.raises(sm.PlanError, match="'w_scale' has 1 window, and 'w' 2 at the destination"):
         sm.transforms.transformed(src, {"w": (data, away), "w_scale": (scales,)}, rule)
     with pytest.raises(sm.PlanError, match="rank 0 has one of them"):
         sm.transforms.transformed(src, {"w": data, "w_scale": scales_away}, rule)
     with pytest.raises(sm.PlanError, match=r"'w_scale' .* at the source, .* rank 0 has one"):
-        sm.transforms.transformed({"w": data, "w_scale": scales_away}, src, {"w": Dequantise(mx)})
+        sm.transforms.transformed({"w": data, "w_scale": scales_away}, src, {"w": Dequantize(mx)})
 
 
 def test_bytes_of_two_numbers_and_numbers_alone() -> None:
@@ -293,12 +293,12 @@ def test_bytes_of_two_numbers_and_numbers_alone() -> None:
     odd = {"w": lay((2, 63), "bfloat16")}
     data = {"w": lay((2, 32), "uint8"), "w_scale": lay((2, 4), "uint8")}
     data["w_scale_2"] = lay((1, 1), "float32")
-    for src, dst, rule in ((odd, data, Quantise(four)), (data, odd, Dequantise(four))):
+    for src, dst, rule in ((odd, data, Quantize(four)), (data, odd, Dequantize(four))):
         with pytest.raises(sm.PlanError, match=r"\[2, 63\] parts the numbers of one byte"):
             sm.transforms.transformed(src, dst, {"w": rule})
     alone = {"w": lay((), "uint8"), "w_scale": lay((), "float32")}
-    with pytest.raises(sm.PlanError, match="numbers alone are not quantised"):
-        sm.transforms.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantise(formats.FP8())})
+    with pytest.raises(sm.PlanError, match="numbers alone are not quantized"):
+        sm.transforms.transformed({"w": lay((), "bfloat16")}, alone, {"w": Quantize(formats.FP8())})
 
 
 def test_scales_are_of_one_tensor() -> None:
@@ -309,10 +309,10 @@ def test_scales_are_of_one_tensor() -> None:
 
     src = {name: lay(64, "bfloat16") for name in ("w", "w_a")}
     dst = {"w": lay(64, "uint8"), "w_a": lay(64, "uint8"), "w_a_b": lay(2, "uint8")}
-    first, last = (Quantise(formats.MXFP8(), suffixes=(one,)) for one in ("_a_b", "_b"))
+    first, last = (Quantize(formats.MXFP8(), suffixes=(one,)) for one in ("_a_b", "_b"))
     with pytest.raises(sm.PlanError, match="'w_a_b' lies beside 'w_a' and another tensor"):
         sm.transforms.transformed(src, dst, {"w": first, "w_a": last})
-    four = Quantise(formats.NVFP4(), suffixes=("_s", "_s"))
+    four = Quantize(formats.NVFP4(), suffixes=("_s", "_s"))
     there = {"w": lay(32, "uint8"), "w_s": lay(4, "uint8")}
     with pytest.raises(sm.PlanError, match="has 'w_s' twice beside 'w'"):
         sm.transforms.transformed({"w": src["w"]}, there, {"w": four})
@@ -340,14 +340,14 @@ def test_an_engine_with_scales_alone() -> None:
             {"w": (shape, "bfloat16")},
             unused=["w"],
             served=served,
-            rules={"w": Quantise(tiles)},
+            rules={"w": Quantize(tiles)},
         )
 
 
 def test_what_does_not_fit_is_named() -> None:
     mx = formats.MXFP8()
-    assert "int64 has no fractions to quantise" in refusal(
-        Quantise(mx, suffixes=("_scales",)), "n k", "n k", "int64"
+    assert "int64 has no fractions to quantize" in refusal(
+        Quantize(mx, suffixes=("_scales",)), "n k", "n k", "int64"
     )
     src = hold(None, HERE, "n k", "bfloat16")
     dst = hold(mx, THERE, "n k", "uint8")
@@ -360,19 +360,19 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(sm.PlanError) as caught:
             sm.transforms.transformed(
-                src, dst | {"w": wrong}, {"w": Quantise(mx, suffixes=("_scales",))}
+                src, dst | {"w": wrong}, {"w": Quantize(mx, suffixes=("_scales",))}
             )
         assert said in str(caught.value)
     for make, said in (
-        (lambda: Quantise("MXFP8"), "'MXFP8' is no format"),
+        (lambda: Quantize("MXFP8"), "'MXFP8' is no format"),
         (
-            lambda: Quantise(mx, suffixes=("_a", "_b")),
+            lambda: Quantize(mx, suffixes=("_a", "_b")),
             "MXFP8 e4m3 rceil rowwise has scales: give one for each",
         ),
-        (lambda: Quantise(mx, "here"), "give 'source' or 'destination'"),
-        (lambda: Quantise(mx, wire="int8"), "int8 has no fractions to quantise"),
+        (lambda: Quantize(mx, "here"), "give 'source' or 'destination'"),
+        (lambda: Quantize(mx, wire="int8"), "int8 has no fractions to quantize"),
         (
-            lambda: Requantise(mx, formats.NVFP4()).components(BYTES, BYTES),
+            lambda: Requantize(mx, formats.NVFP4()).components(BYTES, BYTES),
             "another count of numbers",
         ),
     ):
@@ -383,9 +383,9 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_usual_names() -> None:
     """Those of DeepSeek's checkpoints, and of Model Optimizer's."""
-    assert Quantise(formats.FP8Blocks()).suffixes == ("_scale_inv",)
-    assert Quantise(formats.MXFP8()).suffixes == ("_scale",)
-    assert Dequantise(formats.NVFP4()).suffixes == ("_scale", "_scale_2")
+    assert Quantize(formats.FP8Blocks()).suffixes == ("_scale_inv",)
+    assert Quantize(formats.MXFP8()).suffixes == ("_scale",)
+    assert Dequantize(formats.NVFP4()).suffixes == ("_scale", "_scale_2")
 
 
 def test_float8_may_be_held_as_what_it_is() -> None:
@@ -394,11 +394,11 @@ def test_float8_may_be_held_as_what_it_is() -> None:
     dst = hold(format, THERE, "(tp n) k", "uint8")
     dst["w"] = sm.Layout(SHAPE, THERE, "(tp n) k", dtype="float8_e4m3fn")
     values = draw()
-    wanted = dict(zip(dst, format.quantise(values), strict=True))
+    wanted = dict(zip(dst, format.quantize(values), strict=True))
     src = hold(None, HERE, "n k", "float32")
-    transform = Quantise(format, "destination", suffixes(format), wire="float32")
+    transform = Quantize(format, "destination", suffixes(format), wire="float32")
     check(carry(transform, src, dst, {"w": values}), dst, wanted)
 
 
 def test_what_is_held_as_several_is_no_custom() -> None:
-    assert not isinstance(Quantise(formats.MXFP8()), Custom)
+    assert not isinstance(Quantize(formats.MXFP8()), Custom)

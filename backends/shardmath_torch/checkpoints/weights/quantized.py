@@ -21,7 +21,7 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.loading import has_same_bytes
 from shardmath_torch.checkpoints.stored import Checkpoint
 
-__all__ = ["E8M0", "QuantisedRead", "check_format", "find_scales", "pair", "say_scaled"]
+__all__ = ["E8M0", "QuantizedRead", "check_format", "find_scales", "pair", "say_scaled"]
 
 SUFFIXES = "_scale_inv", "_scale"
 """Suffixes of the names of scales, after the name of their data."""
@@ -33,7 +33,7 @@ NUMBERS = "float32", "bfloat16", "float16", *BYTES
 """Stored dtypes of scales that are float32 in the format."""
 
 
-class QuantisedRead(NamedTuple):
+class QuantizedRead(NamedTuple):
     """A tensor stored as data and scales: its layout in the module, and the layouts of both as they are read."""
 
     name: str
@@ -66,7 +66,7 @@ def check_format(format: object) -> None:
         what = (
             f"{format.name} stores {names}, and a checkpoint's tensor has one of scales beside it"
         )
-        raise CheckpointError(f"{what}; load them with smt.load, and dequantise")
+        raise CheckpointError(f"{what}; load them with smt.load, and dequantize")
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
@@ -88,7 +88,7 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
-) -> QuantisedRead:
+) -> QuantizedRead:
     """The tensor stored as these data and scales. Raises CheckpointError if they do not fit the format."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
@@ -108,6 +108,6 @@ def pair(
     scale_layout = format.scale_layout(layout, name, duplicated=True)
     # Scales that are bytes are read as bytes; others in their stored dtype, and converted later.
     read_as = scale_part.dtype if as_bytes else found.dtype
-    return QuantisedRead(
+    return QuantizedRead(
         name, format, layout, cast(layout, data_part.dtype), cast(scale_layout, read_as), scales
     )

@@ -1,4 +1,4 @@
-"""What workers do with checkpoints of quantised weights. Imported by workers, so no pytest here."""
+"""What workers do with checkpoints of quantized weights. Imported by workers, so no pytest here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def parts_of(one: formats.Format, x: np.ndarray) -> dict[str, torch.Tensor]:
     """Data, scales, and what else there is, of the types that files have."""
-    made = zip(one.parts, one.quantise(x), strict=True)
+    made = zip(one.parts, one.quantize(x), strict=True)
     return {part.name: seen_as(torch.from_numpy(array), part.kind) for part, array in made}
 
 

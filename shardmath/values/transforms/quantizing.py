@@ -1,8 +1,8 @@
-"""Quantising: numbers become data and scales, or the reverse, at the source or at the destination.
+"""Quantizing: numbers become data and scales, or the reverse, at the source or at the destination.
 
-1. **Meaning.** `Quantise` rounds numbers to `wire` first, and then quantizes them, at either end: so both ends give the
-   same bytes, and an engine holds what it would make from `wire` weights itself. `Dequantise` multiplies in float32
-   and rounds once to the destination's dtype; `Requantise` quantizes these float32 numbers.
+1. **Meaning.** `Quantize` rounds numbers to `wire` first, and then quantizes them, at either end: so both ends give the
+   same bytes, and an engine holds what it would make from `wire` weights itself. `Dequantize` multiplies in float32
+   and rounds once to the destination's dtype; `Requantize` quantizes these float32 numbers.
 2. A quantized tensor is several tensors: data under its own name, and scales as its companions.
 3. With `at="source"`, data and scales travel; with `at="destination"`, what the source holds.
 4. A rank that quantizes needs whole blocks, and everything that shares a scale unless the format knows its amax.
@@ -10,9 +10,9 @@
 
 >>> from shardmath.values.formats.mxfp8 import MXFP8
 >>> wide, data = Form((4, 64), "float32"), Form((4, 64), "uint8")
->>> [str(part) for part in Quantise(MXFP8()).components(wide, data)]
+>>> [str(part) for part in Quantize(MXFP8()).components(wide, data)]
 ['data uint8', 'scales uint8 per 32']
->>> [str(part) for part in Quantise(MXFP8(), at="destination").components(wide, data)]
+>>> [str(part) for part in Quantize(MXFP8(), at="destination").components(wide, data)]
 ['data bfloat16']
 """
 
@@ -37,7 +37,7 @@ from shardmath.values.formats.fp8 import FP8Blocks
 from shardmath.values.formats.nvfp4 import NVFP4
 from shardmath.values.transforms.components import AsHeld, Companion, Component, End, Form, read_end
 
-__all__ = ["Dequantise", "Quantise", "Requantise"]
+__all__ = ["Dequantize", "Quantize", "Requantize"]
 
 Suffixes: TypeAlias = tuple[str, ...]
 """The ends of the names of scales, which begin with the tensor's name."""
@@ -106,7 +106,7 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
         kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
         raise PlanError(f"{what}: {form} cannot be the data of {format.name}; hold {kinds}")
     if not form.shape:
-        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantised")
+        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantized")
     if shape is None:
         return
     count = format.per_element
@@ -120,7 +120,7 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
 
 def _check_numbers(form: Form, what: str) -> None:
     if not is_float(form.dtype):
-        raise PlanError(f"{what}: {form.dtype} has no fractions to quantise; give floats")
+        raise PlanError(f"{what}: {form.dtype} has no fractions to quantize; give floats")
 
 
 def _check_whole(format: Format, layout: Layout, name: str) -> None:
@@ -151,7 +151,7 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantise:
+class Quantize:
     """Rounds numbers to `wire` and quantizes them, at the source or at the destination.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
@@ -166,10 +166,10 @@ class Quantise:
 
     def __post_init__(self) -> None:
         _check_format(self.format)
-        read_end(self.at, "Quantise")
+        read_end(self.at, "Quantize")
         object.__setattr__(self, "wire", dtypes.canonical(self.wire))
-        _check_numbers(Form((), self.wire), "Quantise")
-        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Quantise")
+        _check_numbers(Form((), self.wire), "Quantize")
+        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Quantize")
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
@@ -201,20 +201,20 @@ class Quantise:
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
-        return self.format.quantise(numbers)
+        return self.format.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
         """Data and scales."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
-        return self.format.quantise(numbers)
+        return self.format.quantize(numbers)
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantise:
+class Dequantize:
     """Turns the source's data and scales into numbers, at the source or at the destination.
 
-    Arguments are as of Quantise. `transformed` raises PlanError for sides that do not fit.
+    Arguments are as of Quantize. `transformed` raises PlanError for sides that do not fit.
     """
 
     format: Format
@@ -223,8 +223,8 @@ class Dequantise:
 
     def __post_init__(self) -> None:
         _check_format(self.format)
-        read_end(self.at, "Dequantise")
-        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Dequantise")
+        read_end(self.at, "Dequantize")
+        suffixes = _read_suffixes(self.format, self.suffixes, "the suffixes of Dequantize")
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
@@ -246,21 +246,21 @@ class Dequantise:
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
         """The numbers."""
-        return (self._dequantise_to(array, dst),)
+        return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """The numbers."""
-        return self._dequantise_to(arrays, dst)
+        return self._dequantize_to(arrays, dst)
 
-    def _dequantise_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
-        numbers = self.format.dequantise(*parts)
+    def _dequantize_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
+        numbers = self.format.dequantize(*parts)
         # Processors make NaNs of different bits; all become the same one.
         numbers[np.isnan(numbers)] = np.nan
         return cast_array(numbers, "float32", dst.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Requantise:
+class Requantize:
     """Converts data and scales from one format to another, by way of float32 numbers, at either end.
 
     `suffixes` are those of scales at the source, and at the destination. Raises PlanError for equal formats, which
@@ -275,9 +275,9 @@ class Requantise:
     def __post_init__(self) -> None:
         for format in (self.old, self.new):
             _check_format(format)
-        read_end(self.at, "Requantise")
+        read_end(self.at, "Requantize")
         if self.old == self.new:
-            what = f"Requantise of {self.old.name} to itself"
+            what = f"Requantize of {self.old.name} to itself"
             raise PlanError(f"{what}; leave the rule out: bytes are moved")
         src_suffixes, dst_suffixes = self.suffixes
         first = _read_suffixes(self.old, src_suffixes, "the suffixes of the source")
@@ -302,7 +302,7 @@ class Requantise:
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)
         if self.old.per_element != self.new.per_element:
-            fix = "send numbers, by Dequantise at the source or Quantise at the destination"
+            fix = "send numbers, by Dequantize at the source or Quantize at the destination"
             raise PlanError(f"{what}: bytes of the two have another count of numbers; {fix}")
         if self.at == "source":
             return _list_parts(self.new, dst.dtype, (True, True))
@@ -314,10 +314,10 @@ class Requantise:
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
         """Data and scales of the new format."""
-        numbers = self.old.dequantise(*array)
-        return self.new.quantise(numbers)
+        numbers = self.old.dequantize(*array)
+        return self.new.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
         """Data and scales of the new format."""
-        numbers = self.old.dequantise(*arrays)
-        return self.new.quantise(numbers)
+        numbers = self.old.dequantize(*arrays)
+        return self.new.quantize(numbers)

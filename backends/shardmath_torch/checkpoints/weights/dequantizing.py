@@ -21,14 +21,14 @@ from torch import Tensor
 
 from shardmath.base.arrays import Ints
 from shardmath_torch.checkpoints.safetensors.slices import Slices, list_boxes, make_zeros
-from shardmath_torch.checkpoints.weights.quantised import E8M0, QuantisedRead
+from shardmath_torch.checkpoints.weights.quantized import E8M0, QuantizedRead
 from shardmath_torch.groups.dtypes import dtype_of
-from shardmath_torch.tensors.formats import quantising
+from shardmath_torch.tensors.formats import quantizing
 
-__all__ = ["dequantise"]
+__all__ = ["dequantize"]
 
 
-def dequantise(one: QuantisedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
+def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
     """The rank's local tensor, in the module's dtype, from the data and scales that it has read."""
     out = make_zeros(one.layout, rank)
     factors = _convert_scales(scales, one.format.parts[1].dtype)
@@ -40,7 +40,7 @@ def dequantise(one: QuantisedRead, data: Tensor, scales: Tensor, rank: int) -> T
             cover = one.format.cover(where, shape)
             touched = tuple(map(_slice_of_blocks, held, cover))
             parts = data[local], factors[touched]
-            out[local] = quantising.dequantise(one.format, parts, torch.float32)
+            out[local] = quantizing.dequantize(one.format, parts, torch.float32)
     return out
 
 

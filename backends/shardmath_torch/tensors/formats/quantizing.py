@@ -7,10 +7,10 @@
 4. All arguments are checked before anything is written.
 
 >>> from shardmath import formats
->>> data, scales = quantise(formats.MXFP8(), torch.full((1, 32), 450, dtype=torch.bfloat16))
+>>> data, scales = quantize(formats.MXFP8(), torch.full((1, 32), 450, dtype=torch.bfloat16))
 >>> data[0, :2], scales
 (tensor([118, 118], dtype=torch.uint8), tensor([[128]], dtype=torch.uint8))
->>> dequantise(formats.MXFP8(), (data, scales), torch.bfloat16)[0, :2]
+>>> dequantize(formats.MXFP8(), (data, scales), torch.bfloat16)[0, :2]
 tensor([448., 448.], dtype=torch.bfloat16)
 """
 
@@ -34,7 +34,7 @@ from shardmath_torch.tensors.formats.rounding import make_table, read_into, roun
 from shardmath_torch.tensors.formats.scaling import ScaleRule, find_rule, make_global_scale
 from shardmath_torch.tensors.formats.slabs import Slab, choose_most, cut_slabs, fits
 
-__all__ = ["amax_of", "dequantise", "quantise"]
+__all__ = ["amax_of", "dequantize", "quantize"]
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -46,7 +46,7 @@ DTYPES = {
 def amax_of(format: Format, tensor: Tensor) -> Tensor:
     """The largest magnitude of each block, float32, shaped as the scales; NaN counts as `format.nan_magnitude`.
 
-    If ranks hold parts of blocks, pass the maximum of these over ranks to `quantise`. Raises FormatError.
+    If ranks hold parts of blocks, pass the maximum of these over ranks to `quantize`. Raises FormatError.
     """
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")
@@ -60,7 +60,7 @@ def amax_of(format: Format, tensor: Tensor) -> Tensor:
     return largest
 
 
-def quantise(
+def quantize(
     format: Format,
     tensor: Tensor,
     out: Sequence[Tensor] | None = None,
@@ -136,7 +136,7 @@ class _SlabLoop:
             yield slab, [slab.split(row[:size].view(slab.sizes)) for row in self._rows]
 
 
-def dequantise(
+def dequantize(
     format: Format,
     parts: Sequence[Tensor],
     dtype: torch.dtype,
@@ -144,7 +144,7 @@ def dequantise(
 ) -> Tensor:
     """Return the numbers that data and scales stand for, computed in float32 and rounded to `dtype`.
 
-    `parts` are as `quantise` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
+    `parts` are as `quantize` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
     is the tensor to write to, which is returned. Every NaN of bfloat16 and float16 has the same bits. Raises
     FormatError.
     """
@@ -186,7 +186,7 @@ def _read_tensor(given: object, what: str) -> Tensor:
     if given.dtype not in DTYPES:
         raise FormatError(f"{what} has dtype {given.dtype}; give {', '.join(DTYPES.values())}")
     if not given.ndim:
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantised")
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantized")
     if given.is_meta:
         raise FormatError(f"{what} is on the meta device and has no values; fill it first")
     return given.detach()
@@ -243,7 +243,7 @@ def _make_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """An empty tensor for the numbers. Raises FormatError for a dtype that is not supported."""
     if dtype not in DTYPES:
         fix = f"use {', '.join(DTYPES.values())}"
-        raise FormatError(f"quantised tensors are not read as {shown(dtype)}; {fix}")
+        raise FormatError(f"quantized tensors are not read as {shown(dtype)}; {fix}")
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of quantised weights: data and scales, saved, loaded and resharded like any tensors; beside torch."""
+"""Checkpoints of quantized weights: data and scales, saved, loaded and resharded like any tensors; beside torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import shardmath_torch as smt
 from shardmath import formats
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from tests.distributed.pool import Pool
-from tests.distributed.tasks import quantised as work
+from tests.distributed.tasks import quantized as work
 
 TEXTS = {
     "rows -> columns": ("(tp n) k", "n (tp k)"),

@@ -1,4 +1,4 @@
-"""Quantised moves over gloo are what formats say, bit for bit: all formats, at all ends, on these and other ranks."""
+"""Quantized moves over gloo are what formats say, bit for bit: all formats, at all ends, on these and other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import shardmath as sm
 from shardmath import formats
-from shardmath.transforms import Dequantise, Quantise, Requantise
+from shardmath.transforms import Dequantize, Quantize, Requantize
 from tests.distributed.pool import Pool
 from tests.distributed.tasks.transforms import Moved
 from tests.distributed.transforms.test_compile import Wanted, check, make
@@ -53,12 +53,12 @@ def list_rules(format: formats.Format, seed: int) -> Iterator[tuple[Any, Any, An
     suffixes = SUFFIXES[: len(format.parts) - 1]
     for at in ("source", "destination"):
         wire = ("bfloat16", "float32", "float16")[seed % 3]
-        yield Quantise(format, at, suffixes, wire), None, format  # type: ignore[arg-type]
-        yield Dequantise(format, at, suffixes), format, None  # type: ignore[arg-type]
+        yield Quantize(format, at, suffixes, wire), None, format  # type: ignore[arg-type]
+        yield Dequantize(format, at, suffixes), format, None  # type: ignore[arg-type]
         other = FORMATS[(FORMATS.index(format) + 1) % 5]
         if not isinstance(format, formats.NVFP4) and other != format:
             named = suffixes, SUFFIXES[:1]
-            yield Requantise(format, other, at, named), format, other  # type: ignore[arg-type]
+            yield Requantize(format, other, at, named), format, other  # type: ignore[arg-type]
     yield None, format, format
 
 
@@ -105,6 +105,6 @@ def test_a_rank_without_rows_has_the_scale_of_all(pool: Pool) -> None:
             src = {"w": sm.Layout((1, 64), both, "(tp n) k", dtype=dtype)}
             dst = hold(format, sm.Layout((1, 64), both, text, dtype=dtype))
             for at in ("source", "destination"):
-                rule = Quantise(format, at, suffixes)  # type: ignore[arg-type]
+                rule = Quantize(format, at, suffixes)  # type: ignore[arg-type]
                 cases.append(make(src, dst, {"w": rule}))
     check(pool, cases)

@@ -1,7 +1,7 @@
 """Relabel: new names for the destination's ranks, so that the most bytes stay where they are.
 
 1. A destination names coordinates by ranks. Which rank has which coordinate is often free; `relabel`
-   chooses a permutation of all ranks of the destination, one for all tensors, that maximises the
+   chooses a permutation of all ranks of the destination, one for all tensors, that maximizes the
    bytes that need not move, of those that rule 4 allows: where nothing is Partial, of all.
 2. What source rank s and destination coordinate r have in common is counted by `common`.
 3. The best permutation is a linear assignment, solved by scipy in floats; totals are exact integers.
@@ -40,14 +40,14 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
-from shardmath.layouts.edits import relabelled
+from shardmath.layouts.edits import relabeled
 from shardmath.layouts.holdings import LayoutOrWindows, windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import Side, describe_form, pair_by_name
 from shardmath.plans.reduction import Reduction, find_reduction
-from shardmath.plans.relabelling.common import Pair, count_common
+from shardmath.plans.relabeling.common import Pair, count_common
 
-__all__ = ["Relabelling", "relabel"]
+__all__ = ["Relabeling", "relabel"]
 
 MOST_BYTES = 1 << 62
 """Most bytes of all tensors: sums of common bytes stay exact in 64 bits."""
@@ -55,7 +55,7 @@ MOST_BYTES = 1 << 62
 
 @public
 @dataclass(frozen=True, slots=True)
-class Relabelling:
+class Relabeling:
     """New names for the ranks of a destination: `pairs` (old, new), ascending, are a permutation of
     them.
 
@@ -75,7 +75,7 @@ class Relabelling:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Old -> new rank, what `relabelled` and `Mesh.relabel` take."""
+        """Old -> new rank, what `relabeled` and `Mesh.relabel` take."""
         return dict(self.pairs)
 
     @property
@@ -107,13 +107,13 @@ class Relabelling:
 def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
     """One tensor's windows under the new names."""
     before = windows_of(held, name, PlanError)
-    windows = [relabelled(layout, ranks) for layout in before]
+    windows = [relabeled(layout, ranks) for layout in before]
     if isinstance(held, tuple):
         return tuple(windows)
     return windows[0]
 
 
-def relabel(src: Side, dst: Side) -> Relabelling:
+def relabel(src: Side, dst: Side) -> Relabeling:
     """The renaming of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
@@ -137,7 +137,7 @@ def relabel(src: Side, dst: Side) -> Relabelling:
         new, after = stay, before
     renamed = ranks[new].tolist()
     names = zip(ranks.tolist(), renamed, strict=True)
-    return Relabelling(tuple(names), before, after)
+    return Relabeling(tuple(names), before, after)
 
 
 def _list_ranks(pairs: Iterable[Pair]) -> Ints:

@@ -1,4 +1,4 @@
-"""Quantizing: Quantise, Dequantise and Requantise applied to tensors."""
+"""Quantizing: Quantize, Dequantize and Requantize applied to tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardmath.values.formats.format import Format
 from shardmath.values.transforms.components import Form
-from shardmath.values.transforms.quantising import Dequantise, Quantise, Requantise
+from shardmath.values.transforms.quantizing import Dequantize, Quantize, Requantize
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.formats.casting import cast, cast_into
-from shardmath_torch.tensors.formats.quantising import dequantise, quantise
+from shardmath_torch.tensors.formats.quantizing import dequantize, quantize
 
-__all__ = ["dequantise_into", "prepare_numbers", "quantise_arrived", "requantise_into"]
+__all__ = ["dequantize_into", "prepare_numbers", "quantize_arrived", "requantize_into"]
 
 _Values = Sequence[Tensor]
 
@@ -28,17 +28,17 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     """Round numbers to the wire dtype, and quantize them if that is done at the source."""
-    assert isinstance(t, Quantise)
+    assert isinstance(t, Quantize)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
         return
     if src.dtype == t.wire:
-        _quantise_into(t, values[0], out)
+        _quantize_into(t, values[0], out)
         return
     # Some rows at a time, so that rounded numbers take little memory.
     for some, parts in _cut_rows(t.format, values[0], out):
         rounded = cast(some, src.dtype, t.wire)
-        _quantise_into(t, rounded, parts)
+        _quantize_into(t, rounded, parts)
 
 
 def _cut_rows(
@@ -64,33 +64,33 @@ def _cut_rows(
         yield values[first:past], tuple(parts)
 
 
-def quantise_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+def quantize_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     """Quantize the numbers that have arrived."""
-    assert isinstance(t, Quantise)
-    _quantise_into(t, values[0], out)
+    assert isinstance(t, Quantize)
+    _quantize_into(t, values[0], out)
 
 
-def _quantise_into(t: Quantise, numbers: Tensor, out: _Values) -> None:
+def _quantize_into(t: Quantize, numbers: Tensor, out: _Values) -> None:
     if t.wire not in DTYPES:
         numbers = cast(numbers, t.wire, "float32")
-    quantise(t.format, numbers, out)
+    quantize(t.format, numbers, out)
 
 
-def dequantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     """Dequantize data and scales, at either end; every NaN gets the same bits on all processors."""
-    assert isinstance(t, Dequantise)
+    assert isinstance(t, Dequantize)
     if dst.dtype in DTYPES:
-        numbers = dequantise(t.format, values, dtype_of(dst.dtype), out[0])
+        numbers = dequantize(t.format, values, dtype_of(dst.dtype), out[0])
         if dst.dtype == "float32":
             # In narrower dtypes all NaN have the same bits already.
             numbers.masked_fill_(numbers.isnan(), torch.nan)
         return
-    numbers = dequantise(t.format, values, torch.float32)
+    numbers = dequantize(t.format, values, torch.float32)
     cast_into(numbers, "float32", dst.dtype, out[0])
 
 
-def requantise_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
+def requantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
     """Convert data and scales to another format, at either end."""
-    assert isinstance(t, Requantise)
-    numbers = dequantise(t.old, values, torch.float32)
-    quantise(t.new, numbers, out)
+    assert isinstance(t, Requantize)
+    numbers = dequantize(t.old, values, torch.float32)
+    quantize(t.new, numbers, out)

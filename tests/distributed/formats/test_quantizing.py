@@ -1,4 +1,4 @@
-"""Tensors are quantised and read as the core does it, to the bit; and what is written to stays where it is."""
+"""Tensors are quantized and read as the core does it, to the bit; and what is written to stays where it is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardmath import FormatError
 from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from shardmath.values.formats.casting import cast_array
 from shardmath_torch.groups.dtypes import dtype_of
-from shardmath_torch.tensors.formats import quantising, slabs
-from shardmath_torch.tensors.formats.quantising import amax_of
+from shardmath_torch.tensors.formats import quantizing, slabs
+from shardmath_torch.tensors.formats.quantizing import amax_of
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "mxfp8_blocks.json"
 RULES = {"rceil": "te_rceil", "floor": "ocp_floor"}
@@ -52,7 +52,7 @@ def draw_extremes(seed: int, *shape: int) -> torch.Tensor:
 
 
 def list_tensors() -> dict[str, torch.Tensor]:
-    """What is quantised, by what is special of it."""
+    """What is quantized, by what is special of it."""
     mixed = torch.from_numpy(np.random.default_rng(0).permutation(1 << 16))
     normal = torch.from_numpy(np.random.default_rng(1).normal(size=(3, 66, 90)).astype(np.float32))
     return {
@@ -85,14 +85,14 @@ def same(tensor: torch.Tensor, array: Any) -> bool:
 @EACH
 def test_bits_are_those_of_the_core(one: Format) -> None:
     for name, tensor in TENSORS.items():
-        expected = one.quantise(tensor.float().numpy().copy())
-        parts = smt.quantise(one, tensor)
+        expected = one.quantize(tensor.float().numpy().copy())
+        parts = smt.quantize(one, tensor)
         for part, found, array in zip(one.parts, parts, expected, strict=True):
             assert same(found, array), (name, part.name)
-        numbers = one.dequantise(*expected)
-        assert same(smt.dequantise(one, parts, torch.float32), numbers), name
+        numbers = one.dequantize(*expected)
+        assert same(smt.dequantize(one, parts, torch.float32), numbers), name
         for dtype in ("bfloat16", "float16"):
-            short = smt.dequantise(one, parts, dtype_of(dtype))
+            short = smt.dequantize(one, parts, dtype_of(dtype))
             assert same(short.view(torch.uint16), cast_array(numbers, "float32", dtype).view("u2"))
 
 
@@ -103,8 +103,8 @@ def test_every_amax_of_bfloat16(one: MXFP8) -> None:
     tensor = torch.stack([amax, amax * -0.375], -1)
     if one.axis == -2:
         tensor = torch.stack(list(tensor.split(32)), -1).flatten(1)
-    expected = one.quantise(tensor.float().numpy())
-    for found, array in zip(smt.quantise(one, tensor), expected, strict=True):
+    expected = one.quantize(tensor.float().numpy())
+    for found, array in zip(smt.quantize(one, tensor), expected, strict=True):
         assert same(found, array)
 
 
@@ -114,7 +114,7 @@ def test_every_recorded_block(rounding: str) -> None:
     recorded = [case for case in cases if case[RULES[rounding]] is not None]
     words = [[int(word, 16) for word in case["bf16"]] for case in recorded]
     tensor = torch.tensor(words).to(torch.int16).view(torch.bfloat16)
-    data, scales = smt.quantise(MXFP8(rounding=rounding), tensor)
+    data, scales = smt.quantize(MXFP8(rounding=rounding), tensor)
     for i, case in enumerate(recorded):
         wanted = case[RULES[rounding]]
         assert scales[i].item() == wanted["scale"], case["id"]
@@ -124,7 +124,7 @@ def test_every_recorded_block(rounding: str) -> None:
 
 @EACH
 def test_every_byte_is_read_as_by_the_core(one: Format) -> None:
-    """NaN and infinities of others, and scales that quantising never makes."""
+    """NaN and infinities of others, and scales that quantizing never makes."""
     rng = np.random.default_rng(0)
     for shape in [(1, 256, 64), (2, 65, 70)]:
         arrays = []
@@ -133,8 +133,8 @@ def test_every_byte_is_read_as_by_the_core(one: Format) -> None:
             words = bits.view(part.dtype) if part.dtype == "float32" else bits[..., :1].copy()
             arrays.append(words[..., 0])
         arrays[0].reshape(-1)[:256] = np.arange(256)
-        expected = one.dequantise(*arrays)
-        found = smt.dequantise(one, [torch.from_numpy(a) for a in arrays], torch.float32).numpy()
+        expected = one.dequantize(*arrays)
+        found = smt.dequantize(one, [torch.from_numpy(a) for a in arrays], torch.float32).numpy()
         # Which of two NaN a product has is the processor's choice.
         assert (np.isnan(found) == np.isnan(expected)).all()
         assert same(torch.from_numpy(np.nan_to_num(found)), np.nan_to_num(expected))
@@ -143,13 +143,13 @@ def test_every_byte_is_read_as_by_the_core(one: Format) -> None:
 @EACH
 def test_slabs_that_cut_blocks_change_nothing(one: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = TENSORS["extremes"][:, :70, :90]
-    expected = smt.quantise(one, tensor)
-    numbers = smt.dequantise(one, expected, torch.float32)
+    expected = smt.quantize(one, tensor)
+    numbers = smt.dequantize(one, expected, torch.float32)
     for most in (1 << 6, 1 << 9, 1 << 13):
-        monkeypatch.setattr(quantising, "choose_most", lambda _, most=most: most)
-        for found, part in zip(smt.quantise(one, tensor), expected, strict=True):
+        monkeypatch.setattr(quantizing, "choose_most", lambda _, most=most: most)
+        for found, part in zip(smt.quantize(one, tensor), expected, strict=True):
             assert same(found, part.numpy()), most
-        assert same(smt.dequantise(one, expected, torch.float32), numbers.numpy()), most
+        assert same(smt.dequantize(one, expected, torch.float32), numbers.numpy()), most
 
 
 @EACH
@@ -157,7 +157,7 @@ def test_what_is_written_to_stays_where_it_is(one: Format) -> None:
     """Buffers of the types that bytes mean, in larger ones, whose other elements stay as they were."""
     tensor = TENSORS["tails"]
     shape = tuple(tensor.shape)
-    expected = smt.quantise(one, tensor)
+    expected = smt.quantize(one, tensor)
     for typed in (False, True):
         buffers = []
         for part in one.parts:
@@ -166,7 +166,7 @@ def test_what_is_written_to_stays_where_it_is(one: Format) -> None:
             buffers.append(memory.view(dtype_of(part.kind)) if typed else memory)
         inside = [b[tuple(slice(1, -1) for _ in shape)] for b in buffers]
         places = [t.data_ptr() for t in inside]
-        written = smt.quantise(one, tensor, out=inside)
+        written = smt.quantize(one, tensor, out=inside)
         assert all(a is b for a, b in zip(written, inside, strict=True))
         assert [t.data_ptr() for t in written] == places
         for part, found, whole, wanted in zip(one.parts, inside, buffers, expected, strict=True):
@@ -175,8 +175,8 @@ def test_what_is_written_to_stays_where_it_is(one: Format) -> None:
             others = whole.view(plain).numel() - wanted.numel()
             assert (whole.view(plain) == 77).sum() >= others
         out = torch.zeros(3, 90, 66, dtype=torch.bfloat16).transpose(1, 2)
-        assert smt.dequantise(one, inside, torch.bfloat16, out=out) is out
-        assert torch.equal(out, smt.dequantise(one, expected, torch.bfloat16))
+        assert smt.dequantize(one, inside, torch.bfloat16, out=out) is out
+        assert torch.equal(out, smt.dequantize(one, expected, torch.bfloat16))
 
 
 @pytest.mark.parametrize("one", [*MX, *TILES, *WHOLE, KNOWN[-1]], ids=str)
@@ -185,19 +185,19 @@ def test_parts_with_the_amax_of_all_are_parts_of_all(one: Format) -> None:
     tensor = TENSORS["extremes"][:, :96, :96]
     amax = amax_of(one, tensor)
     assert same(amax, one.amax(tensor.numpy()))
-    data, *_ = smt.quantise(one, tensor)
+    data, *_ = smt.quantize(one, tensor)
     for d, cut in ((2, 82), (1, 10)):
         part = tensor.narrow(d, 0, cut)
         touched = tuple(map(slice, one.scale_shape(tuple(part.shape))))
-        found, *_ = smt.quantise(one, part, amax=amax[touched])
+        found, *_ = smt.quantize(one, part, amax=amax[touched])
         assert torch.equal(found, data.narrow(d, 0, found.shape[d]))
 
 
-def test_parameters_are_quantised_without_a_graph() -> None:
+def test_parameters_are_quantized_without_a_graph() -> None:
     weight = torch.nn.Parameter(torch.ones(32, 32))
-    data, scales = smt.quantise(MXFP8(), weight)
+    data, scales = smt.quantize(MXFP8(), weight)
     out = torch.nn.Parameter(torch.zeros(32, 32))
-    assert smt.dequantise(MXFP8(), (data, scales), torch.float32, out=out) is out
+    assert smt.dequantize(MXFP8(), (data, scales), torch.float32, out=out) is out
     assert torch.equal(out, weight) and out.grad_fn is None
 
 
@@ -221,36 +221,36 @@ class Memory(TorchDispatchMode):
 def test_persistent_buffers_are_filled_by_way_of_slabs(one: Format) -> None:
     """Nothing that is made on the way is larger than a slab in float32."""
     tensor = torch.zeros(1 << 10, 1 << 10, dtype=torch.bfloat16)
-    out = smt.quantise(one, tensor)
+    out = smt.quantize(one, tensor)
     numbers = torch.empty_like(tensor)
     with Memory() as memory:
-        smt.quantise(one, tensor, out=out)
-        smt.dequantise(one, out, torch.bfloat16, out=numbers)
+        smt.quantize(one, tensor, out=out)
+        smt.dequantize(one, out, torch.bfloat16, out=numbers)
     for given in (tensor, numbers, *out):
         memory.sizes.pop(given.data_ptr(), None)
     assert max(memory.sizes.values()) == 4 * slabs.MOST < 2 * tensor.nbytes
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no format": (lambda x: smt.quantise("mxfp8", x), "'mxfp8' is no format"),
-    "no tensor": (lambda x: smt.quantise(MXFP8(), x.numpy()), "give a torch.Tensor"),
-    "float64": (lambda x: smt.quantise(MXFP8(), x.double()), "dtype torch.float64"),
-    "a number": (lambda x: smt.quantise(MXFP8(), x[0, 0]), "no dimension"),
-    "meta": (lambda x: smt.quantise(MXFP8(), x.to("meta")), "meta device"),
-    "one dimension": (lambda x: smt.quantise(FP8Blocks(), x[0]), "have 2 dimensions"),
-    "odd": (lambda x: smt.quantise(NVFP4(), x[:, :33]), "has to be a multiple of 2"),
-    "one out": (lambda x: smt.quantise(MXFP8(), x, out=[x]), "is data, scales; give these"),
-    "dtype of out": (lambda x: smt.quantise(MXFP8(), x, out=[x, x]), "uint8 or float8_e4m3fn"),
-    "amax": (lambda x: smt.quantise(MXFP8(), x, amax=x), r"give float32 \(64, 2\) on cpu"),
-    "amax of numpy": (lambda x: smt.quantise(MXFP8(), x, amax=3), r"amax is 3; give float32"),
-    "no parts": (lambda x: smt.dequantise(MXFP8(), (), torch.float32), "no data"),
-    "data alone": (lambda x: smt.dequantise(MXFP8(), (x,), torch.float32), "has 1 tensor"),
+    "no format": (lambda x: smt.quantize("mxfp8", x), "'mxfp8' is no format"),
+    "no tensor": (lambda x: smt.quantize(MXFP8(), x.numpy()), "give a torch.Tensor"),
+    "float64": (lambda x: smt.quantize(MXFP8(), x.double()), "dtype torch.float64"),
+    "a number": (lambda x: smt.quantize(MXFP8(), x[0, 0]), "no dimension"),
+    "meta": (lambda x: smt.quantize(MXFP8(), x.to("meta")), "meta device"),
+    "one dimension": (lambda x: smt.quantize(FP8Blocks(), x[0]), "have 2 dimensions"),
+    "odd": (lambda x: smt.quantize(NVFP4(), x[:, :33]), "has to be a multiple of 2"),
+    "one out": (lambda x: smt.quantize(MXFP8(), x, out=[x]), "is data, scales; give these"),
+    "dtype of out": (lambda x: smt.quantize(MXFP8(), x, out=[x, x]), "uint8 or float8_e4m3fn"),
+    "amax": (lambda x: smt.quantize(MXFP8(), x, amax=x), r"give float32 \(64, 2\) on cpu"),
+    "amax of numpy": (lambda x: smt.quantize(MXFP8(), x, amax=3), r"amax is 3; give float32"),
+    "no parts": (lambda x: smt.dequantize(MXFP8(), (), torch.float32), "no data"),
+    "data alone": (lambda x: smt.dequantize(MXFP8(), (x,), torch.float32), "has 1 tensor"),
     "integers": (
-        lambda x: smt.dequantise(MXFP8(), smt.quantise(MXFP8(), x), torch.int32),
+        lambda x: smt.dequantize(MXFP8(), smt.quantize(MXFP8(), x), torch.int32),
         "use bfloat16, float16, float32",
     ),
     "shape of out": (
-        lambda x: smt.dequantise(MXFP8(), smt.quantise(MXFP8(), x), x.dtype, out=x[1:]),
+        lambda x: smt.dequantize(MXFP8(), smt.quantize(MXFP8(), x), x.dtype, out=x[1:]),
         r"give torch.float32 \(64, 64\)",
     ),
 }
@@ -263,3 +263,11 @@ def test_bad_arguments_are_told_and_nothing_is_written(name: str) -> None:
     with pytest.raises(FormatError, match=message):
         act(tensor)
     assert (tensor == 1).all()
+
+
+@pytest.mark.parametrize("former", list(smt.FORMER))
+def test_former_names_are_found_with_a_warning(former: str) -> None:
+    now = smt.FORMER[former]
+    with pytest.warns(DeprecationWarning, match=rf"\.{former} is shardmath_torch\.{now}$"):
+        found = getattr(smt, former)
+    assert found is getattr(smt, now)

@@ -1,4 +1,4 @@
-"""Relabelling against brute force: all permutations, bytes counted element by element."""
+"""Relabeling against brute force: all permutations, bytes counted element by element."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardmath import Layout, Mesh, PlanError, Table, plan, testing
 from shardmath.layouts.algebra.overlay import overlap_table
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import from_ranges
-from shardmath.layouts.edits import relabelled, window
+from shardmath.layouts.edits import relabeled, window
 from shardmath.plans.plan import Side
-from shardmath.plans.relabelling.relabelling import Relabelling, relabel
+from shardmath.plans.relabeling.relabeling import Relabeling, relabel
 
 
 def small_meshes(most: int = 5) -> st.SearchStrategy[Mesh]:
@@ -131,8 +131,8 @@ def test_received_bytes_drop_on_more_ranks(pair: tuple[Layout, ...]) -> None:
 def test_a_renamed_layout_gets_its_names_back(layout: Layout, random) -> None:
     ranks = list(layout.mesh.ranks)
     mixed = dict(zip(ranks, random.sample(ranks, len(ranks)), strict=True))
-    found = relabel(layout, relabelled(layout, mixed))
-    assert received(layout, found.apply(relabelled(layout, mixed))) == 0
+    found = relabel(layout, relabeled(layout, mixed))
+    assert received(layout, found.apply(relabeled(layout, mixed))) == 0
 
 
 @given(st.permutations(range(12)))
@@ -188,7 +188,7 @@ def test_ranks_could_come_to_match() -> None:
     """Under other names the addends would pass through, which is another plan: names are kept."""
     src = Layout((4,), Mesh(p=2, t=2), "n {avg: p}")
     dst = Layout((4,), Mesh(p=2, t=2, ranks=[0, 2, 1, 3]), "n {avg: p}")
-    assert relabel(src, dst) == Relabelling(tuple((r, r) for r in range(4)), 0, 0)
+    assert relabel(src, dst) == Relabeling(tuple((r, r) for r in range(4)), 0, 0)
 
 
 # Tables
@@ -207,7 +207,7 @@ def test_parts_that_overlap() -> None:
     parts = (from_ranges([(0, 4)]), from_ranges([(3, 6), (0, 1)]))
     src = Layout((6,), Mesh(a=2), {"a": Table(0, parts)})
     dst = Layout((6,), Mesh(a=2, ranks=[1, 0]), {"a": Table(0, parts)})
-    assert relabel(src, dst) == Relabelling(((0, 1), (1, 0)), 16, 32)
+    assert relabel(src, dst) == Relabeling(((0, 1), (1, 0)), 16, 32)
 
 
 # Values
@@ -217,18 +217,16 @@ def case() -> tuple[Layout, Layout]:
     return Layout((8,), Mesh(dp=4), "(dp n)"), Layout((8,), Mesh(dp=2, tp=2), "(tp dp n)")
 
 
-def test_a_relabelling_is_a_value() -> None:
+def test_a_relabeling_is_a_value() -> None:
     found = relabel(*case())
     assert (
-        eval(repr(found), {"Relabelling": Relabelling})
-        == found
-        == pickle.loads(pickle.dumps(found))
+        eval(repr(found), {"Relabeling": Relabeling}) == found == pickle.loads(pickle.dumps(found))
     )
     assert hash(found) == hash(relabel(*case()))
     assert str(found) == "2 of 4 ranks renamed, 16 B more kept in place (16 -> 32 B)"
     assert found.ranks == dict(found.pairs)
     assert (
-        str(Relabelling(((0, 1), (1, 0), (4, 4)), 8, 9))
+        str(Relabeling(((0, 1), (1, 0), (4, 4)), 8, 9))
         == "2 of 3 ranks renamed, 1 B more kept in place (8 -> 9 B)"
     )
 
@@ -236,10 +234,10 @@ def test_a_relabelling_is_a_value() -> None:
 def test_applied_to_what_plan_takes() -> None:
     src, dst = case()
     found = relabel(src, dst)
-    one = relabelled(dst, found.ranks)
+    one = relabeled(dst, found.ranks)
     halves = (window(dst, ((0, 3),)), window(dst, ((3, 8),)))
     assert found.apply(dst) is one
-    assert found.apply(halves) == tuple(relabelled(half, found.ranks) for half in halves)
+    assert found.apply(halves) == tuple(relabeled(half, found.ranks) for half in halves)
     assert found.apply({"w": dst, "v": halves}) == {"w": one, "v": found.apply(halves)}
     assert relabel(src, halves) == found == relabel({"w": src}, {"w": halves})
 
@@ -260,9 +258,9 @@ def test_one_permutation_for_all_tensors() -> None:
 def test_disjoint_sides_keep_their_names_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     far = Layout((8,), Mesh(a=2, ranks=[8, 9]), "(a n)")
-    assert relabel(case()[0], far) == Relabelling(((8, 8), (9, 9)), 0, 0)
+    assert relabel(case()[0], far) == Relabeling(((8, 8), (9, 9)), 0, 0)
     assert relabel(case()[0], case()[0]).saving == 0
-    assert relabel({}, {}) == Relabelling((), 0, 0)
+    assert relabel({}, {}) == Relabeling((), 0, 0)
 
 
 def test_scipy_is_named_where_it_is_missing(fails, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +284,7 @@ def test_totals_beyond_floats_are_exact(power: int, odd: int, seed: int) -> None
     assert found.kept_after + received(src, found.apply(dst)) == n
 
 
-def test_what_cannot_be_relabelled(fails) -> None:
+def test_what_cannot_be_relabeled(fails) -> None:
     src, dst = case()
     wrong = Layout((9,), Mesh(a=2), "(a n)")
     fails(

@@ -1,7 +1,0 @@
-"""Relabelling: the choice of a rank for each destination coordinate.
-
-In reading order:
-
-- `common`: the bytes that ranks of both sides have in common;
-- `relabelling`: the permutation that keeps most of them in place.
-"""
