@@ -110,6 +110,7 @@ lint: $(DEV)
 	@$(BIN)/python tools/style.py --check
 	@echo "lint: public classes of one name"
 	@$(BIN)/python tools/names.py --check
+	@$(BIN)/python tools/index.py --check
 
 style: $(DEV)
 	@$(BIN)/python tools/style.py

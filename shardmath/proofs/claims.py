@@ -84,8 +84,9 @@ _Boxes: TypeAlias = dict[_Target, list[Box]]
 class _Addends(NamedTuple):
     """Groups and addends of the ranks of a destination window, by rank.
 
-    `group` is the number of the rank's group, of which one rank receives; `chosen` is the rank's addend on the
-    axes where any one addend may receive; `through` is its addend on the axes where addends pass through.
+    `group` is the number of the rank's group, of which one rank receives. `chosen` is the number of the rank's addend
+    on the axes where any one addend may receive, and is empty if there are no such axes. `through` is the number of its
+    addend on the axes where addends pass through.
     """
 
     group: dict[int, int]
@@ -97,6 +98,7 @@ def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
     """The groups and addends of the ranks of a mesh."""
     others = [axis for axis in mesh.shape if axis not in rule.chosen]
     passing = [axis for _, axes in rule.matched for axis in axes]
+    # Empty if there is no choice, in which case no receiver has to be noted.
     chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
     return _Addends(
         group=_coordinates(mesh, others),

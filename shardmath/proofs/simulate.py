@@ -28,6 +28,7 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan, Transfer
 
 if TYPE_CHECKING:
+    from shardmath.plans.programs.messages import Step
     from shardmath.plans.programs.program import Program
 
 __all__ = ["Array", "Shards", "as_program", "simulate"]
@@ -130,7 +131,7 @@ def _run_transfers(plan: Plan | Transposed, held: _Arrays, out: _Arrays) -> None
 
 def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
     """Run all rounds of all ranks, step by step; relayed pieces are read from destination arrays."""
-    steps: dict[tuple[int, int, int], list[tuple[Transfer, _Arrays]]] = {}
+    steps: dict[Step, list[tuple[Transfer, _Arrays]]] = {}
     for rank in out:
         for round_ in prog.for_rank(rank):
             pieces = steps.setdefault(round_.step, [])

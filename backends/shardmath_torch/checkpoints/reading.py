@@ -157,7 +157,7 @@ class Reader(storage.StorageReader):
         """The plan's reads, by file."""
         found = self._checkpoint
         boxes = _find_boxes(found, plan.items)
-        self._describe_archives(boxes, plan.items)
+        self._describe_unchecked(boxes, plan.items)
         by_file: dict[Place, list[_Read]] = {}
         for box, item in zip(boxes, plan.items, strict=True):
             strided = self._strided.get(box)
@@ -168,8 +168,8 @@ class Reader(storage.StorageReader):
             by_file.setdefault(box.file, []).append(read)
         return by_file
 
-    def _describe_archives(self, boxes: Sequence[StoredBox], items: Sequence[ReadItem]) -> None:
-        """Describe the archives that this rank reads and only other ranks have checked."""
+    def _describe_unchecked(self, boxes: Sequence[StoredBox], items: Sequence[ReadItem]) -> None:
+        """Add the boxes that this rank reads from archives of torch.save to `_strided`, unless it has checked them."""
         new: dict[tuple[str, StoredBox], None] = {}
         for box, item in zip(boxes, items, strict=True):
             if box.archive and box not in self._strided:

@@ -1,7 +1,7 @@
 """Stages: sequences of digits, each of which cuts every current piece and names the ranks that keep the parts.
 
 1. A **digit** is how every current piece is cut and who keeps the parts: the ranks at coordinate r
-   of a mesh axis keep the r-th part, or, without an axis, every rank keeps all parts in order.
+   of a mesh axis keep the r-th part. In a **local** digit, without an axis, every rank keeps all parts.
 2. Digits of a **stage** act inside each other's pieces. The end of a stage concatenates the pieces
    and forgets their borders; the next stage divides what is left as one piece.
 3. Stages are canonical: no digit that changes nothing, no border without an effect.
@@ -243,7 +243,7 @@ def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
 def _canonical_stage(stage: Stage) -> Stage:
     """The stage without local digits that have no effect."""
     digits = [digit for digit in stage if digit.axes or not is_trivial(digit.cut)]
-    # A stage joins its pieces at its end: borders that no later digit divides have no effect.
+    # A stage joins its pieces at its end, so a local digit has no effect unless a later digit divides its pieces.
     while digits and not digits[-1].axes:
         digits.pop()
     out = []

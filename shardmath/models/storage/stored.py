@@ -342,7 +342,7 @@ class Vocabulary:
         return ordered
 
     def _group(self, template: str, stacked: int | None) -> _Grouped:
-        """Group the names of a template as `find` returns them."""
+        """Group the names of a template as `find` returns them; `stacked` is a position among their numbers."""
         names = self.templates.get(template, {})
         if stacked is None:
             return {numbers: {0: name} for numbers, name in names.items()}

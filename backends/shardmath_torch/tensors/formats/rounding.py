@@ -74,7 +74,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """A table of the float32 number of each byte; for E2M1 of both numbers, as one element of float64."""
+    """The float32 number of each byte. A byte of E2M1 has two, which are one element of float64 in the table."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
