@@ -204,10 +204,11 @@ def test_large_plans_are_small_pictures(name: str) -> None:
     assert np.max(traffic(p).sent.shape) <= 24
 
 
-def test_the_figure_is_current() -> None:
-    """`python tools/figure.py` writes it anew."""
-    place = Path(__file__).parents[3] / "tools" / "figure.py"
-    spec = importlib.util.spec_from_file_location("figure", place)
+@pytest.mark.parametrize("name", ["figure", "qkv_figure"])
+def test_the_figures_of_pages_are_current(name: str) -> None:
+    """`python tools/NAME.py` writes it again."""
+    place = Path(__file__).parents[3] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
