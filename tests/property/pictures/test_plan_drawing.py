@@ -205,7 +205,7 @@ def test_large_plans_are_small_pictures(name: str) -> None:
 
 
 def test_the_figure_is_current() -> None:
-    """`python tools/figure.py` writes it anew."""
+    """`python tools/figure.py` writes it again."""
     place = Path(__file__).parents[3] / "tools" / "figure.py"
     spec = importlib.util.spec_from_file_location("figure", place)
     assert spec is not None and spec.loader is not None
