@@ -57,11 +57,11 @@ help:
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
 	@echo "make soak      1,000 moves of processes that are killed, stopped and interrupted; prints what it found"
 	@echo "make lint      lint, types and layers only"
-	@echo "make style     how the code reads, in figures, beside codebases held up as models"
+	@echo "make style     how the code reads, in figures, next to codebases held up as models"
 	@echo "make docs      the site of docs/, into site/"
-	@echo "make bench     the benchmarks, each beside its peer"
+	@echo "make bench     the benchmarks, each next to its peer"
 	@echo "make venv-vllm      only install .venv-vllm: vLLM for CPUs, and what a trainer needs"
-	@echo "make bench-vllm     weights into a running vLLM, beside its own path"
+	@echo "make bench-vllm     weights into a running vLLM, compared with its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
 	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-torch, .venv-vllm and every cache"
@@ -110,6 +110,8 @@ lint: $(DEV)
 	@$(BIN)/python tools/style.py --check
 	@echo "lint: public classes of one name"
 	@$(BIN)/python tools/names.py --check
+	@echo "lint: words in pages and docstrings"
+	@$(BIN)/python tools/words.py --check
 
 style: $(DEV)
 	@$(BIN)/python tools/style.py
