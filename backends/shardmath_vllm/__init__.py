@@ -2,20 +2,20 @@
 
 In reading order:
 
-- `infos`: what trainers say of themselves, and what workers are told;
+- `infos`: the arguments of a trainer's ranks, and the messages to workers;
 - `converting`: a trainer's tensors as checkpoints have them;
-- `source`: what a trainer's rank holds, and how all of its ranks do;
-- `megatron`: the same of Megatron-Core's models;
-- `cells`: what an update writes, as a set;
-- `update`: what one rank goes through while all take new weights;
-- `board`: what ranks tell each other of it;
-- `link`: what ranks have of each other once they have met;
-- `meeting`: trainers and workers join, say what they hold, and plan the same;
-- `calls`: engines are told to do their part while this rank does its own;
-- `clients`: how a trainer speaks to an engine;
+- `source`: the tensors of a trainer's rank, and how all of its ranks store them;
+- `megatron`: such a source, read from Megatron-Core's models;
+- `cells`: the elements that an update writes, as a set;
+- `update`: the states of one rank while all take new weights;
+- `board`: messages between ranks about an update, in a store;
+- `link`: the group, plan and refits of ranks that are connected;
+- `meeting`: trainers and workers connect, exchange descriptions, and plan the same;
+- `calls`: calls to engines, while this rank does its own part;
+- `clients`: a trainer's connections to engines;
 - `trainer`: a rank of the trainer;
 - `workers`: vLLM's end;
-- `plugin`: how vLLM finds both.
+- `plugin`: registration of both with vLLM.
 
 Only `workers` and `plugin` import vLLM: a trainer needs none.
 """

@@ -1,12 +1,12 @@
-"""Boards: what ranks of a trainer and its engines tell each other of their updates, in the store of their group.
+"""Boards: messages between ranks of a trainer and its engines about their updates, in the store of their group.
 
-1. Place 0 speaks to engines, so it says of each step whether that went well; others hear it. Before weights move, every
-   rank says whether it is ready.
+1. Place 0 calls the engines, so it reports of each step whether it succeeded; the others read that. Before weights
+   move, every rank reports whether it is ready.
 2. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
-   others have heard what it said last.
+   the others have read its last report.
 3. Other ranks wait a little longer than place 0 may take, so that no rank is blamed for a late place 0.
-4. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it without an end,
-   deaf to Ctrl-C. So it is asked on a thread beside.
+4. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it forever and
+   ignores Ctrl-C. So requests to the store are made on a separate thread.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """What is last in an update, as `relay`: place 0, whose process may end next, waits for others to have heard.
+        """Do the last step of an update, like `relay`: place 0, whose process may end next, waits until others read it.
 
-        `find_failure()` says at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not in
-        time.
+        `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
+        in time.
         """
         self.relay(what, act)
         self._confirm(what)
@@ -157,7 +157,7 @@ class Board:
         return fault
 
     def find(self, what: str) -> str:
-        """What was said, "" for nothing. Raises ExchangeError where the store is gone."""
+        """Return the report on this step, "" if there is none. Raises ExchangeError if the store is gone."""
         try:
             return self._read(what) or ""
         except RuntimeError as error:

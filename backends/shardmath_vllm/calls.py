@@ -1,7 +1,7 @@
-"""Calls: engines are told to do their part while this rank does its own.
+"""Calls: calls to engines, while this rank does its own part.
 
-Each call is on a thread of its own, so that no engine is waited for without an end: not one that hangs, and not another
-one, where one fails. An engine is asked one thing at a time.
+Each call has a separate thread, so that no wait for an engine is endless: neither for one that hangs, nor for
+another one when one fails. An engine gets one call at a time.
 
 >>> said = []
 >>> calls = Calls()
@@ -118,7 +118,7 @@ class Calls:
         self.answer(seconds)
 
     def try_to_tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call each engine that has answered the call before, and wait for so long, whatever becomes of it."""
+        """Call each engine that has answered the call before, and wait at most `seconds`, whatever the results."""
         able = {}
         for number, act in enumerate(acts):
             if number not in self._calls or not self._calls[number].is_open:
@@ -133,14 +133,14 @@ class Calls:
 
     @property
     def fault(self) -> str:
-        """What engines say whose calls have failed so far; "" where none has."""
+        """The errors of the engines whose calls have failed so far; "" if none has."""
         return "\n".join(call.fault for call in self._calls.values() if call.fault)
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """What this rank fails by within says, too, why open calls fail.
+        """Add the errors of open calls to any error raised inside.
 
-        Raises ExchangeError in its place, where they do.
+        Raises ExchangeError instead of that error if a call has failed.
         """
         try:
             yield

@@ -27,7 +27,7 @@ TIMEOUT_S = 600.0
 
 @runtime_checkable
 class Client(Protocol):
-    """What speaks to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
+    """A connection to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -43,10 +43,10 @@ _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 
 
 class LLMClient:
-    """Speaks to a `vllm.LLM` that was made in this process, whose workers may be processes of their own.
+    """A client for a `vllm.LLM` that was made in this process; its workers may be separate processes.
 
-    One call at a time, as a server does: two threads in an LLM take each other's answers. A call that a Ctrl-C has left
-    goes on, and the next one waits for it.
+    It makes one call at a time, as a server does: two threads in an LLM take each other's answers. A call that was
+    interrupted by Ctrl-C continues, and the next one waits for it.
     """
 
     def __init__(self, llm: Any) -> None:

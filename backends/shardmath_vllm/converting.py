@@ -1,10 +1,10 @@
 """Converting: a trainer's tensors by the names, and in the shapes, that checkpoints of it have.
 
-1. transformers keeps some models otherwise than it saves them, such as experts in a stack; vLLM's loaders know what it
-   saves. How the one is made of the other is recorded (`shardmath_torch.tensors.conversions.saved`).
-2. Whose tensors are those that rows speak of, as Megatron-Core's, has rows for what is saved of them, too.
-3. Either is a value, by which workers make of a trainer's tensors what their loader takes. No data goes this
-   way: workers run it to record their loaders.
+1. transformers keeps some models in another form than it saves them, such as experts in a stack; vLLM's loaders expect
+   the saved form. The conversion is recorded (`shardmath_torch.tensors.conversions.saved`).
+2. For a model that rows describe, such as Megatron-Core's, rows also describe the saved form.
+3. Both are values. Workers use them to turn a trainer's tensors into the tensors that their loader takes. No data is
+   converted this way: workers run the conversion to record their loaders.
 
 >>> import torch
 >>> from shardmath.models.recordings.pieces import Piece
@@ -36,8 +36,8 @@ __all__ = ["convert", "declare_conversion"]
 
 
 def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | None:
-    """What checkpoints of a model of Hugging Face's configuration have of logical tensors of these shapes and dtypes;
-    None where that is the tensors themselves.
+    """Return how checkpoints of a model of Hugging Face's configuration store logical tensors of these shapes and
+    dtypes; None if they store the tensors themselves.
     """
     stored = hugging_face(config)
     (rank,) = stored.meshes[0].ranks

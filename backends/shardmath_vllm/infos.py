@@ -23,13 +23,13 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class TrainerInfo:
-    """What one rank of a trainer brings to `Trainer.trainer_init`.
+    """The arguments of one rank of a trainer to `Trainer.trainer_init`.
 
     `rank` is this process of `trainers`, and `workers` how many each engine has, in the order of its clients.
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
     for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile`. Engines get
     parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer
-    does not have, besides those of vLLM itself. Raises ValueError for other values, LayoutError for an unknown `dtype`.
+    does not have, besides vLLM's own tensors. Raises ValueError for other values, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -83,7 +83,7 @@ class TrainerInfo:
         return self.rank == 0
 
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """What the workers of an engine are told, so that they join."""
+        """Return the message that asks the workers of an engine to join."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -137,7 +137,7 @@ def _read_limit(given: object) -> int | None:
 
 @dataclass
 class Joining:
-    """What a worker is told. Worker `i` of the engine has place `first + i` of `size`.
+    """The message that asks a worker to join. Worker `i` of the engine has place `first + i` of `size`.
 
     `meeting` is a text that no other meeting has: the worker takes updates of this one from then on.
     """
@@ -156,7 +156,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """What a worker is told of an update: its number, from 1 on, since the ranks met, and the meeting."""
+    """The message to a worker about an update: its number since the ranks connected, from 1 on, and the meeting."""
 
     number: int
     meeting: str = ""

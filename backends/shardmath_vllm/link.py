@@ -31,9 +31,9 @@ _T = TypeVar("_T")
 
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
-    """What `act` gives on this rank, once it was right on all. Raises ExchangeError with what was wrong on each.
+    """Return `act()` once it has succeeded on all ranks. Raises ExchangeError with the fault of each rank.
 
-    Without a group this rank is all, and raises what `act` does.
+    Without a group this rank is the only one, and raises what `act` raises.
     """
     if group is None:
         return act()
@@ -75,13 +75,13 @@ class Link:
     said: list[int] = field(default_factory=list)
 
     def leave(self) -> None:
-        """End the group, and those beside it."""
+        """End the group, and the groups in `beside`."""
         for group in (*self.beside.values(), self.group):
             smt.disconnect(group)
 
     @property
     def board(self) -> Board:
-        """What its ranks tell each other. Raises ExchangeError once the group was left."""
+        """The board of the group's ranks. Raises ExchangeError once the group was left."""
         store = compat.store_of(self.group)
         if store is None:
             raise ExchangeError("the group was left; meet the engines again, by trainer_init")
@@ -186,9 +186,9 @@ class Life:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What may fail, by which the update is over, also between two steps.
+        """End the update if the code inside raises, in a step or between two steps.
 
-        Raises what it fails by, with what others say of it.
+        Raises its error, with the other ranks' reports on it.
         """
         try:
             yield

@@ -1,10 +1,10 @@
-"""Meeting: trainers and workers of engines join in one group, say what they hold, and plan the same.
+"""Meeting: trainers and workers of engines join in one group, exchange descriptions, and plan the same.
 
-1. The group is made for the purpose: both are jobs of their own, with ranks from 0. Places in it are the trainer's
-   ranks first, then the workers of each engine.
-2. Trainers say what they hold, and workers what their loader stores of that. Each rank plans for itself; that all
-   plans are the same, they find out as they compile them.
-3. What goes wrong on one rank is an error on all, that says whose it is.
+1. The group is made for this purpose: trainers and engines are separate jobs, with ranks from 0. Places in the group
+   are the trainer's ranks first, then the workers of each engine.
+2. Trainers send how they store their tensors, and workers send how their loader stores these. Each rank plans for
+   itself; compiling checks that all plans are the same.
+3. An error on one rank is an error on all, and names the rank.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank brings: `told`, if it is a trainer; else its engine, and what records the engine's loader.
+    """A rank's contribution: `told`, if it is a trainer; else its engine, and a function that records its loader.
 
-    `is_joint` where ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
+    `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
 
     told: Told | None = None
@@ -45,7 +45,7 @@ class Given:
 
 
 class Where(Protocol):
-    """Where ranks meet, and what they do alike: what a trainer brings, and what it tells workers."""
+    """A meeting's address, size and time limit, and the settings of its moves; the same on all of its ranks."""
 
     @property
     def address(self) -> str: ...

@@ -1,7 +1,8 @@
-"""Megatron-Core: what a trainer's rank holds of a GPTModel, and how all of its ranks do.
+"""Megatron-Core: the tensors of a GPTModel on a trainer's rank, and how all of its ranks store them.
 
-1. Megatron's configuration says how tensors are divided (`models.systems.megatron`), that of Hugging Face what
-   vLLM's loader calls them, and which of them it has fused (`models.systems.hugging_face`). Megatron is not imported.
+1. Megatron's configuration says how tensors are divided (`models.systems.megatron`). Hugging Face's configuration says
+   how vLLM's loader names them, and which of them Megatron has fused (`models.systems.hugging_face`). Megatron is not
+   imported.
 2. Tensors are the model's own, so that what a step changes in them is what is sent.
 """
 
@@ -35,13 +36,13 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """What this rank holds of a GPTModel, or of the chunk of each virtual stage. Collective over the default group.
+    """Read a GPTModel on this rank, or its chunk of each virtual stage, as a source. Collective over the default group.
 
     Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
-    model: an object, or a mapping of its fields. `spec` is whose modules layers are made of, "te" or "local", `order`
-    that of Megatron's ranks, `vocab_multiple` its make_vocab_size_divisible_by. Engines get parameters as numbers of
-    type `dtype`, by default the trainer's own; buffers always as they are.
-    Raises StoreError for a model of which rows do not know how it is stored.
+    model: an object, or a mapping of its fields. `spec`, "te" or "local", says whose modules layers are made of.
+    `order` is the order of Megatron's ranks, and `vocab_multiple` its make_vocab_size_divisible_by. Engines get
+    parameters as numbers of type `dtype`, by default the trainer's own; buffers always as they are.
+    Raises StoreError for a model whose storage rows do not describe.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Typed by what Megatron says of them alone.

@@ -41,14 +41,14 @@ Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Source:
-    """What a trainer's rank holds.
+    """The tensors of a trainer's rank, and how all of its ranks store them.
 
     `tensors` are this rank's, by the trainer's names, or one such mapping per virtual stage. `side` is how all of the
-    trainer's ranks store them: rows, or a layout of each. `shapes` are shape and dtype of each tensor by the name that
-    vLLM's loader knows, or that `checkpoint` has; `served` the same as engines get them, where their numbers are of
-    another type. `checkpoint` is what vLLM's loader is given of these, where that is not the tensors themselves
-    (`converting`). A parameter in whose place another is put in one of `modules` is an error. `rank` is this process as
-    `side` names it, where that is known; of several trainers it has to be TrainerInfo's.
+    trainer's ranks store them: rows, or a layout of each. `shapes` has shape and dtype of each tensor by the name that
+    vLLM's loader knows, or that `checkpoint` has; `served` has the same as engines get them, if they get another type.
+    `checkpoint` says how vLLM's loader gets these tensors, if it does not get the tensors themselves (`converting`). It
+    is an error if a parameter of `modules` was replaced by another one. `rank` is this process's rank in `side`, if it
+    is known; if there are several trainers it must be TrainerInfo's.
     """
 
     tensors: Chunks
@@ -60,14 +60,14 @@ class Source:
     rank: int | None = None
 
     def tell(self) -> Told:
-        """What all ranks plan by."""
+        """Return the facts with which all ranks plan."""
         shapes = dict(self.shapes)
         return Told(self.side, shapes, dict(self.served or shapes), self.checkpoint)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the ranks of a trainer say alike."""
+    """The facts that all ranks of a trainer share."""
 
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
@@ -76,7 +76,7 @@ class Told:
 
     @property
     def rules(self) -> dict[str, Cast]:
-        """What is made of tensors on the way."""
+        """The casts of tensors on the way."""
         rules = {}
         for name, (_, dtype) in self.served.items():
             if self.shapes[name][1] != dtype:
@@ -85,7 +85,7 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """The source itself, or that of a module, or of what holds one, as vLLM's ModuleSource does.
+    """Return the source itself, or the source of a module, or of an object that holds one, such as vLLM's ModuleSource.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
     Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without

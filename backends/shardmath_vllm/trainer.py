@@ -73,11 +73,11 @@ class Trainer:
         client: Client | Sequence[Client],
         source: Any,
     ) -> Trainer:
-        """Meet the engines, of which each has a client. Collective over the trainer's ranks, and again after a failure.
+        """Connect to the engines, one per client. Collective over the trainer's ranks, and again after a failure.
 
         `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
-        Raises ExchangeError on all ranks, where one does not come, or its arguments or its tensors do not fit those of
-        the others; a trainer of one rank raises ValueError or TypeError for its own arguments.
+        Raises ExchangeError on all ranks if one does not come, or if its arguments or its tensors do not fit the
+        others'; a trainer of one rank raises ValueError or TypeError for its own arguments.
         """
         with among_trainers(init_info) as ranks:
             clients = together(ranks, "name its engines", lambda: _check_clients(client, init_info))
@@ -109,10 +109,10 @@ class Trainer:
 
     @as_main()
     def send_weights(self) -> None:
-        """Have every engine take this rank's weights as they are now. Collective over the trainer's ranks.
+        """Send this rank's weights, as they are now, to every engine. Collective over the trainer's ranks.
 
-        Raises ExchangeError on all ranks where a worker or a trainer fails. Where that is before any weight has moved,
-        engines go on with those that they had.
+        Raises ExchangeError on all ranks if a worker or a trainer fails. If that is before any weight has moved,
+        engines continue with the weights that they had.
         """
         self._number += 1
         life = Life(self.link, Update(self._number))
@@ -151,7 +151,7 @@ class Trainer:
             refit.release()
 
     def shutdown(self) -> None:
-        """Leave the engines, which go on with the weights that they have."""
+        """Leave the engines, which continue with the weights that they have."""
         self.link.leave()
 
     def _check(self) -> None:

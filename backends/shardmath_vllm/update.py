@@ -46,7 +46,7 @@ NO_CELLS = Cells({})
 
 
 class Phase(Enum):
-    """Where an update stands at one rank."""
+    """The phase of an update at one rank."""
 
     IDLE = "idle"
     CALLED = "called"
@@ -60,7 +60,7 @@ class Phase(Enum):
 
 
 class Step(Enum):
-    """What happens to an update."""
+    """A step of an update, or an event that ends it."""
 
     CALL = "call"
     CHECK = "check"
@@ -129,5 +129,5 @@ class Update:
 
     @property
     def keeps_link(self) -> bool:
-        """Whether ranks may go on together; those that were torn have to meet again."""
+        """Whether ranks may stay connected; after a torn update they have to connect again."""
         return self.phase is not Phase.TORN

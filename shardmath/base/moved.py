@@ -47,7 +47,7 @@ def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], obje
 
 
 def find_former(name: str, now: str) -> object:
-    """What is at the path `now`, with a DeprecationWarning to whoever asked a module's `__getattr__` for `name`."""
+    """Return what is at the path `now`; warn, by DeprecationWarning, the code that asked a module for `name`."""
     warnings.warn(f"{name} is {now}", DeprecationWarning, stacklevel=3)
     path, _, attribute = now.rpartition(".")
     return getattr(import_module(path), attribute)

@@ -22,7 +22,7 @@ def public(cls: _C) -> _C:
 
 
 def public_in(face: str) -> Callable[[_C], _C]:
-    """As `public`, for a class that users know by the name of a face, such as `shardmath.storage`."""
+    """Name the class by the package that shows it to users, such as `shardmath.storage`."""
 
     def name(cls: _C) -> _C:
         cls.__module__ = f"shardmath.{face}"

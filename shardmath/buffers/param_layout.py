@@ -3,7 +3,7 @@
 1. A buffer is one flat array; parameters lie in it without overlap, each inside one bucket; buckets follow one another
    without a gap, and elements of no parameter are padding.
 2. A bucket is divided evenly among the data-parallel ranks: rank r of n has its r-th n-th, whatever lies there.
-3. Fields and their meanings are those of Megatron-Core's `core.optimizer.param_layout` (d98e8a64), by name instead of
+3. Fields have the meanings of Megatron-Core's `core.optimizer.param_layout` (d98e8a64), but are by name instead of
    by `torch.nn.Parameter`, and immutable. `param_index_map` iterates in the order in which the rule placed parameters,
    most often the reverse of the forward order; `param_indices` is in forward order.
 
@@ -44,10 +44,10 @@ class PerBufferParamLayout:
 
     `placed` has (name, (start, end, bucket)) of each parameter; `param_index_map` is the same as a mapping.
     `per_bucket_numel_unpadded` counts elements that the rule does not call padding; gaps between parameters may be
-    among them, as in Megatron. `param_indices` numbers each parameter among those of its logical dtype, in forward
-    order. `num_optimizer_shards` is set if no parameter crosses a border between that many shards of a bucket. `shapes`
-    has a shape per entry of `placed`, or is empty if they are unknown. `data_parallel_world_size` is the number of
-    ranks that may share the buffer, None for any.
+    among them, as in Megatron. `param_indices` numbers each parameter among the parameters of its logical dtype, in
+    forward order. `num_optimizer_shards` is set if no parameter crosses a border between that many shards of a bucket.
+    `shapes` has a shape per entry of `placed`, or is empty if they are unknown. `data_parallel_world_size` is the
+    number of ranks that may share the buffer, None for any.
 
     Raises ParamLayoutError if parameters overlap, leave their bucket, or the numbers contradict each other.
     """

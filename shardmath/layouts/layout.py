@@ -60,7 +60,7 @@ _interned: weakref.WeakValueDictionary[_Key, Layout] = weakref.WeakValueDictiona
 @public
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False, init=False)
 class Layout:
-    """Which ranks hold which elements of a tensor of global shape `shape`.
+    """A layout: which ranks hold which elements of a tensor of global shape `shape`.
 
     `spec` is one of the three spellings; `dtype` a numpy- or torch-style name; `reading` says what
     StridedShard means; `stored` gives, per dimension, a padded length or the Runs from stored to logical

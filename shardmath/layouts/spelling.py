@@ -75,7 +75,7 @@ def from_text(
 ) -> _Read:
     """The dimensions and Partial axes of the text; `rules` has the placements that it names.
 
-    Raises LayoutError, PlacementError or NotationError; LayoutError also if `stored` is not empty.
+    Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(

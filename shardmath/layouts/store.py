@@ -93,7 +93,7 @@ def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where in a buffer a local tensor begins, and its strides; row-major without `strides`.
+    """A local tensor's place in a buffer: its offset and its strides; row-major without `strides`.
 
     Both count elements. Raises StoreError unless `buffer` is a str and the numbers are integers.
     """

@@ -60,7 +60,7 @@ class Flip:
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """The operation and the addend by which this rank's tensor enters the adjoint."""
+        """Return the operation and the addend with which this rank's tensor enters the adjoint."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -136,12 +136,12 @@ class Transposed:
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """The number by which the tensor's destination cells are divided at the end: the number of addends of
+        """Return the number that divides the tensor's destination cells at the end: the number of addends of
         an avg, else 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers: all, or only those of one sender, of one receiver, or of a pair."""
+        """The transfers: all, or only the transfers of one sender, of one receiver, or of a pair."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:

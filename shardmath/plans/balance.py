@@ -206,7 +206,7 @@ class Grid:
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
         """A key of everything on which the cuts of the contents of blocks first..end-1 depend.
 
-        Blocks with equal keys are cut alike, whatever their tensors and ranks are.
+        Blocks with equal keys are cut in the same way, whatever their tensors and ranks are.
         """
         demands = self.demands
         begin, stop = demands.row_first[[first, end]].tolist()

@@ -1,4 +1,4 @@
-"""Groups: the tensors with the same layouts on both sides, which move alike.
+"""Groups: the tensors with the same layouts on both sides, which move in the same way.
 
 1. A side is a Layout, a tuple of Layouts (windows of one tensor), or a mapping from name to either;
    both sides have the same names.
@@ -59,7 +59,7 @@ Identities: TypeAlias = tuple[int, int]
 class Group(NamedTuple):
     """Tensors with the same layouts on both sides: `key` is everything on which their transfers depend.
 
-    `src`, `dst` and `rule` are those of the first tensor.
+    `src`, `dst` and `rule` belong to the first tensor.
     """
 
     key: tuple[object, ...]

@@ -188,12 +188,12 @@ class Plan:
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """The number by which the tensor's destination cells are divided at the end: the number of addends of
+        """Return the number that divides the tensor's destination cells at the end: the number of addends of
         an avg, else 1. Raises PlanError for a tensor that the plan does not have."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers: all, or only those of one sender, of one receiver, or of a pair."""
+        """The transfers: all, or only the transfers of one sender, of one receiver, or of a pair."""
         return _list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:

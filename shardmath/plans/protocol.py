@@ -43,7 +43,7 @@ __all__ = ["PLACING", "PROPOSALS", "TABLE", "VERDICTS", "Event", "Protocol", "St
 
 
 class State(Enum):
-    """Where a rank stands between two calls of others."""
+    """The state of a rank between two calls of others."""
 
     IDLE = "idle"
     AGREEING = "agreeing"
@@ -57,7 +57,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to a rank: what it does, what it learns, or how its call ends."""
+    """An event at a rank: an act, a message from others, or the end of its call."""
 
     VOTE = "vote"
     AGREE = "agree"

@@ -7,7 +7,7 @@
    disjoint: a template is the Kronecker product of its dimensions, and no loop is over pairs of
    ranks.
 3. Units of one **class** have the same holders, units of one **cell** the same receivers.
-4. Addends are dimensions too: a pass-through axis is a dimension divided alike on both sides;
+4. Addends are dimensions too: a pass-through axis is a dimension that both sides divide in the same way;
    folded axes are one that the source divides and the destination holds whole.
 
 >>> from shardmath.layouts.layout import Layout

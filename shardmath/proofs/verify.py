@@ -40,7 +40,7 @@ def verify(
 
     The proof shows that each element that the destination holds arrives there exactly once; that the
     destination holds all elements of every tensor that is not in `Plan.in_part`; and that the plan's digest,
-    by which ranks tell plans apart, is the digest of its layouts. Without `transfers` it also covers the
+    with which ranks tell plans apart, is the digest of its layouts. Without `transfers` it also covers the
     plan's own tables, fills and divisors. With `transfers` the error names the first wrong element.
     """
     if not isinstance(plan, Plan | Transposed):

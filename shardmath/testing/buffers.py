@@ -316,7 +316,7 @@ def numbered_or_not(case: RuleCase) -> None:
 
 
 def deterministic(case: RuleCase) -> None:
-    """Calling the rule again gives an equal layout; so do copies of its parameters, pickle and repr."""
+    """Calling the rule again, also with copied parameters, gives an equal layout; pickle and repr give it, too."""
     layout = case.layout()
     again = case.layout()
     copied_params = pickle.loads(pickle.dumps(case.params))

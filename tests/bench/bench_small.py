@@ -181,7 +181,7 @@ def show_agreement(repeats: int, page: Path | None) -> None:
     """Of 8 processes."""
     rows = tabulate(run(8, agree, repeats), "dist.barrier", 1e6)
     about = (
-        f"A move of an empty plan on 8 gloo processes, beside collectives of torch; microseconds per call, {CALLS} "
+        f"A move of an empty plan on 8 gloo processes, compared with torch's collectives; us per call, {CALLS} "
         f"calls, median of {repeats}, slowest rank, and processor time of a rank. By `tests/bench/bench_small.py`."
     )
     heads = ["call", "us", "processor us", "/ barrier", "processor / barrier"]

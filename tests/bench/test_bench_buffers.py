@@ -92,7 +92,7 @@ def test_grouped_layout(record: Record) -> None:
 
     assert len(laid()) == 3
     record(
-        "the same: grouped, LayerWise beside DistributedOptimizer, experts on DP8",
+        "the same: grouped, LayerWise and DistributedOptimizer, experts on DP8",
         rounds_of(laid, 5),
         0.5,
     )

@@ -5,7 +5,7 @@
    the draft is gone: the draft is written through the handle that claimed it, never created again.
 2. The writer of a draft holds a lock on it, which ends with the process. A draft without a lock is a dead save's.
 3. A dead save's draft is removed first. From then on that save can never count: if it was alive after all, it fails.
-   Next is read which save counts, and only then are files of dead saves removed, never those of the one that counts.
+   Next the save that counts is found; only then are files of dead saves removed, never files of the save that counts.
 4. If nothing can be locked, as in an object store, all drafts are assumed to be running saves': what a crash leaves
    there stays until its draft is removed by hand.
 """

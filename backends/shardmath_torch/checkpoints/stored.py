@@ -51,7 +51,7 @@ class StoredBox(NamedTuple):
 
     @property
     def ranges(self) -> Box:
-        """Where in the tensor it begins and ends, per dimension."""
+        """The box's range in the tensor, from begin to end, per dimension."""
         stops = [at + n for at, n in zip(self.offsets, self.sizes, strict=True)]
         return tuple(zip(self.offsets, stops, strict=True))
 
@@ -156,7 +156,7 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """What the archives of these tensors hold: the i-th of n shares of them, if `share` is (i, n).
+        """Return the content of these tensors' archives: the i-th of n shares of them, if `share` is (i, n).
 
         Raises CheckpointError if one holds another tensor than the metadata says.
         """
@@ -169,7 +169,7 @@ class Checkpoint:
         return self.describe(mine)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """What these archives (tensor, box) hold. Raises CheckpointError if the metadata says otherwise."""
+        """Return the content of these archives (tensor, box). Raises CheckpointError if the metadata says otherwise."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))

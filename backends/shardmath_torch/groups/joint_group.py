@@ -6,7 +6,7 @@
    shell's references to the group and the store.
 3. Using a closed shell raises ExchangeError.
 
-All code for such groups that depends on torch's internals is here; `compat` treats them and registered groups alike.
+All code for such groups that depends on torch's internals is here; `compat` treats them like registered groups.
 """
 
 from __future__ import annotations

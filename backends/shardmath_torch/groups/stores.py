@@ -1,6 +1,6 @@
 """Stores: key-value stores of process groups, whose serving process may end before the others.
 
-After that, each of torch's requests to the store writes a page to stderr. So an idle connection of our own is checked
+After that, each of torch's requests to the store writes a page to stderr. So a separate idle connection is checked
 before a request: it ends with the serving process.
 """
 

@@ -3,7 +3,7 @@
 In reading order:
 
 - `fsdp`: what FSDP2 keeps to itself;
-- `probes`: tensors by which functions are told from copies;
+- `probes`: tensors that show whether a function only copies;
 - `formats`: tensors as numbers of other types: cast, quantized and read again;
 - `parts`: plain tensors that say themselves which part of a larger tensor they are;
 - `dtensors`: DTensors read as layouts, moved, and made of plain modules;

@@ -1,17 +1,18 @@
-"""Caches: what an engine has computed with old weights goes before its first step with new ones.
+"""Caches: results that an engine has computed with old weights are dropped before its first step with new ones.
 
-1. vLLM leaves that to whoever ends an update. Until then it samples with new weights over keys of old ones, where
-   requests are in flight, and finds prompts in its caches that are of old weights.
+1. vLLM leaves that to whoever ends an update. Until then, requests in flight are sampled with new weights over keys of
+   old ones, and prompts are found in caches that belong to the old weights.
 2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
    step, whoever calls, and whatever becomes of the caller.
-3. It is dropped before weights come: where vLLM cannot, the engine is asked to take nothing, and is as it was.
-4. Requests in flight are computed again from their first token to where they are, and go on with the new weights.
+3. It is dropped before weights come: if vLLM cannot drop it, the engine takes no weights and is unchanged.
+4. Requests in flight are computed again from their first token to where they are, and continue with the new weights.
 5. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
-   keeps those of prompts, too. It takes external caches that cannot drop theirs for such as have.
-6. Models that pool keep what they made of a prompt's first parts until its last one, and vLLM gives that beside what is
-   computed again. Of a query that documents are compared with, it keeps all, and cannot compute it again.
-7. Replicas of a mixture of experts compute each step together, also those without requests, so they take weights only
-   while none of them steps.
+   keeps the keys of prompts, too. It does not notice if an external cache cannot drop its keys.
+6. Models that pool keep the outputs of a prompt's first parts until its last part, and vLLM returns them together with
+   the outputs that are computed again. Of a query that documents are compared with, it keeps all outputs, and cannot
+   compute them again.
+7. Replicas of a mixture of experts compute each step together, including replicas without requests, so they take
+   weights only while none of them steps.
 """
 
 from __future__ import annotations

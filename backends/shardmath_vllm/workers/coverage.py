@@ -1,10 +1,10 @@
 """Coverage: whether an update writes all that an engine's rank has.
 
 1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, except for vLLM's
-   padding, or is vLLM's own, or is named as somebody else's.
-2. Where tensors are stored is recorded once, as ranks meet: an engine that moves experts between ranks is refused.
-3. What is written is of the type that the model has, since nothing casts at this end: a loader of vLLM's would, and so
-   it is found out before weights are taken back for an update.
+   padding, or is vLLM's own, or is named in `own`.
+2. A loader is recorded once, when ranks connect. So an engine that moves experts between ranks raises StoreError.
+3. Tensors arrive in the model's type, since nothing casts at this end. A loader of vLLM's would cast, so types are
+   checked before weights are taken back for an update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError where vLLM rebalances experts: its loader goes on storing each where it was at the start."""
+    """Raise StoreError if vLLM rebalances experts: its loader would still store each where it was at the start."""
     if parallel.enable_eplb:
         raise StoreError(
             "enable_eplb=True moves experts between ranks, of which vLLM's loader does not know; "
@@ -88,7 +88,7 @@ def check_types(recorded: sm.storage.Recorded) -> None:
 
 
 def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
-    """What the refit calls the engine of the worker at this place, and the engine."""
+    """Return the refit's name for the engine of the worker at this place, and the engine."""
     for name, engine in planned.engines.items():
         if place in engine.ranks:
             return name, engine

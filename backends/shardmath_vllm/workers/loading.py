@@ -1,13 +1,13 @@
 """Loading: a running model's tensors in the form in which weights are loaded, a module at a time, and back.
 
-1. What vLLM runs may be repacked or quantized. `begin` puts every parameter back as it was before that, without memory;
-   `materialize` gives memory to those of some modules, and `process` has vLLM make of them what it runs, at the
-   addresses where that was before (`vllm.model_executor.model_loader.reload`).
-2. `undo` puts back what runs, as it was: whatever was not processed until then.
+1. vLLM may have repacked or quantized the tensors that it runs. `begin` restores every parameter to its form before
+   that, without memory; `materialize` gives memory to the parameters of some modules, and `process` has vLLM make from
+   them the tensors that it runs, at their previous addresses (`vllm.model_executor.model_loader.reload`).
+2. `undo` restores the running tensors of everything that has not been processed.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
    biases that it has made wider since (`biases`).
-4. Of a module of which something is written, tensors that are nobody's but the engine's keep what they have.
-5. Where a kernel has packed a tensor elsewhere, vLLM may leave None, or another object, under its name. vLLM's own
+4. If an update writes to a module, the module's tensors that only the engine has keep their values.
+5. If a kernel has packed a tensor elsewhere, vLLM may leave None, or another object, under its name. vLLM's own
    reload drops that; here it is put back, too.
 """
 
@@ -65,7 +65,7 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """What the model's own loader stores where, of tensors of these shapes; it is given the `checkpoint` of them.
+        """Record where the model's own loader stores tensors of these shapes; the loader gets their `checkpoint`.
 
         `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
         """

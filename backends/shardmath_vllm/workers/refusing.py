@@ -1,7 +1,7 @@
 """Refusing: a model whose weights are partly old and partly new does not answer.
 
-vLLM goes on with whatever a worker's model has, also after an update of it failed. What it asks a model for after every
-step, whether that ran as a graph or not, are its logits, or what its pooler makes: that is where it is stopped. Models
+vLLM continues with the weights of a worker's model, even after an update of it failed. After every step, whether it ran
+as a graph or not, vLLM asks the model for its logits, or its pooler for outputs: there such a model is stopped. Models
 that have neither are stopped before the step.
 """
 

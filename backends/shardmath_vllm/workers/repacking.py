@@ -1,14 +1,14 @@
-"""Repacking: what vLLM 0.32 packs once on a CPU, and would go on with after its weights were replaced.
+"""Repacking: tensors that vLLM 0.32 packs once on a CPU, and would still use after its weights were replaced.
 
-1. Experts are packed where their kernel is made, which is once; a reload then copies plain weights over packed ones. So
+1. Experts are packed when their kernel is made, which is once; a reload then copies plain weights over packed ones. So
    the kernel is made again.
-2. Where weights are INT8, a kernel has packed them, and points to where their scales were when it was made. A reload
-   copies these elsewhere, and frees them. So the kernel is made to hold on to its scales.
-3. A head that is tied to the embedding is packed beside it, and a reload does not know of it. So it is packed again.
-4. On processors with AMX, latent attention packs a projection's weight, and leaves an empty one in its place, into
-   which a reload would copy. So a whole one is put there, until attention has packed it.
+2. If weights are INT8, a kernel has packed them, and points to the addresses that their scales had then. A reload
+   copies the scales elsewhere, and frees them. So the kernel is made to hold on to its scales.
+3. A head that is tied to the embedding is packed separately, and a reload does not know of it. So it is packed again.
+4. On processors with AMX, latent attention packs a projection's weight, and leaves an empty one instead, into which a
+   reload would copy. So a whole one is put there, until attention has packed it.
 
-None of this is so on a GPU, where nothing is done here.
+On a GPU none of this happens, and nothing is done here.
 """
 
 from __future__ import annotations

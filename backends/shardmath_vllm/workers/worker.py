@@ -187,7 +187,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """Nothing: an update is over when `update_weights` is, and where that raises it is over nowhere for sure."""
 
     def shutdown(self) -> None:
-        """Leave the trainer; the engine goes on with the weights that it has."""
+        """Leave the trainer; the engine continues with the weights that it has."""
         if self._link is not None:
             self._link.leave()
             self._link = None

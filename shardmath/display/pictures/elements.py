@@ -205,7 +205,7 @@ GAP = 22.0
 
 
 class Scale(NamedTuple):
-    """Where each stretch of a dimension is drawn, its size, and the total size, in pixels."""
+    """A scale along a dimension: where each stretch is drawn, its size, and the total size, in pixels."""
 
     at: tuple[float, ...]
     size: tuple[float, ...]

@@ -50,7 +50,7 @@ class RankGroup(NamedTuple):
 class TrafficMatrix(NamedTuple):
     """Bytes by sender and receiver, or groups of them: int64 arrays of shape (senders, receivers).
 
-    `sent` counts bytes to other ranks, `far` those of them to other nodes, and `stays` bytes that stay on their rank.
+    `sent` counts bytes to other ranks, `far` the part sent to other nodes, and `stays` bytes that stay on their rank.
     """
 
     senders: tuple[RankGroup, ...]

@@ -54,7 +54,7 @@ class Field:
                     check_stage(stage, length)
 
     def runs(self, coords: Coords) -> Runs:
-        """What the rank at `coords` keeps of 0..size-1."""
+        """Return the runs of 0..size-1 that the rank at `coords` keeps."""
         if not self.stages:
             return identity(self.size)
         first, *rest = self.stages

@@ -90,7 +90,7 @@ def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """What the rank at `coords` keeps of 0..length-1 after one stage."""
+    """Return the runs of 0..length-1 that the rank at `coords` keeps after one stage."""
     pieces = [(0, length)]
     for digit in stage:
         cut = digit.cut
@@ -202,7 +202,7 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """What every coordinate of the stage's axes keeps of 0..length-1, row-major in the axes."""
+    """Return the runs of 0..length-1 that each coordinate of the stage's axes keeps, row-major in the axes."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut

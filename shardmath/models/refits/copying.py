@@ -1,4 +1,4 @@
-"""Copying: the binding of one side, reused for another that stores alike on other ranks.
+"""Copying: the binding of one side, reused for another with the same storage on other ranks.
 
 1. Copies of an engine have the same rows, numbers and spots, and meshes of the same axes. The binding of one, with its
    ranks renamed, is the binding of the other: binding never depends on a rank's number.

@@ -1,7 +1,7 @@
 """Pairing: the layouts of both sides of a plan from a trainer to its engines.
 
 1. Tensors that no engine needs are not in the plan.
-2. Each of several engines has a window of a tensor; engines that store it alike share one (`sharing`).
+2. Each of several engines has a window of a tensor; engines that store it in the same way share one (`sharing`).
 3. A tensor and its companions, such as scales, have the same windows in the same order.
 4. Each engine holds all elements of the tensors that it stores; other engines' elements do not count.
 """

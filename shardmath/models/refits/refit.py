@@ -3,8 +3,8 @@
 1. A trainer and an engine declare how they store their tensors (`shardmath.storage`), as rows or as recordings; both
    are bound to the same logical tensors, and an ordinary plan moves these from one to the other.
 2. Everything that does not fit, on either side, is one error.
-3. Several engines share one plan. Engines that store a tensor alike share one window of it (`sharing`); if a tensor has
-   several windows, the local name of each is `name[i]`.
+3. Several engines share one plan. Engines that store a tensor in the same way share one window of it (`sharing`); if a
+   tensor has several windows, the local name of each is `name[i]`.
 4. Engines may hold what transforms make of the trainer's tensors, such as casts of float32 masters. Each side stores
    tensors as it holds them; the plan then moves the wire tensors of `transforms`.
 5. Engines that leave are removed from the plan and from `engines`; nothing else changes, not even the names of windows.

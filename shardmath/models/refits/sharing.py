@@ -1,9 +1,9 @@
-"""Sharing: one window of a tensor for all engines that store it alike.
+"""Sharing: one window of a tensor for all engines that store it in the same way.
 
 1. The ranks of such engines hold copies, like replicas of one engine: a node with ranks of several engines receives
    each byte once.
 2. Tensors that belong together, such as a quantized one and its scales, have the same windows: engines share one if
-   they store all of these alike.
+   they store all of these in the same way.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> halves = [Layout((4,), Mesh(tp=2, ranks=range(i, i + 2)), "(tp n)") for i in (0, 2)]

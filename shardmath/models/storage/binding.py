@@ -83,7 +83,7 @@ class Bound:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
-        """The row by which the rank stores this tensor. Raises StoreError if it does not store it."""
+        """Return the row that says how the rank stores this tensor. Raises StoreError if it does not store it."""
         for held in self.held:
             for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:

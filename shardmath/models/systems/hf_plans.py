@@ -35,8 +35,8 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 class HFStyle(NamedTuple):
     """The dimension that a style divides, counted from the end if negative; None if it divides nothing.
 
-    `halves` divides each half. `biases` and `vectors` say whether tensors named `bias`, and those of one dimension,
-    are divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
+    `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
+    divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
     """
 
     dim: int | None = None

@@ -89,12 +89,12 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
         Rule("*", "(dp n) ..."),
     ),
 }
-"""The rules of a mesh without rules, by those of the axes dp and tp that it has."""
+"""The rules of a mesh without rules; the key says which of the axes dp and tp the mesh has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A mesh and the rules by which tensors lie on it; without rules, DEFAULTS apply.
+    """A mesh and the rules that place tensors on it; without rules, DEFAULTS apply.
 
     `parse(str(side)) == side`. Raises NotationError if `mesh` is not a mesh, or `rules` are not rules.
     """

@@ -10,7 +10,7 @@
    addends ask for: all that `plan(src, dst)` depends on. Placements, the order of splits and the
    names of axes do not matter.
 3. Groups are along axes of the source's mesh, or else of the destination's mesh.
-   The smallest groups that fit are taken, then those of the first ranks, then broadcast, permute,
+   The smallest groups that fit are taken, then the groups of the first ranks, then broadcast, permute,
    all_gather, all_to_all in this order.
 4. Order within a rank is free: a strided shard may be gathered in order, or as the buffers arrive.
    `contiguous` says that the operation can use the buffers directly, without holes and without a copy
@@ -61,7 +61,7 @@ class Collective:
 
     `dims` are the dimensions that are gathered (all_gather), divided (reduce_scatter), or both:
     all_to_all has (gathered, divided). `op` is the reduction. `senders` has, for permute and
-    broadcast, beside each rank of `groups` the one whose holding it gets. `even`: within each group
+    broadcast, the rank whose holding is sent to each rank of `groups`. `even`: within each group
     all buffers that are sent have one shape, and all that are received. `contiguous`: there are no
     holes, and what is sent, one buffer after the other along the gathered dimension, is what each
     member receives; for a divided dimension the reverse; without either, buffers stay as they are.

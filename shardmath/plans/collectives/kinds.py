@@ -40,7 +40,7 @@ class CollectiveSide:
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """What the members of a group hold."""
+        """The holdings of the members of a group."""
         return [self.held[member] for member in group]
 
 

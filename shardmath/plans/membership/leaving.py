@@ -5,7 +5,7 @@
 2. Ranks leave by whole copies (`staying`), and a rank that is a source cannot leave.
 3. `whole` is the plan that no rank has left, so the order of leaving makes no difference:
    without(without(p, a), b) == without(p, a | b). A rank comes back if `without(p.whole, ...)` omits it.
-4. All ranks drop the same transfers: they agree by the digest, made of that of `whole` and the ranks
+4. All ranks drop the same transfers: they agree by the digest, which is made of the digest of `whole` and the ranks
    that left.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh

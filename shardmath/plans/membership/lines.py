@@ -4,7 +4,7 @@
    bytes around them; a cut inside removed bytes moves to the place where those were.
 2. So every holder sends the ranks that stay exactly the same bytes as before, in the same order.
 3. Blocks that no rank asks for any longer are removed, and so are lines without blocks. The others
-   are not joined or reordered, though those of a new plan might be.
+   not joined or reordered, though the lines of a new plan might be.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout

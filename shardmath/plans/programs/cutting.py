@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Whether both paces cut the streams between their common ranks alike, into the same steps."""
+        """Whether both paces cut the streams between their common ranks into the same steps."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.

@@ -4,7 +4,7 @@
 2. Relays: if the holders' links are the bottleneck, nodes of the destination relay a share to
    other nodes. Only lines whose holders would send too much **shed** copies, evenly over
    the line's blocks (`shardmath.plans.flows.shedding` says how much).
-3. Only integers decide, so every rank decides alike; the first leg's lines are cut by `flow`.
+3. Only integers decide, so every rank decides the same; the first leg's lines are cut by `flow`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 1. A rank has four links: out and in on its node, out and in to other nodes.
 2. A round takes the time of its fullest link, plus one latency; rounds follow each other.
 3. `sum_round_loads` counts slice by slice what `for_rank` lists; `sum_leg_loads` all slots together.
-4. Lines are **alike** if their streams have the same bytes and may be cut at the same places, on any
+4. Lines are **equivalent** if their streams have the same bytes and may be cut at the same places, on any
    ranks. Their slices are the same, except for the slot in which they begin, and are counted
-   once. Nearly all lines of a model are alike: those of stages, experts and replicas.
+   once. Nearly all lines of a model are equivalent: the lines of stages, experts and replicas.
 
 >>> from shardmath.plans.flows.topology import Topology
 >>> slow = Topology(intra_bytes_per_s=10, inter_bytes_per_s=1, latency_s=1)

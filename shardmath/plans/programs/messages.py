@@ -1,4 +1,4 @@
-"""Messages and rounds: what ranks post, for a plan and for a program alike.
+"""Messages and rounds: what ranks post, for a plan and for a program.
 
 1. A **message** is what one rank sends another at once, and the same value at both ends. A message
    from a rank to itself is kept, and never sent.
@@ -56,7 +56,7 @@ divide the peers of a rank.
 
 
 class Message(NamedTuple):
-    """What one rank sends another at once: `nbytes` bytes, piece i from byte `starts[i]` on.
+    """A message from one rank to another: `nbytes` bytes, piece i from byte `starts[i]` on.
 
     A piece begins at the first byte after the piece before that is aligned to its elements. From leg 2
     on a message is relayed.

@@ -50,7 +50,7 @@ Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """What a rank stores under a local name: the tensor's name, and the layout."""
+    """A tensor that a rank stores under a local name: the tensor's name, and the layout."""
 
     tensor: str
     layout: Layout
@@ -148,8 +148,8 @@ def _join_slices(runs: Runs) -> list[slice]:
 class Outline:
     """A rank's part before ranks have agreed on its pace.
 
-    `pieces` are all that the rank sends, keeps and receives. Those of a plan are not cut yet, and `peers` is
-    the most ranks to which it sends, or from which it receives. A program's are already in `rounds`.
+    `pieces` are all that the rank sends, keeps and receives. A plan's pieces are not cut yet, and `peers` is
+    the most ranks to which it sends, or from which it receives. A program's pieces are already in `rounds`.
     """
 
     given: Plan | Transposed | Program

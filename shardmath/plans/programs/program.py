@@ -130,11 +130,11 @@ class Program:
         return self.plan.ranks
 
     def fill(self, name: str) -> complex | None:
-        """As `Plan.fill`."""
+        """The value of the tensor's destination cells before anything arrives: the plan's (`Plan.fill`)."""
         return self.plan.fill(name)
 
     def divisor(self, name: str) -> int:
-        """As `Plan.divisor`."""
+        """The number that divides the tensor's destination cells at the end: the plan's (`Plan.divisor`)."""
         return self.plan.divisor(name)
 
     @property

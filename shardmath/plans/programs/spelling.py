@@ -1,7 +1,7 @@
 """Spelling: the transfers of parts, all at once.
 
 1. They equal the transfers that `spell_transfers` lists stretch by stretch, which defines them.
-2. Most parts of a model are alike: the same elements of a unit, between ranks that hold the same.
+2. Most parts of a model are of few kinds: the same elements of a unit, between ranks that hold the same.
    Each kind is expanded once; the transfers are then the rows of a table of columns.
 """
 

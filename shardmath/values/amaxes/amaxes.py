@@ -6,7 +6,7 @@
     cast      the rank's part: its data, and the scales of all blocks that it touches
 
 1. The largest of floats is exact in any order, so results are slices of the whole tensor's data and scales, to the bit.
-2. Slots travel by an ordinary plan without reductions, which can be proved, and merged with those of other tensors: 4
+2. Slots travel by an ordinary plan without reductions, which can be proved, and merged with other tensors' plans: 4
    bytes for each slot that a rank receives and does not have. Nothing travels for blocks that no rank cuts.
 3. A whole channel or tensor is a block as well. NVFP4 also needs the whole tensor's amax: one more slot per part.
 
@@ -95,7 +95,7 @@ class Amaxes:
     """How ranks that cut blocks of a tensor quantize their parts; made by `plan_amaxes`.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
-    are those of data and scales: the scale of a block is on every rank that holds some of it.
+    has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
     """
 
     format: Format

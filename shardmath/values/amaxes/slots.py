@@ -61,7 +61,7 @@ class _BlockNumbers(NamedTuple):
 
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
-    """Number the slots of a tensor of that shape: those of all blocks that some of these parts cut."""
+    """Number the slots of a tensor of that shape: the slots of all blocks that some of these parts cut."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []

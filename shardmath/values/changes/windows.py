@@ -62,7 +62,7 @@ class ChangedWindow:
         return cells
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
-        """The indices of those of the tensor's cells that lie in the window, and their numbers in the window."""
+        """Return the indices of the given cells that lie in the window, and these cells' numbers in the window."""
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)

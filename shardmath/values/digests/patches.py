@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank, and the window by which it holds a patch."""
+    """A rank, and the window through which it holds a patch."""
 
     window: int
     rank: int

@@ -3,7 +3,7 @@
 In reading order:
 
 - `elements`: element types as numpy has them;
-- `casting`: numbers of one type as those of another;
+- `casting`: conversion of numbers from one type to another;
 - `exponential`: exp, bit for bit the same in numpy and torch;
 - `floats`: numbers of 8 and 4 bits, to the bit;
 - `blocks`: positions that share a scale, legal cuts, and slices of scales;

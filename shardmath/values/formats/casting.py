@@ -6,7 +6,7 @@
    end: 0xFFFF and 0x7FC0 of bfloat16, on AVX.
 4. Integers that do not fit keep their low bits. Floats are never cast to integers: the results for NaN and large
    numbers differ from machine to machine.
-5. float8 and smaller types need scales, and complex numbers have two parts: neither is cast.
+5. float8 and smaller types need scales, and complex numbers have two parts, so they are not cast.
 
 >>> cast_array(np.array([1.00390625, 1.01171875, np.inf], np.float32), "float32", "bfloat16")
 array([16256, 16258, 32640], dtype=uint16)

@@ -2,7 +2,7 @@
 
 1. A format is a value. It turns a tensor into arrays, its **parts**: data and scales.
 2. If a box of a tensor cuts no block, `quantize` needs only the box: quantizing a slice equals slicing the quantized
-   tensor. If it cuts blocks, their amaxes must be those of whole blocks: ranks take the largest over ranks of the
+   tensor. If it cuts blocks, `quantize` needs the amaxes of the whole blocks: ranks take the largest over ranks of the
    results of `amax`, and pass it to `quantize`.
 3. Numbers are float32 arrays. Elements of 8 or 4 bits are uint8 arrays.
 4. Scales have as many dimensions as the tensor. `pad_scales` adds the padding that some kernels need.

@@ -155,7 +155,7 @@ class Quantize:
     """Rounds numbers to `wire` and quantizes them, at the source or at the destination.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
-    those of checkpoints. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
+    checkpoints' suffixes. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
     that do not fit.
     """
 
@@ -263,8 +263,8 @@ class Dequantize:
 class Requantize:
     """Converts data and scales from one format to another, by way of float32 numbers, at either end.
 
-    `suffixes` are those of scales at the source, and at the destination. Raises PlanError for equal formats, which
-    need no rule; `transformed` raises it for sides that do not fit.
+    `suffixes` are the suffixes of scales at the source, and at the destination. Raises PlanError for equal formats,
+    which need no rule; `transformed` raises it for sides that do not fit.
     """
 
     old: Format

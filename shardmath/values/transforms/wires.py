@@ -46,7 +46,7 @@ Held: TypeAlias = tuple[LayoutOrWindows, ...]
 class Wired(NamedTuple):
     """A tensor and the components that travel for it: `sent` and `received` are their layouts at the two ends.
 
-    `suffixes` are those of the tensor's companions at each end.
+    `suffixes` has the suffixes of the tensor's companions at each end.
     """
 
     transform: Transform

@@ -42,8 +42,8 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """What is exported: this rank's tensors by local key, the layouts of all ranks, tied names, and the shapes of
-    tensors that have another shape in files."""
+    """The source of an export: this rank's tensors by local key, the layouts of all ranks, tied names, and the shapes
+    of tensors that have another shape in files."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -106,7 +106,7 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """What must be the same on all ranks before they exchange local shapes of DTensors."""
+    """Return the facts on which all ranks must agree before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

@@ -41,7 +41,7 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """Where a tensor lies in a file: its archive's first byte and length, its own first byte, and its checksums."""
+    """A tensor's place in a file: its archive's first byte and length, its own first byte, and its checksums."""
 
     archive: int
     length: int

@@ -76,7 +76,7 @@ class WeightsError(ShardError):
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """Where a tensor lies: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+    """A tensor's place: `key` in `file`, from byte `start` on, with its global shape and dtype."""
 
     file: Place
     key: str

@@ -130,8 +130,8 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 
 
 def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """What to restore into the group. Raises CheckpointError if its parameters on this rank had different options, for
-    state whose placement is not known, and for state that may depend on other parameters of the group."""
+    """Return the goal to restore into the group. Raises CheckpointError if its parameters on this rank had different
+    options, for state whose placement is not known, and for state that may depend on other parameters of the group."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)

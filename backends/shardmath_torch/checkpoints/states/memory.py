@@ -115,7 +115,7 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """Where a tensor lies: its device, first byte, one past its last byte, and how its elements lie in between."""
+    """A tensor's place in memory: device, first byte, one past the last byte, and how its elements lie in between."""
 
     device: torch.device
     start: int

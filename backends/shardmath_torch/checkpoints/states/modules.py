@@ -89,7 +89,7 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """What must be the same on all ranks."""
+        """Return the facts on which all ranks must agree."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():

@@ -2,14 +2,14 @@
 
 1. State of its parameter's shape, such as a moment, is placed as its parameter; scalars, and all other state of plain
    parameters, are replicated. The placement of other state of DTensors, and of plain parameters that say which part
-   they are, is not known and raises, also for tensors in lists, tuples and dicts, and also if state of a plain
-   parameter would become state of a DTensor.
+   they are, is not known and raises. Tensors in lists, tuples and dicts raise in these cases, too, and so does state of
+   a plain parameter that would become state of a DTensor.
 2. Anything in the state but tensors is a value (`values`), and so are tensors among the options of a group, such as a
    learning rate.
 3. A parameter has one optimizer and one group: of two states it would not be clear which one to restore.
 4. State belongs to a parameter. State under other keys, or for a tensor in none of the optimizer's groups, has no name
-   in a checkpoint and raises. So do an inner optimizer with its own state, and entries of a state dict besides the
-   state of parameters and their groups.
+   in a checkpoint and raises. An inner optimizer with its own state raises, too, and so do entries of a state dict
+   other than the state of parameters and their groups.
 5. State of a DTensor on a mesh without this rank is described by the ranks on that mesh (`telling`), whatever this
    rank's optimizer holds, and so are its options, parameter by parameter: a group whose parameters' ranks report
    different options is saved as several. Such parameters may be in no group here.
@@ -85,7 +85,7 @@ class ParameterGroup(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """What optimizers hold: slots of tensors by parameter and key, groups, and entries by parameter and key."""
+    """State of optimizers: slots of tensors by parameter and key, groups, and entries by parameter and key."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -98,7 +98,7 @@ class OptimizerState(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """What other ranks report of parameters that are not on this rank: entries of their state, and their groups."""
+    """Reports of other ranks on parameters that are not on this rank: entries of their state, and their groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
@@ -232,8 +232,8 @@ def is_here(model: Model, name: str) -> bool:
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """What the optimizers hold for the parameters of the module. `elsewhere` is what other ranks report of parameters
-    that are not on this rank; slots of their state have an empty tensor.
+    """Return the state that the optimizers hold for the module's parameters. `elsewhere` has other ranks' reports on
+    parameters that are not on this rank; slots of their state have an empty tensor.
 
     Raises CheckpointError for what `find_groups` does, and for state whose placement is not known.
     """

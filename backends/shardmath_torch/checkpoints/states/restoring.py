@@ -6,8 +6,8 @@
 2. State that the optimizer lacks is made like its parameter: without a step or a gradient. State that the checkpoint
    lacks is dropped, as by `Optimizer.load_state_dict`.
 3. An optimizer's defaults, which later groups begin with, stay as they are.
-4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: a step begins such state if there
-   is none.
+4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: if a parameter has no such state,
+   a step begins it.
 5. Options are checked before anything is restored (`plan_options`), and a module's own set_extra_state, which may
    raise, is called last: as in `load_state_dict`, a module finds its weights restored.
 """

@@ -47,7 +47,7 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """What ranks of the group report on parameters that not all of them hold.
+    """Return the reports of the group's ranks on parameters that only some of them hold.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.

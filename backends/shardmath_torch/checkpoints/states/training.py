@@ -103,7 +103,7 @@ def state_of(
     mesh of some parameter. Without a group, that is over the union of the DTensors' meshes, which must be all ranks, or
     the ranks of a mesh of one axis.
 
-    State and options of a parameter are those of the ranks on its mesh; optimizers of other ranks may lack it.
+    A parameter's state and options come from the ranks on its mesh; optimizers of other ranks may lack the parameter.
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     express, an optimizer's parameter that is not the module's or is in two groups, optimizer state that is not a
@@ -180,7 +180,7 @@ def save_state(
     """Save a module and its optimizer: `save` of `state_of`. Collective over the group, by default all ranks.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
-    pipeline stages on separate meshes. Options of a parameter are those of the ranks that hold it.
+    pipeline stages on separate meshes. A parameter's options come from the ranks that hold it.
 
     Raises CheckpointError on every rank if `state_of` or `save` raises on one, or if modules differ between ranks.
     """

@@ -287,7 +287,7 @@ KINDS = {
 
 
 class Extra(NamedTuple):
-    """What a module's get_extra_state gave, as bytes, and which of KINDS it is."""
+    """A module's extra state: the result of get_extra_state as bytes, and which of KINDS it is."""
 
     module: nn.Module
     kind: str

@@ -178,8 +178,9 @@ def _get_own_dict(value: object) -> dict[str, object]:
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
     """Raise CheckpointError for an optimizer of which a save would lose something.
 
-    That is one that has inner optimizers with separate state that are not `given`, one that makes its state again at
-    each access, or one whose state dict, or that of an inner optimizer that shares its state, has additional entries.
+    It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
+    its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,
+    has additional entries.
     """
     # Kept in a list: if a state is made at each access, its id would be reused.
     states = [each.state for each in given]

@@ -2,8 +2,8 @@
 
 1. A rank's part consists of boxes. Each box is split, in each dimension, at the first boundary of blocks; then each
    piece begins with a block, or lies inside one, and is dequantized like a whole tensor.
-2. Scales are packed: in each dimension, only those of blocks that the rank's data touch, in ascending order.
-3. Values equal those of the whole tensor, dequantized in float32 and rounded once, to the module's dtype. Holes are
+2. Scales are packed: in each dimension, only the scales of blocks that the rank's data touch, in ascending order.
+3. Values equal the whole tensor's values, dequantized in float32 and rounded once, to the module's dtype. Holes are
    zero.
 
 >>> list(_split_at_blocks([slice(0, 7)], [slice(5, 12)], (4,)))

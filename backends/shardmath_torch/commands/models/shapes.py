@@ -2,7 +2,7 @@
 
 1. The model is built on the meta device: no memory, no data and, for a config or a name of MODELS,
    no network.
-2. Names, shapes and dtypes are those of the Hugging Face checkpoint: persistent buffers are
+2. Names, shapes and dtypes are the Hugging Face checkpoint's: persistent buffers are
    included (DeepSeek-V3's router biases), and tied tensors only under the first name
    (`lm_head.weight` tied to the embedding is not there).
 3. transformers 5 stacks experts, `experts.gate_up_proj` (E, 2I, H), while the checkpoint has one

@@ -124,7 +124,7 @@ class FailureDetector:
         return self._judge(mine)
 
     def report(self, mine: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Write this rank's report, call `let_go`, and return the thread that goes on to read the others' reports."""
+        """Write this rank's report, call `let_go`, and return the thread that still reads the others' reports."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(mine, reported))
         if self.store is not None:

@@ -1,4 +1,4 @@
-"""Goodbyes: notes by which a rank tells the others that it leaves a mover, or the group.
+"""Goodbyes: notes in which a rank tells the others that it leaves a mover, or the group.
 
 1. A rank writes a goodbye between turns, when nobody relies on it, with the number of the latest vote: the rank takes
    part in no later turn of that mover.
@@ -113,7 +113,7 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Which ranks left before the mover's turn whose latest vote is `number`, and why; "" if none did.
+        """Name the ranks that left before the mover's turn whose latest vote is `number`, and why; "" if none did.
 
         A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
         """

@@ -75,9 +75,9 @@ def connect(
     the time limit of the group's collectives. `name` distinguishes groups in one store. The same name may be used
     again, as after a rank has died: processes of two groups are never mixed.
 
-    `run` distinguishes the processes of one run from those of an earlier run that have not ended. If rank 0 is given
-    none, it draws one; the others take rank 0's. Pass the group's `run` whenever this process connects again, and to a
-    process that replaces a dead one.
+    `run` keeps out processes of an earlier run that have not ended. If rank 0 is given none, it draws one; the others
+    take rank 0's. Pass the group's `run` whenever this process connects again, and to a process that replaces a dead
+    one.
 
     Torch's registry does not know the group, and this process's default group, if it has one, is not touched. Ranks of
     plans are places in this group. Raises ExchangeError for invalid arguments, naming the ranks that do not come in

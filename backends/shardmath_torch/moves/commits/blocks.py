@@ -8,10 +8,10 @@ with smt.commit(first, second):         # or smt.commit(group), for all movers o
 1. A block has one group and one thread; every rank enters it, makes the same moves, and leaves it.
 2. Its end is one promise of all ranks, for all its moves. A rank whose block an exception ended
    objects in its promise, and all others raise that; if they are still in a move, the move raises.
-3. All ranks know of a refused call inside: the block has then ended on all ranks, without a promise.
-   The same holds if the first call inside raises because a rank has left.
-4. Ctrl-C breaks the group, as in any call. So does an exception while others may be in a move without a vote, in which
-   they would not receive the objection.
+3. If a call inside raises before anything moves, all ranks know it: the block has then ended on all ranks, without a
+   promise. The same holds if the first call inside raises because a rank has left.
+4. Ctrl-C breaks the group, as in any call. An exception also breaks it while others may be in a move without a vote,
+   in which they would not receive the objection.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ _this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """The calling thread's block of the group, if any. Raises ExchangeError if a call in it was refused."""
+    """The calling thread's block of the group, if any. Raises ExchangeError if a call in it has ended the block."""
     block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(

@@ -96,8 +96,8 @@ def compile(
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
       messages' bytes; in staging each message begins at a multiple of 16 bytes.
     - `engine`: "exchange", "broadcast" (the slow reference, on gloo, which moves a program's plan) or "auto".
-    - `thread`: replaces the calling thread's name, by which ranks pair calls. Pass one if threads of different names
-      move together, as the main thread of trainers and a worker thread of engines.
+    - `thread`: replaces the calling thread's name in pairing calls of different ranks. Pass one if threads of different
+      names move together, as the main thread of trainers and a worker thread of engines.
     - `commit="all"`: every rank receives next to its destination, in as many bytes again (`Plan.shadow_bytes`), and all
       ranks put theirs in place, or none does: a failure leaves destinations as they were.
     - `agree="once"`: ranks vote only before the first move of a kind (`acknowledge`, `check`, inside of a block), and

@@ -91,7 +91,7 @@ class Mover(Leaving):
 
     @property
     def thread(self) -> str | None:
-        """The name by which ranks pair its calls, if `compile` was given one."""
+        """The name under which ranks pair its calls, if `compile` was given one."""
         return self._ready.thread
 
     @property
@@ -124,7 +124,7 @@ class Mover(Leaving):
     def torn(self) -> tuple[str, ...]:
         """Local buffer keys of destinations here that may be neither old nor new, after a move that failed.
 
-        The keys are those of the dict passed as `out`, or "" for one tensor.
+        The keys are the keys of the dict passed as `out`, or "" for one tensor.
         """
         return self._landing.standing.torn
 

@@ -45,7 +45,7 @@ class How(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a rank has sent to others: changed elements, messages that were sent whole, bytes, and seconds per phase.
+    """The amounts that a rank has sent to others: changed elements, messages sent whole, bytes, and seconds per phase.
 
     The phases are "comparing" sources with snapshots, "mapping" changes to messages, "agreeing", "moving".
     """

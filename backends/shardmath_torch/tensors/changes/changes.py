@@ -63,12 +63,12 @@ class Changes(Mover):
 
     @property
     def last(self) -> Sent | None:  # type: ignore[override]
-        """What this rank sent in the last move, even if ranks then did not commit it; None before the first."""
+        """The amounts that this rank sent in the last move, committed or not; None before the first."""
         return self._sparse.last
 
     @property
     def moved(self) -> Moved | None:
-        """What the latest successful move did on this rank, as in `Mover.last`."""
+        """The record of the latest successful move on this rank, as in `Mover.last`."""
         return self._ledger.last
 
     @property

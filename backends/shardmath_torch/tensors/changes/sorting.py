@@ -41,7 +41,7 @@ class Sorted(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """What a rank sends to others: changed elements, messages sent whole, and the bytes of both."""
+    """The amounts that a rank sends to others: changed elements, messages sent whole, and the bytes of both."""
 
     elements: int
     whole: int
@@ -118,7 +118,7 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """The counts to send to each receiver: those of all messages to it, concatenated."""
+        """Return the counts to send to each receiver: the counts of all messages to it, concatenated."""
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])

@@ -163,7 +163,7 @@ class Walker:
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Exchange the counts of all messages. Returns those of messages to receive. Raises PeerFailure."""
+        """Exchange the counts of all messages. Returns the counts of messages to receive. Raises PeerFailure."""
         counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
         arriving = {}

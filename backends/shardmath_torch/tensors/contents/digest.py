@@ -3,7 +3,7 @@
 1. Each rank weighs its part on its device; ranks exchange 8 bytes per tensor.
 2. A digest is a turn of the group, as a move is: if one rank's tensor does not fit, or replicas differ, all ranks
    raise.
-3. Numbers equal those of `shardmath.content.digest_of`, on every device.
+3. Numbers equal the results of `shardmath.content.digest_of`, on every device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def digest(
     """The digest, from 0 to 2^61 - 2, of a tensor that ranks hold together; for several tensors, by name.
 
     `held` is a layout, a tuple of layouts for a tensor in windows, or a mapping of either by name, the same on all
-    ranks; `tensors` are this rank's, as a move takes them, or None if it holds nothing. The numbers equal those of
+    ranks; `tensors` are this rank's, as a move takes them, or None if it holds nothing. The numbers equal
     `shardmath.content.digest_of`. Collective over `group` (default: all ranks), which has every rank of the layouts.
     Raises ExchangeError on every rank if tensors do not fit, if replicas differ, for a Partial layout, if no rank
     holds some element, or if ranks disagree.

@@ -45,7 +45,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """What ranks must agree on for the move of a gradient: its forward move, and whether autograd records it."""
+    """The facts on which ranks agree before a gradient moves: its forward move, and whether autograd records it."""
 
     purpose: str = ""
     records_gradient: bool = False

@@ -138,9 +138,9 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
     """The layouts of the checkpointable ones of these tensors, by name.
 
     Collective over the default group, unless `ask` gives what all ranks have. Either every rank has
-    the attributes of a tensor, or none. Raises LayoutError, on all ranks, if one has invalid
-    attributes, or lacks those of a tensor, if global shapes differ between ranks, and if the parts
-    together are not one layout.
+    the attributes of a tensor, or none. Raises LayoutError, on all ranks, if a rank has invalid
+    attributes, or lacks the attributes of a tensor, if global shapes differ between ranks, and if the
+    parts together are not one layout.
     """
     parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
     if not parts:

@@ -1,7 +1,7 @@
 """Contents: the elements of a logical tensor in the memory of a tensor without data.
 
 1. A logical tensor is in its own memory, in row-major order. A copy of a view of it is new memory with the view's
-   strides; so is the result of an element-wise operation, which adds the operation's name.
+   strides. The result of an element-wise operation is new memory, too, and adds the operation's name.
 2. A copy from there into other memory has strides on both sides: pieces.
 3. One cast that loses numbers is followed, since the stored type may have fewer bits. A target of another type is then
    computed; a cast of complex numbers to real ones is always a computation.
@@ -102,7 +102,7 @@ class Content:
         return replace(content, shape=shape, strides=strides, start=piece.element)
 
     def explain(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """The operations by which a target of this type was computed."""
+        """The operations that computed a target of this type."""
         content = self._cast(dtype)
         return content.made if content.dtype == dtype else content._list_made()
 

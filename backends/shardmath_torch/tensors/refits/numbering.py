@@ -81,7 +81,7 @@ class Numbering:
         return ""
 
     def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
-        """(cells of a target with other bytes after a run than before, those of them that are not zero)."""
+        """(cells of a target with other bytes after a run than before, the part of these cells that is not zero)."""
         seen = _flatten(after, after.dtype)
         written: _Truths = (seen != repeat(run.byte, after.dtype)).any(axis=1)
         return written, written & (seen != 0).any(axis=1)

@@ -1,7 +1,7 @@
 """`compile_quantize`: ranks whose layout cuts blocks agree on a tensor once, and quantize it any number of times.
 
-1. A call measures amaxes, sends those of blocks that are cut, and casts, as `shardmath.values.amaxes` defines. Every
-   rank makes the call, even if no block is cut.
+1. A call measures amaxes, sends the amaxes of blocks that are cut, and casts, as `shardmath.values.amaxes` defines.
+   Every rank makes the call, even if no block is cut.
 2. Errors in a rank's tensors are found before ranks vote: all raise, and no output has changed.
 3. Numbers are not rounded before: bfloat16 and float16 are exact in float32. Amaxes are sent as float32.
 """
@@ -186,9 +186,9 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 @public
 class Quantizer:
-    """What `compile_quantize` returns: `quantize(tensor)`, collective, any number of times.
+    """A compiled quantization: `quantize(tensor)`, collective, any number of times; made by `compile_quantize`.
 
-    `amaxes` is what was compiled, `plan` the plan by which amaxes are sent.
+    `amaxes` is what was compiled, `plan` the plan that sends amaxes.
     """
 
     def __init__(self, amaxes: Amaxes, mover: Mover) -> None:
@@ -207,7 +207,7 @@ class Quantizer:
 
     @property
     def last(self) -> Moved | None:
-        """What the latest successful call moved on this rank, and how long it took."""
+        """The record of the latest successful call on this rank: what it moved, and how long it took."""
         return self._mover.last
 
     def __call__(

@@ -86,8 +86,8 @@ class _BoundCall(NamedTuple):
 class EndStage(Stage):
     """The stage of a transformed move: prepares source tensors, and finalizes destination tensors.
 
-    With `shadows` it finalizes into them, beside the destination. `holds` promises that callers keep the mappings that
-    they pass, and never change them.
+    With `shadows` it finalizes into these, not into the destination. `holds` promises that callers keep the mappings
+    that they pass, and never change them.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class EndStage(Stage):
 
 @public
 class TransformedMover(Mover):
-    """What `compile_transformed` returns: a mover that takes tensors as they are held.
+    """A mover that takes tensors as they are held; made by `compile_transformed`.
 
     Leave tensors that a hook stores in its own memory out of `out`. `transforms` is what was compiled, `plan` the plan
     of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
@@ -293,8 +293,8 @@ def compile_transformed(
     """Compile the transforms, and the plan of their wire tensors. Collective over `group` (default: all ranks).
 
     `plan` moves `transforms.src` to `transforms.dst`, or is a program of that plan; without it, it is made. The other
-    arguments are those of `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if the
-    plan is of other sides, and if a hook does not give the tensors that it stated.
+    arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
+    the plan is of other sides, and if a hook does not give the tensors that it stated.
     """
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)

@@ -1,8 +1,8 @@
 """Functions: transforms applied to tensors.
 
 1. shardmath's transforms have a row each in `PREPARE` and `FINALIZE`, and write into given tensors.
-2. Other transforms may have functions of tensors in addition to those of arrays, such as `Custom(on_tensors=...)`; else
-   their functions of arrays are called, on the CPU. Results are checked before they are copied.
+2. Other transforms may have functions of tensors in addition to functions of arrays, such as `Custom(on_tensors=...)`;
+   else their functions of arrays are called, on the CPU. Results are checked before they are copied.
 """
 
 from __future__ import annotations
