@@ -78,10 +78,11 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Drop held tensors and shadows; the next move allocates again. Not collective.
+        """Drop held tensors, shadows and snapshots; the next move allocates again. Not collective.
 
-        `besides` drops the caller's own references. Raises ExchangeError in the middle of a move, and while moved bytes
-        wait for the end of a `smt.commit`.
+        After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
+        references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a
+        `smt.commit`.
         """
         with self._party.alone():
             self._landing.check_free(None)
