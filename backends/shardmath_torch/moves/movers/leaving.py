@@ -95,9 +95,12 @@ class Leaving(Leaves):
                 return
             self._landing.check_free(None)
             self._closed = True
-            self._party.turns.part(self._party.key, why)
-            self._drop()
-            besides()
+            try:
+                self._party.turns.part(self._party.key, why)
+            finally:
+                # Also after a Ctrl-C: to close again does nothing.
+                self._drop()
+                besides()
 
     def find_waiting(self) -> str:
         """Why the mover may not change while its bytes wait for the end of a `smt.commit`; "" if none wait."""
