@@ -30,6 +30,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+# torch's store looks up the name of whoever connects, in its only thread. Where DNS loses queries, that takes glibc 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")
 """What runs on one worker, in order: what shares a pool of processes, a folder, or a kernel."""

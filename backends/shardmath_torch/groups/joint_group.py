@@ -108,9 +108,12 @@ class JointGroup(ProcessGroup):
             # Not `shutdown`, which may wait for the other ranks.
             with suppress(Exception):
                 channel.abort()
-        if leave is not None:
-            leave()
-        self.store = self._origin = None
+        try:
+            if leave is not None:
+                leave()
+        finally:
+            # Also after a Ctrl-C: to close again does nothing.
+            self.store = self._origin = None
 
 
 def _delegate(name: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,17 @@ def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pool, name: str) -> N
     for said, after in pool.run(work.fails, name):
         assert re.search(FAULTS[name], said), said
         assert after == [float(rank + 10) for rank in range(8)]
+
+
+@pytest.mark.parametrize("agree", ["every", "once"])
+def test_a_rank_that_has_let_go_says_so(pool: Pool, agree: str) -> None:
+    """Not the others wait for changes that never come, and all are told what to call."""
+    began = time.monotonic()
+    for said, after in pool.run(work.lets_go, agree):
+        assert "let_go() has dropped" in said and "whole=True on all ranks" in said, said
+        if agree == "every":
+            assert after == [float(rank + 20) for rank in range(8)]
+    assert time.monotonic() - began < 8.0
 
 
 @pytest.mark.parametrize(

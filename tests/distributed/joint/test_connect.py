@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.groups.agreement import turns
 from shardmath_torch.groups.agreement.failure import FailureDetector, Report
 from shardmath_torch.groups.agreement.notes import add_line
 from shardmath_torch.groups.joint import connect as connecting
@@ -461,6 +462,36 @@ def test_nothing_is_left_of_who_failed(host: int | None) -> None:
     smt.disconnect(group)
     asking.join()
     assert store.num_keys() == 0
+
+
+def test_ctrl_c_at_both_ends_of_a_group() -> None:
+    """Just before the caller has the group, and as the store is told that this rank leaves."""
+    store = dist.HashStore()
+    stopped = mock.Mock(side_effect=KeyboardInterrupt)
+    at_last = mock.patch.object(connecting.stores, "serves_store", stopped)
+    with at_last, pytest.raises(KeyboardInterrupt):
+        smt.connect(store, 0, 1)
+    assert store.num_keys() == 0
+    group = smt.connect(store, 0, 1)
+    group._leave = stopped
+    with pytest.raises(KeyboardInterrupt):
+        smt.disconnect(group)
+    # Its server would go on, and its port be taken.
+    assert group.store is None
+
+
+def test_ctrl_c_as_a_mover_says_goodbye() -> None:
+    """Lets go of its tensors all the same: to close it again does nothing."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    layout = sm.Layout((4, 4), sm.Mesh(tp=1), "n h")
+    move = smt.compile(sm.plan(layout, layout), group=group, commit="all")
+    move(ONES, out=torch.zeros(4, 4))
+    assert move.shadow_bytes
+    saying = mock.patch.object(turns.Turns, "part", side_effect=KeyboardInterrupt)
+    with saying, pytest.raises(KeyboardInterrupt):
+        move.close()
+    assert not move._carrier._shadows.tensors  # type: ignore[attr-defined]
+    smt.disconnect(group)
 
 
 def make_store(kind: str, folder: Path) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -69,6 +70,27 @@ def _overwrite(tensors: Any, given: Bytes) -> None:
     named = {"": tensors} if isinstance(tensors, torch.Tensor) else tensors or {}
     for key, value in given.items():
         named[key].copy_(tensor_of(*value))
+
+
+def lets_go(rank: int, agree: str) -> tuple[str, list[float]]:
+    """What every rank is told of changes after rank 1 has let go, and what arrives by the next whole move."""
+    group = dist.new_group()
+    send = smt.compile_changes(sm.plan(LINE, PLANE), group=group, agree=agree, timeout=10.0)
+    src, out = torch.full((1, 4), float(rank)), torch.zeros(8, 1)
+    send(src, out=out)
+    src += 10
+    send(src, out=out)
+    if rank == 1:
+        send.let_go()
+    said = ""
+    try:
+        send(src, out=out)
+    except sm.ExchangeError as error:
+        said = str(error)
+    src += 10
+    if agree == "every":
+        send(src, out=out, whole=True)
+    return said, out.flatten().tolist()
 
 
 LINE = sm.Layout((8, 4), sm.Mesh(tp=8), "(tp n) h")

@@ -106,14 +106,14 @@ def connect(
     leave = partial(_leave, named, met, rank, size)
     try:
         channel = _connect(own, seat, left, label)
+        channel.set_timeout(timedelta(seconds=float(timeout)))
+        serves_store = serves if isinstance(place, Address) else None
+        group = JointGroup(channel, own, backend, name, met.run, leave, serves_store, place)
+        # No other group has this prefix, so the goodbyes need no name.
+        turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
     except BaseException:
         leave()
         raise
-    channel.set_timeout(timedelta(seconds=float(timeout)))
-    serves_store = serves if isinstance(place, Address) else None
-    group = JointGroup(channel, own, backend, name, met.run, leave, serves_store, place)
-    # No other group has this prefix, so the goodbyes need no name.
-    turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
     return group
 
 

@@ -78,10 +78,11 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Drop held tensors and shadows; the next move allocates again. Not collective.
+        """Drop held tensors, shadows and snapshots; the next move allocates again. Not collective.
 
-        `besides` drops the caller's own references. Raises ExchangeError in the middle of a move, and while moved bytes
-        wait for the end of a `smt.commit`.
+        After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
+        references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a
+        `smt.commit`.
         """
         with self._party.alone():
             self._landing.check_free(None)
@@ -94,9 +95,12 @@ class Leaving(Leaves):
                 return
             self._landing.check_free(None)
             self._closed = True
-            self._party.turns.part(self._party.key, why)
-            self._drop()
-            besides()
+            try:
+                self._party.turns.part(self._party.key, why)
+            finally:
+                # Also after a Ctrl-C: to close again does nothing.
+                self._drop()
+                besides()
 
     def find_waiting(self) -> str:
         """Why the mover may not change while its bytes wait for the end of a `smt.commit`; "" if none wait."""

@@ -2,7 +2,7 @@
 
 1. The first move is whole, and so is the next one after a whole move that failed.
 2. A snapshot equals what destinations hold, or will hold once all ranks have committed: it is updated then, and not
-   earlier. If it could not be updated, this rank objects to the next move of changes.
+   earlier. If it could not be updated, or was dropped here (`let_go`), this rank objects to the next move of changes.
 3. With `commit="all"`, received packets are kept until the commit, in memory proportional to the changes. Only a whole
    move has shadows, and frees them afterwards.
 """
@@ -219,8 +219,13 @@ class Sparse:
         """Keep nothing: a rank that has joined again lacks what snapshots assume."""
 
     def let_go(self) -> None:
+        # The other ranks may have kept theirs, and move changes next: this rank then objects.
+        is_fresh = self._is_fresh
         self.forget()
         self._whole.let_go()
+        if is_fresh:
+            self._is_fresh = True
+            self._lacks = "let_go() has dropped what this rank kept of the last move"
 
     def list_torn(self) -> tuple[str, ...]:
         if self._load is None or self._load.sorted is None:
