@@ -605,3 +605,27 @@ def test_a_parameter_that_the_loader_swaps_is_put_back() -> None:
     assert into.weight is before and isinstance(before, nn.Parameter) and before.requires_grad
     assert (before.tolist(), before.data_ptr()) == (values, memory)
     assert vars(before) == {"mark": "weight"}
+
+
+class Rounds(Tensor):
+    """Keeps whole numbers, as weights that an engine quantizes keep theirs."""
+
+    @staticmethod
+    def __new__(cls) -> Rounds:
+        return Tensor._make_wrapper_subclass(cls, (4, 3))
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(4, 3, dtype=torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            args[0].kept.copy_(args[1].round())
+        return args[0]
+
+
+def test_a_target_that_computes_what_it_keeps() -> None:
+    """Its class takes a copy for a computation, which a run without data would not see."""
+    into: dict[str, Tensor] = {"a": Rounds()}
+    with pytest.raises(sm.StoreError, match="'a' is Rounds; record into plain tensors"):
+        record(lambda given: into["a"].copy_(given["q"]), into)
