@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -629,3 +630,25 @@ def test_a_target_that_computes_what_it_keeps() -> None:
     into: dict[str, Tensor] = {"a": Rounds()}
     with pytest.raises(sm.StoreError, match="'a' is Rounds; record into plain tensors"):
         record(lambda given: into["a"].copy_(given["q"]), into)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("what", ["target", "clone"])
+def test_a_thread_that_computes_without_logical_tensors(what: str, device: str) -> None:
+    """As engines repack weights in threads, once these are loaded."""
+    into = {"a": torch.zeros(4, 3, device=device)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        copied = given["q"].clone().as_subclass(Tensor)
+        changed = {"target": into["a"], "clone": copied}[what]
+        into["a"].copy_(copied)
+        thread = threading.Thread(target=changed.mul_, args=(2,))
+        thread.start()
+        thread.join()
+        if what == "clone":
+            into["a"].copy_(copied)
+
+    profile = threading.getprofile()
+    with pytest.raises(sm.StoreError, match=r"'a' is computed: .* by aten.mul_.Tensor"):
+        record(load, into)
+    assert threading.getprofile() is profile
