@@ -94,6 +94,12 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
             raise StoreError(f"its dimension {of} lies along several stored ones")
     if len(set(stored_dims.values())) != len(stored_dims):
         raise StoreError("several of its dimensions lie along a stored one")
+    _pair_moving(stored_dims, boxes)
+    return stored_dims
+
+
+def _pair_moving(stored_dims: dict[int, int], boxes: Sequence[Box]) -> None:
+    """Pair the dimensions in which boxes begin at several positions. Raises StoreError if one is left."""
     dims = _list_moving([box.cell for box in boxes], stored_dims.values())
     for of in _list_moving([box.element for box in boxes], stored_dims):
         matching = [dim for dim in dims if _is_bijective(boxes, dim, of)]
@@ -101,7 +107,9 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
             raise StoreError(NO_PRODUCT)
         stored_dims[of] = matching[0]
         dims.remove(matching[0])
-    return stored_dims
+    if dims:
+        # A stored dimension is left where a row of elements goes on in the next stored row.
+        raise StoreError(NO_PRODUCT)
 
 
 def _is_bijective(boxes: Sequence[Box], dim: int, of: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -605,3 +606,49 @@ def test_a_parameter_that_the_loader_swaps_is_put_back() -> None:
     assert into.weight is before and isinstance(before, nn.Parameter) and before.requires_grad
     assert (before.tolist(), before.data_ptr()) == (values, memory)
     assert vars(before) == {"mark": "weight"}
+
+
+class Rounds(Tensor):
+    """Keeps whole numbers, as weights that an engine quantizes keep theirs."""
+
+    @staticmethod
+    def __new__(cls) -> Rounds:
+        return Tensor._make_wrapper_subclass(cls, (4, 3))
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(4, 3, dtype=torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            args[0].kept.copy_(args[1].round())
+        return args[0]
+
+
+def test_a_target_that_computes_what_it_keeps() -> None:
+    """Its class takes a copy for a computation, which a run without data would not see."""
+    into: dict[str, Tensor] = {"a": Rounds()}
+    with pytest.raises(sm.StoreError, match="'a' is Rounds; record into plain tensors"):
+        record(lambda given: into["a"].copy_(given["q"]), into)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("what", ["target", "clone"])
+def test_a_thread_that_computes_without_logical_tensors(what: str, device: str) -> None:
+    """As engines repack weights in threads, once these are loaded."""
+    into = {"a": torch.zeros(4, 3, device=device)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        copied = given["q"].clone().as_subclass(Tensor)
+        changed = {"target": into["a"], "clone": copied}[what]
+        into["a"].copy_(copied)
+        thread = threading.Thread(target=changed.mul_, args=(2,))
+        thread.start()
+        thread.join()
+        if what == "clone":
+            into["a"].copy_(copied)
+
+    profile = threading.getprofile()
+    with pytest.raises(sm.StoreError, match=r"'a' is computed: .* by aten.mul_.Tensor"):
+        record(load, into)
+    assert threading.getprofile() is profile

@@ -47,6 +47,15 @@ def test_extra_states(tmp_path: Path, value: object) -> None:
     assert plain(found) == plain(value)
 
 
+def test_a_module_with_two_names(tmp_path: Path) -> None:
+    """Its extra state is saved under both, as torch's state dict has it."""
+    scaled = Scaled(b"abc")
+    training.save_state(tmp_path, nn.ModuleDict({"one": scaled, "other": scaled}))
+    found = Scaled(b"")
+    training.load_state(tmp_path, nn.ModuleDict({"one": found, "other": found}))
+    assert found.value == b"abc"
+
+
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "object": (
         lambda: training.state_of(nn.Sequential(Scaled({"a": 1}))),

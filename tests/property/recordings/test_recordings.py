@@ -108,6 +108,29 @@ def record(
     return sm.storage.Recorded(tensors, tuple(own))  # type: ignore[arg-type]
 
 
+@given(
+    st.sampled_from([(4,), (2, 2), (4, 1)]),
+    st.permutations([*range(4), -1, -1]),
+    st.sampled_from([(6,), (2, 3), (3, 2), (1, 2, 3)]),
+)
+# A row that goes on in the next stored row, and elements that are dealt between two of them.
+@example((4,), [-1, 0, 1, 2, 3, -1], (2, 3))
+@example((4,), [0, -1, 2, -1, 1, -1], (2, 3))
+def test_what_is_bound_is_what_was_recorded(
+    shape: tuple[int, ...], numbers: list[int], stored_shape: tuple[int, ...]
+) -> None:
+    """Wherever elements lie: they are there in what is bound, or that is an error."""
+    shapes = {"q": (shape, "int64")}
+    cells = np.array(numbers).reshape(stored_shape)
+    try:
+        bound = sm.storage.RecordedSide({3: record(shapes, w=cells)}).bind(shapes)
+    except sm.StoreError:
+        return
+    logical = {"q": np.arange(4).reshape(shape)}
+    found = fill(bound, logical, 3, empty=-1)[0, "w"]
+    assert np.array_equal(found.reshape(stored_shape), cells)
+
+
 @given(stored())
 # Rows and columns taken by number, transposed: which dimension is which is not said by their order.
 @example(((2, 1, 2), np.array([[[2, 0], [3, 1]]])))

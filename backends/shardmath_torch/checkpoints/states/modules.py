@@ -178,7 +178,9 @@ def _strip_wrappers(name: str) -> str:
 def _find_owner(module: nn.Module, name: str) -> nn.Module:
     """The submodule whose extra state has that name. Raises CheckpointError if there is none."""
     path, _, last = name.rpartition(".")
-    parts: list[tuple[str, nn.Module]] = list(module.named_modules())
+    # A module with several names has an extra state under each.
+    named = module.named_modules(remove_duplicate=False)
+    parts: list[tuple[str, nn.Module]] = list(named)
     for part_path, part in parts:
         is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
         if is_owner and not _is_wrapper(part):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
-__all__ = ["mark_written", "missing_memory", "plain", "reach"]
+__all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -36,19 +36,20 @@ def plain(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         waited: Tensor = tensor.wait()
         return plain(waited)
-    if _has_own_kernels(tensor):
+    if has_own_kernels(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return tensor.as_subclass(Tensor)
 
 
-def _has_own_kernels(tensor: Tensor) -> bool:
+def has_own_kernels(tensor: Tensor) -> bool:
+    """Whether the tensor's class runs operations itself, as one that quantizes what is copied into it does."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def missing_memory(tensor: Tensor) -> str:
     """Why the tensor's elements cannot be read or written, in words that follow its name; "" if they can."""
-    if _has_own_kernels(tensor):
+    if has_own_kernels(tensor):
         return f"is a {type(tensor).__name__}, which has no plain memory"
     try:
         storage = tensor.untyped_storage()

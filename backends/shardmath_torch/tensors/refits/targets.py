@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.recorded import label
+from shardmath_torch.moves.exchange.memory import has_own_kernels
 from shardmath_torch.tensors.probes.patterns import as_words, repeat
 from shardmath_torch.tensors.refits.before import Before, key_of
 
@@ -126,7 +126,7 @@ def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
 
 def _check(name: str, tensor: object) -> None:
     """Raise StoreError unless the target is a plain strided tensor."""
-    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+    if not isinstance(tensor, Tensor) or has_own_kernels(tensor):
         raise StoreError(f"{name!r} is {type(tensor).__name__}; record into plain tensors")
     if tensor.layout != torch.strided:
         raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")

@@ -7,13 +7,14 @@
 3. A target that was written as a whole may be read again: some loaders store first, and then a function of it. Reading
    its values is an error, since nothing was written there.
 4. Bits viewed as another type are followed as long as they are only copied; a cast of them is a computation.
-5. A torch mode belongs to one thread. Logical tensors have a class that enters the mode in any thread that works on
-   them, or on results made from them.
+5. A torch mode belongs to one thread. Threads that the loader starts enter it when they begin; in any other thread the
+   class of logical tensors enters it for operations on these, or on results made from them.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,6 +74,9 @@ class Watch(TorchDispatchMode):
         self._class = _make_class(self)
         self._reads = _ReadMode(self)
         self.thread: int | None = None
+        # Says in each thread whether it has entered a mode of this watch.
+        self.entered = threading.local()
+        self._profile: Any = None
         self._lock = threading.RLock()
         # A key identifies memory only while it lives, so all known memory is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
@@ -86,17 +90,29 @@ class Watch(TorchDispatchMode):
             self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
 
     def __enter__(self) -> Watch:
-        """Watch this thread, and other threads' operations on logical tensors."""
+        """Watch this thread, those that it starts, and other threads' operations on logical tensors."""
         self.thread = threading.get_ident()
+        self.entered.here = True
+        self._profile = threading.getprofile()
+        threading.setprofile(self._enter_thread)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reads.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Stop watching."""
+        threading.setprofile(self._profile)
         self.thread = None
         self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _enter_thread(self, *event: object) -> None:
+        """Watch a thread that begins, for which Python calls this once in place of a profiler."""
+        sys.setprofile(self._profile)
+        self.entered.here = True
+        # Never left: the modes end with the thread, and do nothing once the watch has ended.
+        _OtherThread(self).__enter__()  # type: ignore[no-untyped-call]
+        _ReadMode(self).__enter__()  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
         """The logical tensor as the loader receives it, in a class that is watched in every thread."""
@@ -324,8 +340,8 @@ def _make_class(watch: Watch) -> type[Tensor]:
             try:
                 if func in ADDRESSES and watch.thread is not None:
                     raise StoreError("a tensor without data has no address; load it by numbers")
-                # Without a watched thread nothing is watched; on it the mode sees the operation already.
-                if watch.thread in (None, threading.get_ident()):
+                # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
+                if watch.thread is None or getattr(watch.entered, "here", False):
                     return _call_as(cls, func, args, kwargs)
                 with _OtherThread(watch):
                     return _call_as(cls, func, args, kwargs)
@@ -363,7 +379,9 @@ class _OtherThread(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note the operation, as in the watched thread."""
+        """Note the operation, as in the watched thread; run it once the watch has ended."""
+        if self._watch.thread is None:
+            return func(*args, **(kwargs or {}))
         return self._watch.__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -378,7 +396,7 @@ class _ReadMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function. Raises StoreError if it reads memory into which nothing was really written."""
-        if func in GIVES_MEMORY:
+        if func in GIVES_MEMORY and self._watch.thread is not None:
             self._watch.check_values(args[:1])
         return func(*args, **(kwargs or {}))
 
