@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensor imports it: once here, instead of in each rank
 import torch.distributed as dist
 
 import shardmath_torch as smt
