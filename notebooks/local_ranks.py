@@ -10,10 +10,10 @@ import multiprocessing as mp
 import os
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch._dynamo  # DTensor imports it: once here, instead of in each rank
 import torch.distributed as dist
 
 import shardmath_torch as smt
@@ -27,8 +27,9 @@ def on_ranks(size: int, act: Callable[[int], Any], *, dies: int | None = None) -
     Raises RuntimeError with the rank's own error if act raises.
     """
     torch.set_num_threads(1)  # a fork copies no other threads, and ranks share the cores
+    import_module("torch._dynamo")  # DTensor imports it: once here, instead of on each rank
     for name in smt.__all__:
-        getattr(smt, name)  # imported here, once, instead of by each rank
+        getattr(smt, name)  # this imports it, for the same reason
     fork = mp.get_context("fork")
     results = fork.Queue()
     with tempfile.TemporaryDirectory() as folder:
