@@ -111,6 +111,8 @@ lint: $(DEV)
 	@echo "lint: public classes of one name"
 	@$(BIN)/python tools/names.py --check
 	@$(BIN)/python tools/index.py --check
+	@echo "lint: words in pages and docstrings"
+	@$(BIN)/python tools/words.py --check
 
 style: $(DEV)
 	@$(BIN)/python tools/style.py

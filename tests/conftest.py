@@ -30,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# torch's store looks up the name of each process that connects, in its only thread. If DNS loses a query, glibc waits 5 s.
+# torch's store looks up who connects, in its only thread; where DNS loses queries, glibc waits 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")

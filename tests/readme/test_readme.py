@@ -10,6 +10,7 @@ stands under them.
 4. `sh` blocks are commands with words to fill in; they must at least exist.
 5. Times, rates, digests and places on disk may differ; so may what a command says of its progress.
 6. Links lead somewhere, and what is imported is public.
+7. Each notebook asks, draws, has an exercise and leads on. (nbval executes it and compares its outputs.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import shlex
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 FRONT = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
 DOCS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")))
 PAGES = (*FRONT, *DOCS)
+NOTEBOOKS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("notebooks/*.ipynb")))
 IS_DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 STARTED = "docs/refit.md"
 """The page of which all that `torchrun` sets is seen to be enough."""
@@ -250,3 +253,46 @@ def test_every_page_is_in_the_reading_order() -> None:
     """mkdocs.yml names every page of docs/, and no other."""
     named = re.findall(r"\b([\w-]+\.md)$", read("mkdocs.yml"), re.M)
     assert sorted(f"docs/{name}" for name in named) == list(DOCS)
+
+
+def cells(notebook: str, kind: str) -> list[dict[str, Any]]:
+    """The cells of one kind, `markdown` or `code`."""
+    found: list[dict[str, Any]] = json.loads(read(notebook))["cells"]
+    return [cell for cell in found if cell["cell_type"] == kind]
+
+
+def notebook_prose(notebook: str) -> str:
+    """The text between the code of a notebook."""
+    return "\n\n".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_notebooks_have_all_parts(notebook: str) -> None:
+    """A question, a prediction, a picture, an exercise, and what to read next."""
+    text = notebook_prose(notebook)
+    for part in ("**Question.** ", "**Predict.** ", "## Exercise\n", "**Next:** "):
+        assert part in text, part
+    assert "<svg " in json.dumps([cell["outputs"] for cell in cells(notebook, "code")])
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_links_of_notebooks_lead_somewhere(notebook: str) -> None:
+    links = re.findall(r"\]\(([^):]+)\)", notebook_prose(notebook))
+    for path, _, anchor in (link.partition("#") for link in links):
+        target = (ROOT / notebook).parent / path
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_outputs_of_notebooks_are_the_same_everywhere(notebook: str) -> None:
+    """No warnings, which depend on what is installed, and no temporary folders."""
+    outputs = json.dumps([cell["outputs"] for cell in cells(notebook, "code")])
+    assert '"stderr"' not in outputs
+    assert not re.search(r"/(tmp|home|root|Users)/", outputs)
+
+
+def test_the_page_of_notebooks_has_all_in_order() -> None:
+    assert re.findall(r"^\| `(notebooks/\w+\.ipynb)`", read("docs/notebooks.md"), re.M) == list(
+        NOTEBOOKS
+    )
