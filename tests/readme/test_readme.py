@@ -182,6 +182,14 @@ def test_console(block: Block, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("page", DOCS)
+def test_a_page_ends_with_what_to_read_next(page: str) -> None:
+    """The index, which lists all pages, and the page that `make bench` writes do not."""
+    if page not in ("docs/index.md", "docs/benchmarks.md"):
+        last = read(page).rstrip().rpartition("\n\n")[2]
+        assert last.startswith("Next: ")
+
+
 def test_programs_are_run() -> None:
     """Every file of a page is run by a command of that page."""
     for page in PAGES:
