@@ -3,7 +3,7 @@
 1. A placement has `dim` and `split(n, parts) -> tuple of Runs`: which positions of a length n each part
    keeps. That is the whole protocol. Its author gets planning, proof, execution and the laws,
    because Layout composes placements; make it a frozen dataclass, so that equal placements are equal.
-2. A dividing placement's parts are in bounds, disjoint and covering; one part changes nothing; parts may be empty.
+2. A dividing placement's parts are in bounds, disjoint and covering; parts may be empty.
    A placement with `overlaps = True`, as `Table` has, may hold a position in several parts: a rank that needs it
    receives it from any of them. For any other placement, overlapping parts are an error when a Layout is made.
 3. Built-in placements are also one or two digits each (`digits`), so that they compose fast.

@@ -70,7 +70,6 @@ def covering(placement: Placement, n: int, count: int) -> None:
 
 def hashable(placement: Placement, n: int, count: int) -> None:
     """A pickled copy of a placement equals it, with its hash, and splits are the same every time."""
-    check_protocol(placement)
     copied = _copy(placement, n, count)
     same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
@@ -150,5 +149,6 @@ def check_placement(placement: Placement, n: int, parts: int) -> None:
 
     Raises PlacementError if no Layout can be made of it, AssertionError if it breaks another law.
     """
+    check_protocol(placement)
     for law in PLACEMENT_LAWS:
         law(placement, n, parts)

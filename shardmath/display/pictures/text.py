@@ -104,7 +104,7 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """Any value of shardmath as text: a layout by each rank's elements, a plan by each rank's sent and received bytes.
+    """A layout as text, by each rank's elements, or a plan, by each rank's bytes; also meshes and programs.
 
     Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
     pictures. Raises ShardError for anything but a value of shardmath.
@@ -118,7 +118,10 @@ def show(value: object, most: int = 32) -> Shown:
 @singledispatch
 def _text(value: object, most: int) -> str:
     """The text of a value, with at most `most` items of each list."""
-    raise PlanError(f"{shown(value)} is not a value of shardmath; show takes a Layout or a Plan")
+    kind = type(value).__name__
+    raise PlanError(
+        f"show cannot show a {kind}, {shown(value)}; pass a Mesh, a Layout, a Plan or a Program"
+    )
 
 
 def _more(number: int, most: int, what: str) -> str:

@@ -172,7 +172,7 @@ def test_what_is_shown_is_its_own_repr() -> None:
     assert repr(text) == str(text) and text == "tp=2\nrank  tp\n   0   0\n   1   1"
     assert pickle.loads(pickle.dumps(text)).value == Mesh(tp=2)
     for other in (3, None, "text", np.zeros(2)):
-        with pytest.raises(ShardError, match="is not a value of shardmath"):
+        with pytest.raises(ShardError, match="show cannot show a "):
             show(other)
 
 
