@@ -268,7 +268,7 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The index of the first number from `start` on that is at most `most`; None if there is none."""
+        """The first index from `start` on whose number is at most `most`; None if there is none."""
         if start >= self.size:
             return None
         node = self.size + start
@@ -286,7 +286,7 @@ class _LeftmostFit:
         return node - self.size
 
     def remove(self, number: int) -> None:
-        """Remove the number at this index."""
+        """Remove the number at the index `number`."""
         node = self.size + number
         self.tree[node] = self.GONE
         while node > 1:
