@@ -108,7 +108,7 @@ class ShardRange(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How shards divide a parameter: its `cuts`, and where each cut begins in the flat array of its shard."""
+    """The division of a parameter among shards: its `cuts`, and where each begins in the flat array of its shard."""
 
     cuts: tuple[ShardRange, ...]
     at: int

@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """How a data-parallel group holds a tensor: its ranks, the part of each dimension they have, and its division."""
+    """A data-parallel group's part of a tensor: its ranks, their part of each dimension, and their shares of it."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
