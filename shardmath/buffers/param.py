@@ -80,7 +80,7 @@ def pad_to_divisor(value: int, divisor: int) -> int:
 
 
 def read_name(name: object) -> str:
-    """The name of a parameter as a plain str. Raises ParamLayoutError for anything else."""
+    """The parameter's name `name` as a plain str. Raises ParamLayoutError for anything else."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
     return text(name, "the name of a parameter", ParamLayoutError)
@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number of which Megatron's optimizers make the end of each bucket a multiple."""
+    """The number that divides the end of every bucket in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)

@@ -159,7 +159,7 @@ class Store:
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
-        """The place, in a buffer of `rank`, of its local tensor named `local`, which has this `layout`.
+        """The place in a buffer of the local tensor `local`, which `rank` holds under `layout`.
 
         Raises StoreError if its view is missing or does not fit.
         """

@@ -132,7 +132,7 @@ class Cutter:
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """The last byte, not after `at`, at which the bytes of `line` may be cut."""
+        """The last byte, not after `at`, at which `line` (bytes that one set of ranks holds) may be cut."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -141,7 +141,7 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """The last byte, not after `at`, at which the content of `block` may be cut."""
+        """The last byte, not after `at`, at which the content of `block` (bytes with equal receivers) may be cut."""
         demands = self.demands
         row = row_at(demands, block, at)
         begin = int(demands.at[row])
@@ -151,7 +151,7 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """The last byte, not after `at`, at which one tensor of `row` may be cut."""
+        """The last byte, not after `at`, at which a tensor of `row` (bytes of one batch of tensors) may be cut."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
@@ -238,7 +238,7 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """A Grid that finds cuts for all blocks of `demands`."""
+    """A Grid, which finds the bytes at which messages may be cut, for all blocks of `demands`."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])

@@ -76,11 +76,11 @@ class Demands:
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
-        """The ranks that hold the bytes of `line`, which are its possible senders."""
+        """The ranks that hold the bytes of `line`, and may send them."""
         return self.sets[self.holders[line]]
 
     def asked_by(self, block: int) -> Ranks:
-        """The ranks that need the bytes of `block`, including ranks that hold them already."""
+        """The ranks that need the bytes of `block`, including those that hold them already."""
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
@@ -392,7 +392,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """The ranks that need `block` and do not hold it already; `line` is the block's line."""
+    """The ranks that need the bytes of `block`, which is on `line`, and do not hold them already."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

@@ -45,17 +45,17 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """The block with byte `at` of `line`; the last block if `at` is the line's end."""
+    """The block (bytes with equal receivers) with byte `at` of `line`; the last block if `at` is the line's end."""
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """The row with byte `at` of the content of `block`."""
+    """The row (bytes of one batch of tensors) with byte `at` of the content of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """The line to which each of `blocks` belongs."""
+    """The line (bytes that one set of ranks holds) to which each of `blocks` belongs."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 
@@ -105,7 +105,7 @@ def find_rows(rows: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
-    """For each of `blocks`, the ranks that need it and do not hold it already."""
+    """For each of `blocks` (bytes with equal receivers), the ranks that need it and do not hold it already."""
     # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]

@@ -227,7 +227,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The `stages` simplified: without cuts that change nothing, and with stages merged if that changes nothing."""
+    """Simplify `stages`: leave out cuts that change nothing, and merge stages if that changes nothing."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)

@@ -34,7 +34,7 @@ class Selected:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the whole side."""
+        """All ranks of the trainer or engine, even those without a selected tensor."""
         return self.side.ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:

@@ -71,7 +71,7 @@ class Bound:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the side."""
+        """All ranks of this trainer or engine."""
         return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:

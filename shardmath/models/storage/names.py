@@ -117,7 +117,7 @@ class Name:
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether `name` matches one of the globs. Raises StoreError for text, whose characters would be the globs."""
+    """Whether `name` matches one of the globs. Raises StoreError if `globs` is a single text."""
     return any(fnmatchcase(name, glob) for glob in listed(globs, "globs of names", StoreError))
 
 

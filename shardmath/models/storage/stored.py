@@ -77,7 +77,7 @@ class KnownSide(Protocol):
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the side."""
+        """All ranks of this trainer or engine."""
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:

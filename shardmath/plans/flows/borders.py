@@ -22,7 +22,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """For each block, the labels of the ranks in its set, ascending, if each rank of a program has a label.
+    """The distinct labels (numbers given to ranks) in sets of ranks, ascending, and the set of each block.
 
     `sets` are ranges of `labels`.
     """
@@ -32,11 +32,11 @@ class TouchedLabels:
     labels: Ints
 
     def widths(self) -> Ints:
-        """The number of distinct labels that the ranks of each block have."""
+        """For each block, the number of distinct labels (numbers given to ranks) of the ranks in its set."""
         return self.sets.counts()[self.of]
 
     def only(self) -> Ints:
-        """The label of each block whose ranks all have the same one; -1 for other blocks."""
+        """For each block, the label of its ranks if all have the same one; otherwise -1."""
         first = self.sets.first[self.of]
         single = self.widths() == 1
         return np.where(single, self.labels[first], -1)
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """All pairs (label, block) such that ranks with the label hold the block and ranks with the label need it."""
+    """All pairs (label, block) such that a rank with the label holds the block and a rank with the label needs it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():

@@ -22,7 +22,7 @@ at random none took more than three. A missed target only costs time.
 
 
 def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
-    """The least possible load of the fullest holder if each line's bytes, `once[i]`, are sent a single time."""
+    """The least load that the fullest holder can have if the bytes of each line, `once[i]`, are sent only once."""
     found = find_levels(once, held)
     if not found:
         return 0

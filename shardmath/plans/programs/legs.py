@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """The cuts of each block's content into bands, which take different ways, and of the first hop among senders.
+    """The cuts of each block's content into bands, which go to nodes on different ways, and of the first hop's bytes.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -97,7 +97,7 @@ class Legs:
 
 
 def measure_bands(demands: Demands, bands: Bands) -> Ints:
-    """The bytes in each band: up to the next band of its block, or to the end of the block."""
+    """The number of bytes in each band (part of a block's content), as an array."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1
     size[last] = demands.nbytes - bands.at[last]
@@ -105,7 +105,7 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """For each band, of block `block[i]`, the number of nodes that get it straight from its holders."""
+    """For each band (part of block `block[i]`), the number of nodes that get it straight from the block's holders."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -143,7 +143,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """Divide `lines` into runs of neighbors whose `weights` add up to about MOST_TOGETHER at most.
+    """Divide `lines` into runs of neighbors whose `weights` add up to about MOST_TOGETHER.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]

@@ -247,7 +247,7 @@ class Slices(NamedTuple):
 
 
 def list_slices(prog: Program, streams: Streams) -> Slices:
-    """All slices of `streams` that are not empty, each with the slot in which it is sent."""
+    """All slices of `streams` (bytes from rank to rank) that are not empty, with the slots in which they are sent."""
     slices = cut_streams(prog, streams)
     line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
@@ -257,7 +257,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """All slices of `streams` that are not empty, with slots counted as if each were in hop 1 of line 0."""
+    """All slices of `streams` that are not empty, with slots as if each stream were in hop 1 of line 0."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1

@@ -144,7 +144,7 @@ MOST_KEPT = 1 << 20
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """All streams of `line`, from rank to rank: the first hop from the holders, and its relays."""
+    """All streams (bytes from one rank to another) of `line`: the first hop from its holders, and the relays."""
     bundles = _divide_lines(legs)
     number = bisect.bisect_right(bundles, line, key=_find_first) - 1
     found = _keep_bundle(legs, number)
@@ -159,7 +159,7 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """Yield all streams, for a bundle of lines at a time; with `some`, only bundles with one of those lines."""
+    """Yield the streams (bytes from rank to rank) of all lines, or of bundles that have some of the lines `some`."""
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
     if some is not None:
@@ -171,7 +171,7 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """The `lines` divided into runs of neighbors with about equally many streams."""
+    """Divide `lines` into runs of neighbors with about equally many streams."""
     demands = legs.lines
     # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()

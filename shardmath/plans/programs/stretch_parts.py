@@ -61,7 +61,7 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """The stretches `given` cut into parts, each with equal elements of neighboring tensors of a batch."""
+    """Cut the stretches `given` into parts, each with equal elements of neighboring tensors of a batch."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

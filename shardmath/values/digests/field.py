@@ -98,7 +98,7 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """The random weights of the 2^bits positions in which no bits except `bits` bits from `first_bit` on are set."""
+    """The random weights of the 2^`bits` positions that have only some of `bits` bits, from `first_bit` on, set."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:
