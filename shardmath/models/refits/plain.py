@@ -73,7 +73,7 @@ class PlainSide:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> None:
-        """Return None: no tensor is stored as a function of another."""
+        """Return None, since every tensor is stored as it is, and not as a function of it."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
         """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
