@@ -143,7 +143,7 @@ class NcclWire:
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
-        """Add a send of the bytes of `memory` to `rank` to the next group."""
+        """Queue a send of `memory`'s bytes to `rank`; the next `start` launches it with the others of its group."""
         self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
         return self._batch
 

@@ -76,7 +76,7 @@ class Told:
 
     @property
     def rules(self) -> dict[str, Cast]:
-        """The casts of tensors on the way."""
+        """The cast of each tensor that engines get in another dtype than the trainer's, by name."""
         rules = {}
         for name, (_, dtype) in self.served.items():
             if self.shapes[name][1] != dtype:

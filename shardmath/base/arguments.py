@@ -46,14 +46,14 @@ def text(value: object, what: str, error: type[ValueError]) -> str:
 
 
 def known(value: object, choices: Sequence[str]) -> str | None:
-    """The choice that equals `value`, or None if there is none."""
+    """The item of `choices` that equals `value`, or None if there is none."""
     if not isinstance(value, str) or value not in choices:
         return None
     return choices[choices.index(value)]
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """The items of `value` as a tuple.
+    """The items of `value` as a tuple. Raises `error` for text, and for a `value` that cannot be iterated.
 
     Raises `error`, which calls them `what`, for text and values without items.
     """

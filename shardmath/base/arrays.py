@@ -40,7 +40,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges one after the other, and the number of the range of each."""
+    """All integers of the ranges [starts[i], stops[i]), end to end, and for each integer its range's index i."""
     counts = np.maximum(stops - starts, 0)
     owner = np.arange(len(counts)).repeat(counts)
     # The i-th integer is the start of its range plus the number of integers of that range before it.
@@ -49,7 +49,7 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
 
 def begins(sorted_: Ints) -> Ints:
-    """The index at which each run of equal numbers begins."""
+    """The index at which each run of equal numbers begins in the sorted array `sorted_`."""
     return _differ(sorted_).nonzero()[0]
 
 
@@ -61,7 +61,7 @@ def _differ(sorted_: Ints) -> Bools:
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """The distinct numbers, ascending, and for each number its index among them.
+    """The distinct `numbers`, ascending, and for each of `numbers` the index of its value among them.
 
     `numpy.unique` with `return_inverse`, faster for few numbers.
     """
@@ -73,7 +73,7 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The index of one item of each kind, in order of the keys, and for each item the number of its kind.
+    """The index i of each distinct tuple (keys[0][i], keys[1][i], ...), sorted, and for each i its tuple's number.
 
     Items are of one kind if they are equal in all keys.
 
@@ -90,18 +90,18 @@ def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
 
 
 def lengths(values: Iterable[Sized]) -> Ints:
-    """The number of items of each value."""
+    """An int64 array with the length of each of `values`."""
     return np.fromiter(map(len, values), np.int64)
 
 
 def join(values: Iterable[Iterable[int]]) -> Ints:
-    """The integers of all values, one value after the other."""
+    """The integers of all `values`, one after the other, as one int64 array."""
     integers = list(itertools.chain.from_iterable(values))
     return np.array(integers, np.int64)
 
 
 def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
-    """Item `place[i]` of column `which[i]`, for all i."""
+    """An array whose item i is columns[which[i]][place[i]]."""
     # All columns are laid end to end: column k begins at first[k].
     first = _ends(lengths(columns))
     joined = np.concatenate([np.zeros(0, np.int64), *columns])
@@ -121,12 +121,12 @@ class Offsets:
 
     @classmethod
     def of_sorted(cls, keys: Ints) -> Offsets:
-        """Offsets with one owner per run of equal keys; there is one key per item."""
+        """Offsets with one owner per run of equal numbers in `keys`, which has one key per item."""
         return cls(np.append(begins(keys), len(keys)))
 
     @classmethod
     def of_counts(cls, counts: Ints) -> Offsets:
-        """Offsets of owners with these numbers of items."""
+        """Offsets in which owner i has `counts[i]` items."""
         return cls(_ends(counts))
 
     def __len__(self) -> int:
@@ -134,23 +134,23 @@ class Offsets:
         return len(self.first) - 1
 
     def counts(self) -> Ints:
-        """The number of items of each owner."""
+        """The number of items of each owner, as an array."""
         return np.diff(self.first)
 
     def owners(self) -> Ints:
-        """The owner of each item."""
+        """The index of the owner of each item, as an array."""
         return np.arange(len(self)).repeat(self.counts())
 
     def spread(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
-        """The value of each item's owner, given one value per owner."""
+        """For each item, the entry of its owner in `values`, which has one entry per owner."""
         return values.repeat(self.counts())
 
     def sums(self, sizes: Ints) -> Ints:
-        """The total of each owner's items, given the size of each item."""
+        """For each owner, the sum of its items' `sizes`; `sizes` has one number per item."""
         return np.diff(_ends(sizes)[self.first])
 
     def begin(self, sizes: Ints) -> Ints:
-        """The start of each item if an owner's items of these sizes are laid end to end from 0."""
+        """The start of each item if every owner's items, of these `sizes`, are laid end to end from 0 on."""
         ends = _ends(sizes)
         return ends[:-1] - self.spread(ends[self.first[:-1]])
 

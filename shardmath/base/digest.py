@@ -24,7 +24,7 @@ class _Digested(Protocol):
 
     @property
     def digest(self) -> str:
-        """A text that is the same for equal values."""
+        """A digest of the value as text: equal values have equal digests."""
         ...
 
 
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=_Digested)
 
 
 def digest(value: object) -> str:
-    """SHA-256 of the repr of a value made of tuples, numbers, text and Runs: 64 hexadecimal digits."""
+    """SHA-256 of the repr of `value`, made of tuples, numbers, text and Runs: 64 hexadecimal digits."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     printed = repr(value)
@@ -40,7 +40,7 @@ def digest(value: object) -> str:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """SHA-256 of a sequence of names: of the joined names, and of their lengths if one contains the separator.
+    """A SHA-256 digest of the sequence `names`; different sequences have different digests.
 
     >>> names_digest(["ab", "c"]) == names_digest(["a", "bc"])
     False
@@ -56,7 +56,7 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """The value of JSON that has its format's name, its version and its digest; `read` makes the value.
+    """Parse JSON `text`, check its format `name`, `version` and digest, and return the value that `read` makes.
 
     Raises StoreError for any other text, NotationError if `read` does.
     """

@@ -16,12 +16,12 @@ DRAWING = "shardmath.display.pictures.drawing"
 
 
 def svg(value: object, **options: object) -> str:
-    """The value as an SVG document."""
+    """A picture of `value` as an SVG document."""
     picture: str = import_module(DRAWING).svg(value, **options)
     return picture
 
 
 def html(value: object) -> str:
-    """The HTML that a notebook shows for the value."""
+    """A picture of `value` as the HTML that a notebook shows."""
     page: str = import_module(DRAWING).html(value)
     return page

@@ -57,7 +57,7 @@ AMBIGUOUS = {"float": "float32 or float64", "int": "int32 or int64"}
 
 
 def canonical(dtype: object) -> str:
-    """The name of `dtype`: a name, a torch or numpy dtype, or a numpy scalar type.
+    """The canonical name, such as "float32", of `dtype`: a name, a torch or numpy dtype, or a numpy scalar type.
 
     Raises LayoutError if it is not a type that shardmath knows.
     """
@@ -95,15 +95,15 @@ def itemsize(dtype: object) -> int:
 
 
 def is_integer(dtype: str) -> bool:
-    """Whether the canonical name `dtype` is an integer type."""
+    """Whether the dtype with the canonical name `dtype` is an integer type."""
     return dtype.startswith(("int", "uint"))
 
 
 def is_bool(dtype: str) -> bool:
-    """Whether the canonical name `dtype` is the truth-value type."""
+    """Whether the dtype with the canonical name `dtype` is the boolean type."""
     return dtype == "bool"
 
 
 def is_complex(dtype: str) -> bool:
-    """Whether the named type has a real and an imaginary part."""
+    """Whether the dtype with the canonical name `dtype` is complex."""
     return "complex" in dtype

@@ -38,7 +38,7 @@ class ShardError(ValueError):
 
 @public
 class RunsError(ShardError):
-    """Segments that are not a partial injection, or do not compose."""
+    """Runs whose segments share a global position or leave their range, or two Runs that cannot be composed."""
 
 
 @public
@@ -122,4 +122,4 @@ class FormatError(ShardError):
 
 @public
 class ExchangeError(ShardError):
-    """Ranks that disagree, tensors that do not fit the plan, or a peer that failed."""
+    """A move failed: ranks disagree, tensors do not fit the plan, or a peer failed."""

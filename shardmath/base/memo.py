@@ -60,7 +60,7 @@ class _Account:
         self._allowed = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Count an entry that was made in this many seconds, which are few for a small entry."""
+        """Add the size of a cache entry, computed in `seconds`, to the total; empty all caches if it grows too big."""
         self._allowed += seconds * SHARE
         if self._allowed > 0:
             start = perf_counter()
@@ -72,7 +72,7 @@ class _Account:
         _Account.total += self._last
 
     def empty(self) -> None:
-        """Empty the cache."""
+        """Empty this function's cache, and subtract its bytes from the total."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
         _Account.total -= self.nbytes
@@ -83,7 +83,7 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """A decorator that caches the latest results of a function, at most `most` of them.
+    """A decorator that caches a function's results: the `most` that were used last.
 
     Arguments are positional and hashable.
     """
@@ -107,7 +107,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Empty the caches of this process, of the core and of its backends.
+    """Empty every cache of this process, in shardmath and in its backends.
 
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.
@@ -117,7 +117,7 @@ def clear_caches() -> None:
 
 
 def weight(value: object) -> int:
-    """The approximate bytes of the value and all objects that it refers to, each counted once."""
+    """The approximate memory in bytes of `value` and all objects that it refers to, each counted once."""
     return _weigh(value, set())
 
 

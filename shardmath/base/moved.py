@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 
 
 def forward(names: Mapping[str, str]) -> None:
-    """Find modules of these former names, and modules within, at their present paths, with a DeprecationWarning."""
+    """Let imports by former module names find the present modules (former -> present), with a DeprecationWarning."""
     # First in the list: otherwise a module within would be found by its folder, and run a second time.
     sys.meta_path.insert(0, _FormerNameFinder(names))
 
 
 def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a module that had these names, each now at a path such as `package.module.name`.
+    """A `__getattr__` for `module` that finds former names at present paths (name -> "package.module.name").
 
     Looking up a former name gives a DeprecationWarning; other names raise AttributeError.
     """
@@ -47,14 +47,14 @@ def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], obje
 
 
 def find_former(name: str, now: str) -> object:
-    """Return what is at the path `now`; warn, by DeprecationWarning, the code that asked a module for `name`."""
+    """Return the object at the dotted path `now`, and give a DeprecationWarning that `name` moved there."""
     warnings.warn(f"{name} is {now}", DeprecationWarning, stacklevel=3)
     path, _, attribute = now.rpartition(".")
     return getattr(import_module(path), attribute)
 
 
 def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
-    """Have a class take and show attributes by these former names, too, each of which gives a DeprecationWarning.
+    """A class decorator: former names of attributes (former="present") still work, with a DeprecationWarning.
 
     >>> from dataclasses import dataclass
     >>> @former_attributes(colour="color")
@@ -104,7 +104,7 @@ class _FormerNameFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of the module at its present path; None if it never had another."""
+        """The import spec for the former module `name`, which loads the present one; None for any other name."""
         head = name
         while head not in self._names:
             head, dot, _ = head.rpartition(".")
@@ -123,11 +123,11 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module at its present path; keeps its spec, which importlib is about to overwrite."""
+        """The module at its present path, already imported, with its spec saved from being overwritten by importlib."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the spec; the module has run already."""
+        """Restore the spec that importlib overwrote in `module`; do not run the module again."""
         module.__spec__ = self._spec

@@ -29,7 +29,7 @@ NO_ARITHMETIC = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, by its name.
+    """A reduction such as "sum" or "avg": how it combines two values, and the dtypes that it supports.
 
     `fold` is the operation on two addends; `divides` whether the result is divided by their number.
     `linear` is whether a move with this reduction has an adjoint. With `one_receives`, any one of the

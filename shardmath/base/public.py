@@ -16,13 +16,13 @@ _C = TypeVar("_C", bound=type)
 
 
 def public(cls: _C) -> _C:
-    """Name the class in tracebacks and pickles by the package, without its wing."""
+    """Set `__module__` of the class to its top package, which tracebacks and pickles then name; return the class."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls
 
 
 def public_in(face: str) -> Callable[[_C], _C]:
-    """Name the class by the package that shows it to users, such as `shardmath.storage`."""
+    """A class decorator that sets `__module__` to `shardmath.<face>`, such as `shardmath.storage`."""
 
     def name(cls: _C) -> _C:
         cls.__module__ = f"shardmath.{face}"

@@ -38,7 +38,7 @@ POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def shown(value: object) -> str:
-    """The value's repr, or the beginning of a long one; the type of a value that cannot be printed.
+    """The repr of `value`, shortened if it is long; the name of its type if its repr fails.
 
     An integer of 5,000 digits cannot be printed.
     """
@@ -50,7 +50,7 @@ def shown(value: object) -> str:
 
 
 def message_of(error: BaseException | str) -> str:
-    """The message of an error, or another program's text, safe to print, send and store as UTF-8.
+    """The message of an error, or a given text, made safe to print, send and store as UTF-8.
 
     For an error whose `__str__` raises, a message that it cannot be printed.
 
@@ -65,7 +65,7 @@ def message_of(error: BaseException | str) -> str:
 
 
 def word_error(error: BaseException) -> str:
-    """The kind and the message of an error, or only its kind; never "".
+    """The type and the message of `error`, or only its type if it has no message; never "".
 
     >>> word_error(ValueError("too long")), word_error(KeyboardInterrupt())
     ('ValueError: too long', 'KeyboardInterrupt')
@@ -76,7 +76,7 @@ def word_error(error: BaseException) -> str:
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """The number of items with their noun, in words.
+    """A count with its noun, singular or plural as needed: "1 rank", "3 ranks".
 
     >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
     ('1 tensor', '2 buckets', '0 boxes')
@@ -88,7 +88,7 @@ def plural(items: int | Sized, what: str, many: str = "") -> str:
 
 
 def show_bytes(n: float) -> str:
-    """A number of bytes.
+    """A number of bytes with its unit, such as "2.70 TB".
 
     >>> show_bytes(512), show_bytes(2_700_000_000_000)
     ('512 B', '2.70 TB')
@@ -100,7 +100,7 @@ def show_bytes(n: float) -> str:
 
 
 def show_seconds(s: float) -> str:
-    """A time as people read it.
+    """A duration with its unit, such as "12.34 ms".
 
     >>> show_seconds(2.5), show_seconds(0.01234), show_seconds(1e-5)
     ('2.5 s', '12.34 ms', '10 us')
@@ -111,7 +111,7 @@ def show_seconds(s: float) -> str:
 
 
 def read_bytes(text: str) -> int | None:
-    """The bytes of "5GB", "1.5 kb", "64MiB" or "4096"; None for text that is not a size.
+    """The number of bytes that "5GB", "1.5 kb", "64MiB" or "4096" means; None for text that is not a size.
 
     >>> read_bytes("5GB"), read_bytes("1.5 kb"), read_bytes("1KiB"), read_bytes("many")
     (5000000000, 1500, 1024, None)
@@ -127,7 +127,7 @@ def read_bytes(text: str) -> int | None:
 
 
 def show_share(part: int, whole: int) -> str:
-    """A part of a whole in percent; a part above zero is never shown as zero.
+    """`part` / `whole` in percent, such as "12.50 %"; a part above zero is never shown as zero.
 
     >>> show_share(0, 8), show_share(1, 10**6), show_share(0, 0)
     ('0.00 %', '<0.01 %', '0.00 %')
@@ -143,7 +143,7 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Ranks by number, in their order; a range stands for all ranks in it.
+    """Ranks as text, such as "ranks 4-5, 7", in the given order; a range stands for all ranks in it.
 
     At least `joined_from` ranks, 2 or more, that follow each other are one word; None: each rank is a word. Of more
     than `most` words, the first half of `most` and the number of all ranks are shown.
@@ -187,7 +187,7 @@ def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]
 
 
 def count_ranks(ranks: Sequence[int]) -> str:
-    """The number of ranks and the ranks, at most eight of them one by one.
+    """The number of ranks followed by their list, of which at most eight are shown.
 
     >>> count_ranks([3]), count_ranks([2, 3]), count_ranks(range(10))
     ('rank 3', '2 ranks (2, 3)', '10 ranks (0, 1, 2, ..., 9)')
@@ -203,7 +203,7 @@ def count_ranks(ranks: Sequence[int]) -> str:
 
 
 def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns under their heads."""
+    """A text table with aligned columns: the heads in `head`, then `rows`."""
     cells = [list(head)]
     for row in rows:
         cells.append([str(x) for x in row])

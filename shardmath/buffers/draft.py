@@ -24,7 +24,7 @@ __all__ = ["Draft"]
 
 
 class Draft:
-    """The parameters placed and the buckets closed so far."""
+    """A flat buffer in progress: the parameters placed and the buckets closed so far."""
 
     def __init__(self) -> None:
         self.placed: list[tuple[str, Placed]] = []
@@ -37,18 +37,18 @@ class Draft:
 
     @property
     def bucket(self) -> int:
-        """The number of the open bucket."""
+        """The number of the open bucket, counted from 0."""
         return len(self.bucket_indices)
 
     def place(self, name: str, start: int, numel: int) -> int:
-        """Put the parameter at `start`, in the open bucket; return where it ends."""
+        """Place the parameter `name`, of `numel` elements, at `start` in the open bucket; return its end."""
         end = start + numel
         self.placed.append((name, (start, end, self.bucket)))
         self.is_filled = True
         return end
 
     def close(self, end: int, *, unpadded: int) -> int:
-        """End the open bucket with this many `unpadded` elements; return where the next one begins."""
+        """End the open bucket at `end`, where the next begins; `unpadded` counts its elements without padding."""
         self.bucket_indices.append((self.first, end))
         self.unpadded.append(unpadded)
         self.first = end
@@ -58,7 +58,7 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """The buffer of these parameters, in forward order, for these numbers of ranks and optimizer shards."""
+        """The layout of the finished buffer of `params`, in forward order, for `ranks` and optimizer `shards`."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

@@ -45,7 +45,7 @@ def flat_parameter(
     use_orig_params: bool = True,
     forward_dtype: object = None,
 ) -> PerBufferParamLayout:
-    """The FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
+    """The layout of the FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
 
     With `use_orig_params` parameters start at multiples of 16 bytes of `forward_dtype`, their dtype in the forward:
     MixedPrecision's `param_dtype`, or the parameters' dtype if not given. Raises ParamLayoutError for several dtypes
@@ -72,7 +72,7 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """The flat group of DeepSpeed's ZeRO stages 1 and 2: one param group of one dtype, in the optimizer's order.
+    """The layout of a flat group of DeepSpeed's ZeRO stages 1 and 2; `params` in the optimizer's order, of one dtype.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -109,7 +109,7 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The buffers of Megatron-FSDP for parameters of one kind outside its units, or of one unit (`bucket_size=None`).
+    """The layout of Megatron-FSDP's buffers for `params` of one unit (`bucket_size=None`), or outside its units.
 
     There each bucket is a separate buffer; here they follow one another. Without a `chunk_size_factor` parameters are
     sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with
@@ -268,7 +268,7 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The index of the first number from `start` on that is at most `most`; None if there is none."""
+        """The first index from `start` on whose number is at most `most`; None if there is none."""
         if start >= self.size:
             return None
         node = self.size + start
@@ -286,7 +286,7 @@ class _LeftmostFit:
         return node - self.size
 
     def remove(self, number: int) -> None:
-        """Remove the number at this index."""
+        """Remove the number at the index `number`."""
         node = self.size + number
         self.tree[node] = self.GONE
         while node > 1:

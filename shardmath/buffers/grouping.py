@@ -65,7 +65,7 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
 
     @property
     def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
-        """The buffers as a dict."""
+        """The layout of each buffer, by its key, as a dict."""
         return dict(self.entries)
 
     def __getitem__(self, key: BufferKey) -> PerBufferParamLayout:
@@ -97,7 +97,7 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """All buffers of a model chunk: BufferKey -> PerBufferParamLayout, `params` in forward order.
+    """The layouts of all buffers of a model chunk, by BufferKey; `params` are in forward order.
 
     `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters that `rule` does not manage;
     for `layer_wise`, even with options bound by functools.partial, it is `distributed_optimizer` if not given.
@@ -141,7 +141,7 @@ def _choose_expert_options(
 
 
 def check_rule(rule: object, name: str) -> None:
-    """Raise ParamLayoutError for a rule that cannot be called."""
+    """Raise ParamLayoutError, with the argument's `name`, unless `rule` can be called."""
     if not callable(rule):
         raise ParamLayoutError(
             f"{name} is {rule!r}; give a function such as buffers.distributed_optimizer"
@@ -158,7 +158,7 @@ def _find_other_rule(rule: Rule) -> Rule | None:
 def apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
-    """The layout that the rule gives the parameters. Raises ParamLayoutError for options that it does not take."""
+    """The layout that `rule` returns for `params` and `options`. Raises ParamLayoutError for an unknown option."""
     name = getattr(rule, "__name__", repr(rule))
     try:
         inspect.signature(rule).bind(params, **options)

@@ -56,7 +56,7 @@ def layer_wise(
     bucket_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The buffer of Megatron-Core's LayerWiseDistributedOptimizer: all `params`, in forward order, managed or not.
+    """The layout of Megatron-Core's LayerWiseDistributedOptimizer for all `params`, managed or not, in forward order.
 
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
@@ -95,7 +95,7 @@ class _BucketLoad:
         self.total = 0
 
     def add(self, numel: int) -> None:
-        """Add a parameter."""
+        """Add a parameter of `numel` elements to the emptiest shard of the bucket."""
         held = self._hold(numel)
         heapq.heapreplace(self.held, held)
         self.fullest = max(self.fullest, held)
@@ -103,7 +103,7 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether the bucket is not full, or the parameter does not make its largest shard larger."""
+        """Whether a parameter of `numel` elements fits: the bucket is not full, or its fullest shard does not grow."""
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
@@ -184,7 +184,7 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign a parameter; `least` is the size of the smallest one from here on."""
+        """Assign `param` to a shard; `least` is the size of the smallest parameter not assigned yet."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

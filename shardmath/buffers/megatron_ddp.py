@@ -46,7 +46,7 @@ def default_bucket_size(
     pipeline_rank: int = 0,
     chunk: int = 0,
 ) -> int | None:
-    """The default bucket size of Megatron-Core's DDP; None is one bucket.
+    """The bucket size, in elements, that Megatron-Core's DDP uses by default; None means one bucket.
 
     `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
     other stages have time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.
@@ -70,7 +70,7 @@ def distributed_optimizer(
     bucket_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The buffer of Megatron-Core's DistributedOptimizer; `params` in forward order.
+    """The layout of the buffer of Megatron-Core's DistributedOptimizer; `params` are in forward order.
 
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
@@ -85,7 +85,7 @@ def distributed_optimizer(
 def data_parallel(
     params: Iterable[Param], *, bucket_size: int | None = None
 ) -> PerBufferParamLayout:
-    """The buffer of Megatron-Core's DDP without a distributed optimizer: no padding, and every rank has all of it.
+    """The layout of the buffer of Megatron-Core's DDP without a distributed optimizer: no padding, whole on each rank.
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
@@ -125,7 +125,7 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The packed buffer of bytes: two elements of an NVFP4 parameter are one byte, any other element is one.
+    """The layout of the packed bytes of `layout`: two elements of an NVFP4 parameter take one byte, others one each.
 
     NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
     bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.

@@ -48,7 +48,7 @@ BUSBW = 1 << 16
 
 
 def read_positive(value: object, what: str) -> int:
-    """`value` as an int of at least 1. Raises ParamLayoutError, which says `what` it is."""
+    """`value` as an int of at least 1. Raises ParamLayoutError, which calls it `what`, for anything else."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
@@ -56,7 +56,7 @@ def read_positive(value: object, what: str) -> int:
 
 
 def read_flag(value: object, what: str) -> bool:
-    """`value` as a bool, numpy's too. Raises ParamLayoutError, which says `what` it is."""
+    """`value`, a bool of Python or numpy, as a bool. Raises ParamLayoutError, which calls it `what`, for others."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):
@@ -80,31 +80,31 @@ def pad_to_divisor(value: int, divisor: int) -> int:
 
 
 def read_name(name: object) -> str:
-    """The name of a parameter as a plain str. Raises ParamLayoutError for anything else."""
+    """The parameter's name `name` as a plain str. Raises ParamLayoutError for anything else."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
     return text(name, "the name of a parameter", ParamLayoutError)
 
 
 def round_up(value: int, divisor: int) -> int:
-    """`pad_to_divisor` without its checks."""
+    """The least multiple of `divisor` that is not below `value`; unlike `pad_to_divisor`, without checks."""
     return -(-value // divisor) * divisor
 
 
 def pad_param_start(start: int) -> int:
-    """The first position from `start` on where Megatron's optimizers let a parameter start."""
+    """The first position from `start` on where Megatron's optimizers may place a parameter: a multiple of 64."""
     return pad_to_divisor(start, START)
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number that the end of a bucket is a multiple of."""
+    """The number that divides the end of every bucket in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
 
 
 def read_bucket_size(bucket_size: object) -> int | None:
-    """None, for one bucket, or the size as an int. Raises ParamLayoutError for a size below 1."""
+    """The bucket size as an int, or None for a single bucket. Raises ParamLayoutError for a size below 1."""
     if bucket_size is None:
         return None
     return read_positive(bucket_size, "bucket_size (None is one bucket)")
@@ -113,7 +113,7 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """The end that Megatron's optimizers give a bucket whose parameters end at `end`."""
+    """The end of a bucket, padded as Megatron's optimizers do, if its parameters end at `end`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 
@@ -121,7 +121,7 @@ def pad_bucket_end(
 @former_attributes(quantised="quantized")
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter as the rules see it: `shape` as this rank holds it, and properties that its optimizer needs.
+    """A parameter of a model: `shape` as this rank holds it, and the properties that decide its place in a buffer.
 
     `quantized` is whether its storage is quantized (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize
@@ -182,12 +182,12 @@ class Param:
 
     @property
     def gradient(self) -> str:
-        """The dtype of its gradient."""
+        """The dtype of the parameter's gradient."""
         return self.grad_dtype or self.dtype
 
     @property
     def is_managed(self) -> bool:
-        """Whether a LayerWise optimizer orthogonalizes it."""
+        """Whether a LayerWise optimizer orthogonalizes the parameter."""
         if self.managed is None:
             return len(self.shape) == 2 and not self.shared_embedding
         return self.managed
@@ -230,7 +230,7 @@ def _read_format(name: str, quantized: object) -> bool | str:
 
 
 def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
-    """The parameters as a tuple. Raises ParamLayoutError for anything but Params, or a name given twice."""
+    """The parameters as a tuple. Raises ParamLayoutError for anything that is not a Param, and for a repeated name."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
         raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
     out = listed(params, "parameters", ParamLayoutError)
@@ -249,7 +249,7 @@ def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
 
 
 def number_alike(keys: Iterable[object]) -> list[int]:
-    """For each key the number of equal keys before it."""
+    """For each item of `keys`, the number of equal items before it."""
     counts: dict[object, int] = {}
     numbers = []
     for key in keys:

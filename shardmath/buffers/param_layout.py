@@ -40,7 +40,7 @@ Placed: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class PerBufferParamLayout:
-    """The places of the parameters in one buffer.
+    """The layout of one flat buffer: the start, end and bucket of each parameter.
 
     `placed` has (name, (start, end, bucket)) of each parameter; `param_index_map` is the same as a mapping.
     `per_bucket_numel_unpadded` counts elements that the rule does not call padding; gaps between parameters may be
@@ -125,12 +125,12 @@ class PerBufferParamLayout:
 
     @property
     def param_index_map(self) -> Mapping[str, Placed]:
-        """Name -> (start, end, bucket), read-only, in the order in which the rule placed them."""
+        """A read-only mapping from each parameter's name to its (start, end, bucket), in the order of placement."""
         return self._map
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+        """The number of elements in the buffer, padding included."""
         return self.bucket_indices[-1][1] if self.bucket_indices else 0
 
     @property
@@ -141,11 +141,11 @@ class PerBufferParamLayout:
 
     @property
     def padding_share(self) -> float:
-        """The share of the buffer that is padding."""
+        """The fraction of the buffer's elements that is padding, 0 to 1."""
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """The same layout with other `param_indices`."""
+        """A copy of the layout with these `param_indices`."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
@@ -361,7 +361,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 
 
 def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None:
-    """Raise ParamLayoutError, which says how to `fix` it, if the ranks do not divide a bucket evenly."""
+    """Raise ParamLayoutError, which ends with `fix`, if `ranks` does not divide the size of a bucket (start, end)."""
     for number, (start, end) in enumerate(buckets):
         if (end - start) % ranks:
             what = f"bucket {number} has {end - start} elements"

@@ -47,7 +47,7 @@ Axis: TypeAlias = str | tuple[str, ...] | None
 def shard_ranges(
     buffer_layout: PerBufferParamLayout, shards: int, shard: int
 ) -> tuple[tuple[int, int], ...]:
-    """The ranges of the buffer that a rank has, one per bucket: together, one after the other, its flat array.
+    """The ranges (start, end) of the buffer that shard number `shard` of `shards` has, one per bucket.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     if a bucket is not divided evenly.
@@ -65,19 +65,22 @@ def shard_ranges(
 
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
-    """Elements of a rank's flat array. Raises ParamLayoutError if a bucket is not divided evenly."""
+    """The number of elements of the buffer that each of `shards` ranks has. Raises ParamLayoutError if they differ."""
     count = check_shards(buffer_layout, shards)
     return buffer_layout.numel // count
 
 
 def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
-    """Elements of the flat array of a rank of the mesh. Raises ParamLayoutError as `state_layouts` does."""
+    """The number of elements of each rank's flat array, if the ranks of `mesh` along `axis` share the buffer.
+
+    Raises ParamLayoutError as `state_layouts` does.
+    """
     sizes = [mesh.axis_size(name) for name in axes_of(mesh, axis)]
     return shard_numel(buffer_layout, math.prod(sizes))
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """The number of shards. Raises ParamLayoutError unless the buffer is laid out for it."""
+    """`given` as the number of shards. Raises ParamLayoutError if `buffer` cannot be divided into that many."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a layout of one buffer"
         raise ParamLayoutError(
@@ -97,7 +100,7 @@ def check_shards(buffer: object, given: int) -> int:
 
 
 class ShardRange(NamedTuple):
-    """The elements lo..hi-1 of a parameter, which one shard has."""
+    """Elements lo..hi-1 of a parameter, which lie in the shard number `shard` of its buffer."""
 
     shard: int
     lo: int
@@ -105,19 +108,19 @@ class ShardRange(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The cuts of a parameter, and where in its shard's flat array the first cut begins, and any later one."""
+    """The division of a parameter among shards: its `cuts`, and where each begins in the flat array of its shard."""
 
     cuts: tuple[ShardRange, ...]
     at: int
     later: int
 
     def place(self, cut: ShardRange) -> int:
-        """The start of the cut in the flat array of its shard."""
+        """The position in the flat array of the cut's shard at which `cut` begins."""
         return self.later if cut.lo else self.at
 
 
 def axes_of(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
-    """The mesh axes along which buffers are sharded. Raises ParamLayoutError for what is not a mesh."""
+    """The names of the mesh axes that `axis` means (None: all). Raises ParamLayoutError if `mesh` is not a Mesh."""
     if not isinstance(mesh, Mesh):
         raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
     if axis is None:
@@ -134,7 +137,7 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """The shares of each parameter; equal cuts are one object, which is kept in `known`."""
+    """The name of each parameter, and how `shards` shards divide it; equal cuts are one object, kept in `known`."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

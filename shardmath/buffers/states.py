@@ -88,7 +88,7 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """The layouts of each parameter's optimizer state, in the order of the buffer's map.
+    """The Layout of the optimizer state of each parameter in the buffer, by name, when `mesh` shares it along `axis`.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -166,7 +166,7 @@ def state_store(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> Store:
-    """The Store of the flat layouts' local tensors in the flat arrays of `ranks`, all of the mesh if not given.
+    """The Store with the place of each state tensor (`state_layouts`) in the flat arrays of `ranks` (default: all).
 
     `buffer` names the array. There is a view per parameter and rank, at 0 for local tensors without elements: give
     `ranks` if the mesh has many. Raises ParamLayoutError as `state_layouts` does.
@@ -205,7 +205,7 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """The optimizer state of parameters that are themselves divided: their windows, and the Store of their views.
+    """The windows and the Store of optimizer state if the parameters, too, are divided, as `layouts` says.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """How one data-parallel group holds a tensor: its ranks, their common part of each dimension, and their shares."""
+    """A data-parallel group's part of a tensor: its ranks, their part of each dimension, and their shares of it."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -43,7 +43,7 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window: the group and cut that it is in, and how far into the cut the window begins."""
+    """A rank that holds a window of a tensor: its group, its cut, and the window's offset within the cut."""
 
     window: int
     group: int
@@ -79,7 +79,7 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows of each tensor, and their places in the arrays of these ranks, or of all ranks.
+    """The windows (Layouts) of each tensor, by name, and a Store of their places in the flat arrays of `ranks`.
 
     Raises ParamLayoutError for a tensor that no rank holds, and if a window has the name of a tensor.
     """

@@ -25,7 +25,7 @@ __all__ = ["cast", "relabeled", "repartialed", "sliced", "transposed", "window"]
 
 
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
-    """The same division with addends along exactly these axes, waiting for `op`."""
+    """The layout with other Partial axes: exactly `axes`, along which ranks hold values to be reduced by `op`."""
     named = set(axes)
     mesh = layout.mesh
     partial = tuple((name, op) for name in mesh.shape if name in named)
@@ -33,14 +33,14 @@ def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
 
 
 def cast(layout: Layout, dtype: object) -> Layout:
-    """The same holdings with elements of another type. Raises LayoutError for an unknown type."""
+    """The layout with elements of another `dtype`. Raises LayoutError for an unknown dtype."""
     _check_layout(layout)
     name = dtypes.canonical(dtype)
     return intern(layout.shape, name, layout.mesh, layout.dims, layout.partial)
 
 
 def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
-    """The same layout with every rank renamed; ranks not named keep their number.
+    """The layout with ranks renumbered by `ranks` (old -> new); ranks that are not named keep their numbers.
 
     Raises MeshError if two ranks get one number.
     """
@@ -50,7 +50,7 @@ def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
 
 
 def transposed(layout: Layout, order: Sequence[int]) -> Layout:
-    """The layout of the tensor with its dimensions in another order.
+    """The layout of the tensor with its dimensions in the given `order`.
 
     Raises LayoutError unless each dimension is named once.
     """
@@ -68,7 +68,7 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """The same local tensors with holes outside `box`, one (start, stop) per dimension.
+    """The layout with only the elements in `box`, one (start, stop) per dimension; holes replace the others.
 
     Raises LayoutError for a box that is not inside the tensor.
     """
@@ -81,7 +81,7 @@ def window(layout: Layout, box: Box) -> Layout:
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """The layout of the slice `box` as a separate tensor, in the same local tensors with holes outside it.
+    """The layout of the slice `box` as a separate tensor, in the same local tensors, with holes outside the slice.
 
     Raises LayoutError for a box that is not inside the tensor.
     """

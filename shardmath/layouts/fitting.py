@@ -50,7 +50,7 @@ MOST_AXES = 4
 
 
 class Trim(NamedTuple):
-    """The place of a view in one dimension of a stored tensor."""
+    """A strided view of one dimension of a stored tensor: its offset, step and length."""
 
     offset: int
     step: int
@@ -58,12 +58,12 @@ class Trim(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """The slice that takes it."""
+        """The slice that selects the view."""
         return slice(self.offset, self.offset + self.length * self.step, self.step)
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """The smallest view that holds all positions of the runs, and the Runs within this view."""
+    """The smallest view that contains all held local positions of `runs`, and the Runs relative to this view."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
@@ -96,7 +96,7 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """The dimension of n positions in which the coordinates of the axes, last fastest, hold these Runs."""
+    """A Dimension of `n` positions in which the i-th combination of coordinates on `axes` holds `held[i]`."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts
@@ -189,7 +189,7 @@ Parts: TypeAlias = tuple[Runs, ...]
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """The layout under which every rank holds these Runs, one per dimension; windows if there is no such layout.
+    """The layout in which each rank holds `held[rank]`, one Runs per dimension; windows if no single layout can.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.
@@ -227,7 +227,7 @@ class _Finder:
         self.known: dict[frozenset[int], list[Layout]] = {}
 
     def find(self, held: dict[int, Parts]) -> list[Layout]:
-        """The layouts that together hold the parts: one, or the windows of the dimension that needs fewest."""
+        """The layouts that together give each rank the parts in `held`: a single one, or a few windows."""
         # Grouping by one dimension and then by another makes the same groups as the other order.
         ranks = frozenset(held)
         windows = self.known.get(ranks)

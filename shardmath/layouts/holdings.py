@@ -58,14 +58,14 @@ _Order: TypeAlias = tuple[int, ...] | None
 
 
 def equivalent(a: Layout, b: Layout) -> bool:
-    """Whether every rank holds the same elements of the same tensor, in the same order, under both layouts."""
+    """Whether every rank holds the same elements of the tensor, in the same order, under layouts `a` and `b`."""
     for layout in (a, b):
         instance(layout, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _canonicalize(a) == _canonicalize(b)
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Digests of what ranks hold, addends included, and of the ranks; the same for every spelling."""
+    """Two digests, of what ranks hold and of which ranks they are; equal for equivalent layouts."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -156,7 +156,7 @@ LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
 
 
 class Windows(tuple[Layout, ...]):
-    """The layouts of a tensor's windows; one for a tensor held under one layout.
+    """The layouts (windows) under which one side holds a tensor: a single one, or several that each hold a part.
 
     `numbers` are the numbers in their names after other windows have left; None: their positions.
     """
@@ -165,11 +165,11 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether the tensor is held under one layout, so that the local tensor has its name."""
+        """Whether the tensor has a single window, so that the local tensor has the tensor's own name."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """The name of the local tensor of a window of the tensor `name`."""
+        """The name of the local tensor of window number `window` of the tensor `name`."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
@@ -180,19 +180,19 @@ class Windows(tuple[Layout, ...]):
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
-        """(local tensor, layout) of every window of the tensor `name`, or of those that have the rank."""
+        """Yield (local name, layout) of each window of the tensor `name`, or only of windows that `rank` is in."""
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
 
     def named_alike(self, layouts: Iterable[Layout]) -> Windows:
-        """Windows of other layouts, one for each of these, with the same names."""
+        """New Windows of `layouts`, as many as here, whose local tensors have the names they have here."""
         others = Windows(layouts)
         others.numbers = self.numbers
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """The windows that stay, given by position, under the names that they have.
+        """The Windows of `layouts`, given by position here, whose local tensors keep the names they have here.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -209,7 +209,7 @@ class Windows(tuple[Layout, ...]):
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
-    """Bytes of each rank's local tensors on this side of a plan, holes included.
+    """The bytes of each rank's local tensors on one side of a plan, holes included.
 
     >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
     {0: 24, 1: 16}
@@ -225,7 +225,7 @@ def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
 
 
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
-    """The windows that a caller gave for the tensor `name`. Raises `error` for anything else."""
+    """Return `held`, a Layout or a tuple of Layouts, as Windows. Raises `error`, which names it `name`, for others."""
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
         raise error(f"tensor {name!r} is {shown(held)}; give a Layout or a tuple of Layouts")
@@ -235,7 +235,7 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """The windows of these tensors in their order, or of all; tensors given the same object share them.
+    """The Windows of each tensor in `names` (default: all), in order; equal objects in `side` share one Windows.
 
     Raises `error` for anything but a Layout or a tuple of Layouts.
     """

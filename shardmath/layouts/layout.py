@@ -109,7 +109,7 @@ class Layout:
         return intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
 
     def svg(self) -> str:
-        """A picture as an SVG document: which ranks hold which elements."""
+        """A picture of which ranks hold which elements, as an SVG document."""
         return svg(self)
 
     def _repr_html_(self) -> str:
@@ -127,12 +127,12 @@ class Layout:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions of the tensor."""
         return len(self.shape)
 
     @property
     def form(self) -> Layout:
-        """The same layout with ranks named by their position in the mesh.
+        """The layout with each rank replaced by its position in the mesh.
 
         Layouts that differ only in ranks share one form.
         """
@@ -144,7 +144,7 @@ class Layout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The number of bytes per element."""
         return dtypes.ITEMSIZE[self.dtype]
 
     @property
@@ -161,14 +161,14 @@ class Layout:
         return tuple(name for name in self.mesh.shape if name not in used)
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """One Runs per dimension: the global position of each local one.
+        """One Runs per dimension: the global position of each local position of `rank`.
 
         Raises MeshError for a rank outside the mesh.
         """
         return _runs(self, as_integer(rank, "rank", MeshError))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor, padding included. Raises MeshError for a rank outside the mesh."""
+        """The shape of the local tensor of `rank`, padding included. Raises MeshError for a rank outside the mesh."""
         runs = self.runs(rank)
         return tuple(map(len, runs))
 
@@ -178,7 +178,7 @@ class Layout:
         return tuple(dim_runs.indices() for dim_runs in runs)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """All elements that the rank holds, as pairs (local box, global box) of one shape, in local order.
+        """The elements that `rank` holds, as pairs (local box, global box) of equal shape, in local order.
 
         Local boxes are disjoint, and so are global ones; no box contains a hole. A scalar is one pair of
         boxes without dimensions. Raises MeshError for a rank outside the mesh.
@@ -195,7 +195,7 @@ class Layout:
         return tuple(pairs)
 
     def holes(self, rank: int) -> bool:
-        """Whether the local tensor has holes: cells that are not elements of this tensor."""
+        """Whether the local tensor of `rank` has holes: positions that hold no element of the tensor."""
         runs = self.runs(rank)
         return any(dim_runs.size < len(dim_runs) for dim_runs in runs)
 
@@ -215,7 +215,7 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
 def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """The one Layout of these canonical fields. Raises LayoutError if they contradict each other."""
+    """The one Layout object with these fields, already canonical. Raises LayoutError if they contradict each other."""
     key = (shape, dtype, mesh, dims, partial)
     layout = _interned.get(key)
     if layout is None:

@@ -47,7 +47,7 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """The dimensions and Partial axes that `text` gives a tensor of this logical shape.
+    """The dimensions and the Partial axes that the layout `text` means for a tensor of this logical `shape`.
 
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the error.
     """
@@ -304,7 +304,7 @@ def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
 
 
 def pad(n: int, size: int) -> Runs:
-    """n logical positions stored at the front of `size`. Raises ShardError if they do not fit."""
+    """Runs of `size` positions: the n logical ones, then holes. Raises ShardError if `size` is below `n`."""
     if size < n:
         raise ShardError(
             f"stored size {size} is below the {n} logical positions; pad to {n} or more"

@@ -56,15 +56,15 @@ OPS = ("sum", "avg", "product", "max", "min")
 
 @public
 class Placement(Splits, Protocol):
-    """The protocol of a placement: which tensor dimension it divides, and how it splits a length."""
+    """The protocol of a placement: which tensor dimension it divides, and how it splits the dimension's length."""
 
     @property
     def dim(self) -> int:
-        """The tensor dimension that it divides, counted from the end if negative."""
+        """The tensor dimension that the placement divides, counted from the end if negative."""
         ...
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts over 0..n-1."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         ...
 
 
@@ -77,7 +77,7 @@ class Replicate:
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank along the mesh axis holds one addend; the tensor's value is their reduction by `op`.
+    """Each rank along the mesh axis holds a partial value; reduced by `op`, they give the tensor's value.
 
     `op` is "sum", "avg", "max", "min" or "product". Addends are reduced in the order of the mesh.
     Raises PlacementError for any other `op`.
@@ -123,7 +123,7 @@ def _make_parts(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 @public
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dimension `dim` in chunks of ceil(n / parts) elements, as torch.chunk and DTensor's Shard.
+    """Dimension `dim` is divided into chunks of ceil(n / parts) elements, as by torch.chunk and DTensor's Shard.
 
     If `parts` does not divide the length, the last parts are shorter, or empty.
     """
@@ -134,18 +134,18 @@ class Shard:
         _check_dim(self)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         return _make_parts([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
-        """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
+        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
         return (Chunks(parts),)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """Dimension `dim` in parts whose sizes differ by at most one, larger ones first, as numpy.array_split."""
+    """Dimension `dim` is divided into parts whose sizes differ by at most one, larger first (numpy.array_split)."""
 
     dim: int
 
@@ -153,13 +153,13 @@ class Balanced:
         _check_dim(self)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         step, extra = divmod(n, parts)
         sizes = [step + 1] * extra + [step] * (parts - extra)
         return _make_parts([_list_consecutive(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
-        """The cuts; the last one's parts go to the mesh axis."""
+        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
         return (BalancedCut(parts),)
 
 
@@ -186,12 +186,12 @@ class StridedShard:
         object.__setattr__(self, "split_factor", factor)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         pieces = _chunk(0, n, self.split_factor)
         return _make_parts([_chunk(lo, hi, parts) for lo, hi in pieces])
 
     def digits(self, parts: int) -> tuple[Chunks, Chunks]:
-        """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
+        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
         return Chunks(self.split_factor), Chunks(parts)
 
 
@@ -211,7 +211,7 @@ class Packed:
         object.__setattr__(self, "sizes", _read_sizes("Packed", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n.
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs.
 
         Raises PlacementError unless the sizes add up to n.
         """
@@ -220,14 +220,14 @@ class Packed:
         return _make_parts([_chunk(lo, hi, parts) for lo, hi in _list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
-        """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
+        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
         return Sizes(self.sizes), Chunks(parts)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Dimension `dim` in consecutive parts of `sizes` elements, one per rank along the mesh axis.
+    """Dimension `dim` is divided into consecutive parts of `sizes` elements, one per rank along the mesh axis.
 
     veScale's RaggedShard and shards of flat optimizer buffers are divided this way.
     """
@@ -240,7 +240,7 @@ class Ragged:
         object.__setattr__(self, "sizes", _read_sizes("Ragged", self.sizes))
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n.
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs.
 
         Raises PlacementError unless there are `parts` sizes and they add up to n.
         """
@@ -249,7 +249,7 @@ class Ragged:
         return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
-        """The cuts; the last one's parts go to the mesh axis."""
+        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
                 f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; "
@@ -261,7 +261,7 @@ class Ragged:
 @public
 @dataclass(frozen=True, slots=True)
 class BlockCyclic:
-    """Dimension `dim` in blocks of `block` elements, dealt round robin to the ranks, as in ScaLAPACK.
+    """Dimension `dim` is divided into blocks of `block` elements, dealt to the ranks round robin, as in ScaLAPACK.
 
     With `block=1`, experts are placed round robin.
     """
@@ -281,21 +281,21 @@ class BlockCyclic:
         object.__setattr__(self, "block", block)
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The Runs of each of `parts` parts of a length n."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         size = self.block
         blocks = [(lo, min(n, lo + size)) for lo in range(0, n, size)]
         # Block i belongs to part i % parts.
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
-        """The cuts; the last one's parts go to the mesh axis, the others stay in order."""
+        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
         return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Dimension `dim` as listed: the rank at coordinate i of the mesh axis holds `parts[i]`.
+    """Dimension `dim` is divided by a table: the rank at coordinate i of the mesh axis holds `parts[i]`.
 
     Parts may overlap, as in expert maps with duplicates and in slices of other layouts.
     """
@@ -320,7 +320,7 @@ class Table:
         return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The given parts. Raises PlacementError unless there are `parts` of them."""
+        """The parts of the table, as Runs. Raises PlacementError unless there are `parts` of them."""
         if len(self.parts) != parts:
             raise PlacementError(
                 f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; "
@@ -353,7 +353,7 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 
 
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
-    """The stage of digits that the placement makes on these flattened mesh axes.
+    """The cuts that `placement` makes along mesh `axes` of these `sizes`, flattened into one, as a Stage.
 
     A custom placement is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.
@@ -368,7 +368,7 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
 
 
 def check_protocol(placement: Placement) -> None:
-    """Raise PlacementError unless the placement has `dim` and `split`, and can be hashed."""
+    """Raise PlacementError unless `placement` has `dim` and `split`, and can be hashed."""
     splits = callable(getattr(placement, "split", None)) and hasattr(placement, "dim")
     if isinstance(placement, type) or not splits:
         raise PlacementError(

@@ -32,7 +32,7 @@ MARKS = "( ) [ ] { } < > + : | = =< ~ * @ - ..."
 
 
 class Token(NamedTuple):
-    """A `word`, `int`, `mark` or the `end`, its text, and the position where it begins."""
+    """A token of a layout's text: its kind (`word`, `int`, `mark` or `end`), its text, and where it begins."""
 
     kind: str
     text: str
@@ -48,7 +48,7 @@ def _make_pattern(marks: str) -> re.Pattern[str]:
 
 
 def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
-    """The tokens of the text, and one of kind "end".
+    """Yield the tokens of `text`, whose punctuation is in `marks`, and last a token of kind "end".
 
     Raises NotationError at a character that begins no token.
     """
@@ -67,7 +67,7 @@ def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
 
 
 class Cursor:
-    """The tokens of one text, and the number of the next one."""
+    """Reads a text token by token, from left to right."""
 
     def __init__(self, text: str, marks: str = MARKS) -> None:
         self.text = text
@@ -75,12 +75,12 @@ class Cursor:
         self.next = 0
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
-        """Raise NotationError: `what` is wrong `at` this position, and how to fix it."""
+        """Raise NotationError, which says that `what` is wrong at position `at` of the text, and how to `fix` it."""
         raise NotationError(what, self.text, at, fix)
 
     @property
     def here(self) -> Token:
-        """The next token."""
+        """The next token, which stays the next one."""
         return self.tokens[self.next]
 
     def _fail_expecting(self, expected: str, fix: str) -> NoReturn:
@@ -89,23 +89,23 @@ class Cursor:
         self.fail(f"expected {expected}, found {text or 'the end'!r}", at, fix)
 
     def take(self) -> Token:
-        """Return the next token and go behind it."""
+        """Return the next token and move past it."""
         self.next += 1
         return self.tokens[self.next - 1]
 
     def accept(self, text: str) -> bool:
-        """Take the mark if it is next."""
+        """Move past the next token if it is the mark `text`; return whether it is."""
         matches = self.here.kind == "mark" and self.here.text == text
         self.next += matches
         return matches
 
     def expect(self, text: str, fix: str) -> None:
-        """Take the mark, or raise NotationError."""
+        """Move past the next token, the mark `text`. Raises NotationError, which says `fix`, for any other token."""
         if not self.accept(text):
             self._fail_expecting(repr(text), fix)
 
     def integer(self) -> int:
-        """Take an integer, or raise NotationError."""
+        """Move past the next token and return it as an int. Raises NotationError if it is not an integer."""
         if self.here.kind != "int":
             self._fail_expecting("an integer", "write a number")
         _, digits, at = self.take()
@@ -114,14 +114,14 @@ class Cursor:
         return int(digits)
 
     def word(self, what: str) -> Token:
-        """Take a word, or raise NotationError that asks for `what`."""
+        """Move past the next token, a word, and return it. Raises NotationError, asking for `what`, for any other."""
         if self.here.kind != "word":
             self._fail_expecting(what, f"write {what}")
         return self.take()
 
 
 class LayoutReader(Cursor):
-    """The tokens of a layout's text, the shape and mesh axes it is about, and the names used so far."""
+    """Reads the text of a layout, given the tensor's shape and the mesh axes; records the names used so far."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
         super().__init__(text)
@@ -132,7 +132,7 @@ class LayoutReader(Cursor):
         self.used: dict[str, int] = {}  # mesh axis -> where it was used
 
     def axis(self) -> Token:
-        """Take the name of a mesh axis, or raise NotationError."""
+        """Move past the next token, a mesh axis's name, and return it. Raises NotationError for any other token."""
         token = self.word("a mesh axis")
         _, name, at = token
         if name not in self.axes:
@@ -141,5 +141,5 @@ class LayoutReader(Cursor):
 
 
 def join_names(names: Mapping[str, object]) -> str:
-    """The names in a row, for messages."""
+    """The keys of `names` joined by commas, for error messages; "none" if there are no names."""
     return ", ".join(names) or "none"

@@ -73,7 +73,7 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """The dimensions and Partial axes of the text; `rules` has the placements that it names.
+    """The dimensions and Partial axes that the text `spec` means; `rules` has the placements that it names.
 
     Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
     """
@@ -114,7 +114,7 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """The dimensions and Partial axes of the placements. Raises LayoutError or PlacementError."""
+    """The dimensions and Partial axes that the placements `spec` mean. Raises LayoutError or PlacementError."""
     pairs = _pair(spec, mesh)
     _check_once(pairs)
     by_dim, ops = _group_by_dimension(pairs, shape)

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """The key of a local tensor: `name`, or `name[i]` if a side holds the tensor as several windows.
+    """The name of a local tensor: `name`, or `name[window]` if a side holds the tensor as several windows.
 
     Raises StoreError unless the name is a str and the numbers are integers.
     """
@@ -61,7 +61,7 @@ def local_name(name: str, window: int, count: int) -> str:
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """(local tensor, layout) of every window of a tensor.
+    """Yield (local name, layout) of each window of the tensor `name`.
 
     Raises StoreError unless the name is a str and the windows are Layouts.
     """
@@ -77,7 +77,7 @@ Held: TypeAlias = (
 
 
 def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
-    """(local tensor, layout) of all tensors of which the rank has a part.
+    """Yield (local name, layout) of each window, of all tensors, that `rank` is in.
 
     Raises StoreError for anything but a Layout or windows.
     """
@@ -116,7 +116,7 @@ class View:
 
 
 class Place(NamedTuple):
-    """A view with its shape: the arguments of numpy's or torch's `as_strided`, counted in elements."""
+    """The place of a local tensor in a buffer, in elements: the arguments of numpy's or torch's `as_strided`."""
 
     buffer: str
     offset: int
@@ -136,7 +136,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Store:
-    """A view for each (local tensor, rank), from a mapping; equal mappings are equal stores.
+    """The place (a View) of each local tensor of each rank in a buffer; equal mappings make equal stores.
 
     Raises StoreError for a malformed entry, and for a local tensor with two views.
     """
@@ -159,7 +159,7 @@ class Store:
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
-        """The place of the rank's local tensor of this layout.
+        """The place in a buffer of the local tensor `local`, which `rank` holds under `layout`.
 
         Raises StoreError if its view is missing or does not fit.
         """
@@ -248,7 +248,7 @@ def _view_buffer(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
 
 
 def check(store: Store, layouts: Held, rank: int) -> None:
-    """Raise StoreError if two cells of the rank's local tensors lie at one element of a buffer.
+    """Raise StoreError if two elements of the rank's local tensors lie at the same place in a buffer.
 
     Holes are left out. Takes 4 bytes per element that the buffers reach and, for one local tensor at a
     time, about 24 bytes per element.
@@ -303,7 +303,7 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """The windows and the Store of a tensor of which each rank holds a row-major flat range [lo, hi).
+    """The windows and the Store of a tensor of which rank r holds the row-major range `ranges[r]`, [lo, hi).
 
     Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
     not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,

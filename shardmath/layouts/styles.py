@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Style(NamedTuple):
-    """How tensor parallelism divides a layer.
+    """A style of tensor parallelism: the dimension in which it divides a layer's weight, and the style of its bias.
 
     `divided` is the dimension of its weight, counted from the end if negative, or None if it is not divided;
     `bias` is the style of its bias.
@@ -122,19 +122,19 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the pattern is the kind of the tensor `name`, or a glob that matches the name."""
+    """Whether `pattern` is the kind of the tensor `name`, or a glob that matches the name."""
     if pattern in KINDS:
         return kind(name) == pattern
     return fnmatchcase(name, pattern)
 
 
 def is_expert(name: str) -> bool:
-    """Whether the tensor is a routed expert's, numbered or grouped; shared experts are not."""
+    """Whether the tensor `name` belongs to routed experts, numbered or grouped; shared experts do not count."""
     return ".experts." in f".{name}"
 
 
 def dimension(name: str, ndim: int) -> int | None:
-    """The dimension along which tensor parallelism divides the tensor; None for one not divided, and for a scalar."""
+    """The dimension in which tensor parallelism divides the tensor `name`; None if it is whole, and for a scalar."""
     divided = STYLES[kind(name)].divided
     if divided is None or not ndim:
         return None
@@ -147,7 +147,7 @@ def dimension(name: str, ndim: int) -> int | None:
 def tp_text(
     name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp"
 ) -> str:
-    """The layout of the tensor on a mesh whose `axis`, of size `tp`, is for tensor parallelism.
+    """The layout, as text, of the tensor `name` under tensor parallelism of size `tp` along the mesh axis `axis`.
 
     A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError if `tp` does not
     divide the dimension, as every engine does.

@@ -34,12 +34,12 @@ NAMES = ("n", "h", "w", "d")
 
 
 def free_name(d: int) -> str:
-    """The name of dimension d in canonical text."""
+    """The name that dimension number `d` has in a layout's canonical text."""
     return NAMES[d] if d < len(NAMES) else f"n{d}"
 
 
 def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
-    """The canonical text of these dimensions and Partial axes."""
+    """The canonical layout text for these dimensions and Partial axes."""
     named = rule_names(dims)
     words = []
     for d, dim in enumerate(dims):
@@ -55,7 +55,7 @@ def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
 
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """A name for every custom placement: its class in lower case, numbered from the second on."""
+    """A name for each custom placement in `dims`: its class in lower case, numbered from the second on."""
     name_of: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):

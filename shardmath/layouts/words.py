@@ -27,7 +27,7 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """One digit as written, `at` this position of the text, before the free name's size is known."""
+    """A word in a layout's text that divides a dimension, such as an axis or a number; `at` is its position there."""
 
     at: int
     axes: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make the field of n positions that these words divide. Raises NotationError if they cannot divide it."""
+    """The Field of `n` positions divided by the words in `stages`. Raises NotationError if they cannot divide it."""
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
         reader.fail(

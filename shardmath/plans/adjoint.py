@@ -38,7 +38,7 @@ __all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends
 
 
 def swap_ends(t: Transfer) -> Transfer:
-    """The transfer with its ends swapped; operation and addend as they were."""
+    """The transfer `t` with source and destination swapped, and with the same operation and addend."""
     return t._replace(
         src_rank=t.dst_rank,
         dst_rank=t.src_rank,
@@ -55,12 +55,12 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The destination replicas of a plan as the addends of its adjoint: by local tensor, operation and addends."""
+    """For each destination tensor of a plan, the operation and addend numbers of its ranks in the plan's adjoint."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return the operation and the addend with which this rank's tensor enters the adjoint."""
+        """The operation and the addend number with which `rank`'s tensor `local` enters the adjoint."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -97,7 +97,7 @@ class Transposed:
         return describe("adjoint plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """A picture as an SVG document, as `Plan.svg` gives it."""
+        """A picture of the adjoint as an SVG document, as `Plan.svg` draws a plan."""
         return svg(self, topology=topology, tensor=tensor)
 
     def _repr_html_(self) -> str:
@@ -105,55 +105,54 @@ class Transposed:
 
     @property
     def is_tree(self) -> bool:
-        """Whether tensors have names."""
+        """Whether the tensors have names, as in a plan of mappings instead of two Layouts."""
         return self.forward.is_tree
 
     @property
     def topology(self) -> Topology | None:
-        """The topology of the plan."""
+        """The topology for which the plan was made; None if none was given."""
         return self.forward.topology
 
     @property
     def src_ranks(self) -> tuple[int, ...]:
-        """The ranks of the source, ascending."""
+        """The ranks of the adjoint's source side, ascending."""
         return self.forward.dst_ranks
 
     @property
     def dst_ranks(self) -> tuple[int, ...]:
-        """The ranks of the destination, ascending."""
+        """The ranks of the adjoint's destination side, ascending."""
         return self.forward.src_ranks
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks of either side, ascending."""
+        """The ranks of both sides, ascending."""
         return self.forward.ranks
 
     def fill(self, name: str) -> complex | None:
-        """The value of the destination's cells of the tensor before anything arrives; None if any value will do.
+        """The value that fills the tensor `name` at its destination before bytes arrive; None if none is needed.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """Return the number that divides the tensor's destination cells at the end: the number of addends of
-        an avg, else 1."""
+        """The number that divides the tensor `name` at the end: of an average, its number of addends; otherwise 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers: all, or only the transfers of one sender, of one receiver, or of a pair."""
+        """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes that each rank of either side sends to other ranks."""
+        """The number of bytes that each rank sends to other ranks."""
         return self.forward.received_bytes()
 
     def received_bytes(self) -> dict[int, int]:
-        """Bytes that each rank of either side receives from other ranks."""
+        """The number of bytes that each rank receives from other ranks."""
         return self.forward.sent_bytes()
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Extra bytes that each rank of either side needs to move with commit="all": a copy of its destination."""
+        """The extra bytes that each rank needs for a move with commit="all": a copy of its destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -162,7 +161,7 @@ def adjoint(plan: Plan) -> Transposed: ...
 @overload
 def adjoint(plan: Transposed) -> Plan: ...
 def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
-    """The transposed plan: <p(x), y> = <x, adjoint(p)(y)> for arbitrary local arrays x and y.
+    """The adjoint (transpose) of `plan` as a linear map: <p(x), y> = <x, adjoint(p)(y)> for all local arrays x and y.
 
     The adjoint of a transposed plan is the plan itself. Raises PlanError if the plan is not
     linear (it reduces by max, min or product), if the dtype has no sum, or if addends of one
@@ -188,7 +187,7 @@ def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
 
 
 def flip_digest(forward: str) -> str:
-    """The digest of the adjoint of a plan, given the plan's digest."""
+    """The digest of a plan's adjoint, computed from `forward`, the plan's digest."""
     return digest(("adjoint", forward))
 
 
@@ -277,7 +276,7 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
-    """The axes of a destination along which all receive the same."""
+    """The axes of a destination's mesh along which all ranks receive the same values."""
     differ = _find_passing(rule, 1).union(rule.chosen)
     for dim in layout.dims:
         differ.update(dim.axes)
@@ -285,7 +284,7 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """The Flip of a plan: addends of its adjoint are numbered window by window, by ascending rank."""
+    """A plan's destination replicas as its adjoint's addends, numbered by window, then by ascending rank."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

@@ -36,14 +36,14 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """The length of each line in bytes."""
+    """The bytes to be sent of each line, which is what one set of holders sends: an array with one number per line."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """The lines cut so that the largest load is minimal."""
+    """The `demands` with each line's bytes divided among its holders, so that the largest load of a rank is minimal."""
     length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = share_lines(demands, length.tolist(), nodes)
@@ -74,7 +74,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """The cuts of lines of these lengths among their holders: the index of each line's first cut, and all cuts."""
+    """Divide lines of `length` bytes among their holders; return each line's first index in the cuts, and all cuts."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)
@@ -126,13 +126,13 @@ def _snap_cuts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutter:
-    """The places where lines and contents may be cut: at whole rows of a box; small boxes stay whole."""
+    """Finds the bytes at which messages may be cut: at whole rows of a box of a tensor; small boxes stay whole."""
 
     demands: Demands
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """The last place not after byte `at` of the line."""
+        """The last byte, not after `at`, at which `line` (bytes that one set of ranks holds) may be cut."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -141,7 +141,7 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """The last place not after byte `at` of the content of the block."""
+        """The last byte, not after `at`, at which the content of `block` (bytes with equal receivers) may be cut."""
         demands = self.demands
         row = row_at(demands, block, at)
         begin = int(demands.at[row])
@@ -151,7 +151,7 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """The last place not after byte `at` of one tensor of the row."""
+        """The last byte, not after `at`, at which a tensor of `row` (bytes of one batch of tensors) may be cut."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
@@ -167,7 +167,7 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A Cutter of many places at once, which is fast for units of one box.
+    """A Cutter of many bytes at once, which is fast if the elements between two ranks form one box.
 
     With all contents laid end to end, row r of the lines begins at byte `begin[r]`, and the content of block b
     at `base[b]`. `rows[r]` is the number of elements in a row of the only box of its unit: 0 if the box stays
@@ -182,7 +182,7 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """By block, the last place not after byte `at` of its content where it may be cut."""
+        """For each i, the last byte, not after `at[i]`, at which the content of block `block[i]` may be cut."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -204,7 +204,7 @@ class Grid:
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """A key of everything on which the cuts of the contents of blocks first..end-1 depend.
+        """A key of everything that decides where the contents of blocks first..end-1 may be cut.
 
         Blocks with equal keys are cut in the same way, whatever their tensors and ranks are.
         """
@@ -238,7 +238,7 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """The grid of all blocks of these lines."""
+    """A Grid, which finds the bytes at which messages may be cut, for all blocks of `demands`."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])
@@ -269,7 +269,7 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """By row of the lines, the bytes of its largest box, or row of a box, that is never cut.
+    """For each row of `demands`, the size in bytes of its largest piece (a box, or a row of one) that is never cut.
 
     0 if that is not known, because the row is a stripe of a unit.
     """

@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 61
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demands:
-    """All lines, and their cuts.
+    """The bytes to be sent, as a table of lines: bytes that one set of ranks holds, with all their receivers.
 
     Line l is held by the ranks `sets[holders[l]]` and has the blocks `first[l]..first[l+1]-1`; its
     h-th holder sends the bytes `cuts[cut_first[l] + h]..cuts[cut_first[l] + h + 1] - 1` of it;
@@ -67,24 +67,24 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """Line -> its blocks."""
+        """The blocks (bytes with equal receivers) of each line, as Offsets."""
         return Offsets(self.first)
 
     @property
     def rows(self) -> Offsets:
-        """Block -> its rows."""
+        """The rows (bytes of one batch of tensors) of each block, as Offsets."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
-        """The ranks that hold the line."""
+        """The ranks that hold the bytes of `line`, and may send them."""
         return self.sets[self.holders[line]]
 
     def asked_by(self, block: int) -> Ranks:
-        """The ranks that ask for the block, holders included."""
+        """The ranks that need the bytes of `block`, including those that hold them already."""
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
-        """The cuts of the line, with both ends: one more than it has holders."""
+        """The bytes at which `line` is divided among its holders: 0, the borders in order, and its length."""
         first = int(self.cut_first[line])
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 
@@ -107,16 +107,16 @@ class _Requests(NamedTuple):
     near: Ints
 
     def take(self, rows: Ints) -> _Requests:
-        """Some of the rows, in this order."""
+        """The requests with the indices `rows`, in the order of `rows`."""
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """The line of each row, as a number."""
+        """The number of the line that each request belongs to."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """The lines of all batches, not cut yet."""
+    """The bytes that all `batches` of tensors send, as lines that are not yet divided among their holders."""
     sets = Sets()
     asked = _stack(_list_requests(batches, sets))
     if topology is not None:
@@ -392,7 +392,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """The receivers of a block that do not hold it themselves."""
+    """The ranks that need the bytes of `block`, which is on `line`, and do not hold them already."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

@@ -72,7 +72,7 @@ class Group(NamedTuple):
 def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides by name, "" for a side without names.
+    """Both sides as mappings by name; a side that is not a mapping gets the name "".
 
     Raises PlanError if only one side is a mapping, or if names differ.
     """
@@ -84,7 +84,7 @@ def pair_by_name(
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides by name; the names may differ. Raises PlanError if only one side is a mapping."""
+    """Both sides as mappings by name, whose names may differ. Raises PlanError if only one is a mapping."""
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
         source = _show_side(src)
         target = _show_side(dst)
@@ -110,7 +110,7 @@ def _as_mapping(side: Side) -> Mapping[str, LayoutOrWindows]:
 
 
 def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
-    """Raise PlanError unless both sides have the same names."""
+    """Raise PlanError unless both sides have tensors of the same names."""
     if src.keys() == dst.keys():
         return
     unshared = {
@@ -125,7 +125,7 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
 
 
 def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
-    """Each tensor's windows, in the order of the names; tensors with equal windows share one object.
+    """The Windows of each tensor in `names`, in order; tensors with equal windows share one object.
 
     Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
@@ -150,7 +150,7 @@ def _check_local_names(side: Mapping[str, Windows]) -> None:
 
 
 def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
-    """The tensors grouped by identical windows on both sides, in order of their first names."""
+    """The tensors grouped by equal windows on both sides, in the order of the groups' first names."""
     groups = []
     # Forms that were checked for one tensor: the checks do not depend on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
@@ -202,7 +202,7 @@ def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
 
 
 def describe_form(layout: Layout) -> str:
-    """The dtype and shape of a layout's tensor."""
+    """The dtype and shape of a layout's tensor as text, such as "float32[4, 5]"."""
     return f"{layout.dtype}{list(layout.shape)}"
 
 
@@ -257,7 +257,7 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
 
 
 def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | None) -> str:
-    """A digest of everything on which the transfers depend."""
+    """A digest of everything that decides the transfers of a plan: names, layouts and topology."""
     names: list[str] = []
     keys = []
     for group in groups:
@@ -272,7 +272,7 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """The tensors, ascending, that the destination does not hold whole.
+    """The names, ascending, of tensors that the destination does not hold completely.
 
     Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
     """
@@ -292,7 +292,7 @@ def find_in_part(
 
 
 def join_groups(groups: Iterable[Group]) -> list[Group]:
-    """The groups with equal keys joined, which differ only in spelling; in order of their first names."""
+    """Merge groups with equal keys into one that has all their names; sorted by first name."""
     by_key: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         alike = by_key.setdefault(group.key, [])
@@ -311,7 +311,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """A batch for each group and pair of windows whose hulls meet."""
+    """A Batch of each group's tensors for each pair of windows that may have elements in common."""
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

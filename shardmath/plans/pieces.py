@@ -53,7 +53,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """By unit: the elements of a row of its only box; 0 if the box stays whole, -1 if there are several boxes."""
+    """For each unit, the elements in a row of its only box; 0 if the box is never cut, -1 if it has several boxes."""
     largest = _find_largest(t)
     nbytes = t.unit_size * t.src.itemsize
     of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
@@ -61,7 +61,7 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """By unit, the bytes of its largest box that are never cut: the whole box if it is small, else a row."""
+    """For each unit, the largest number of its bytes that are never cut: a small box, or a row of a large one."""
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -130,7 +130,7 @@ def _list_columns(over: Overlay) -> _Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """By box, row-major: its row in each dimension, its sizes, and the elements of the unit up to its end."""
+    """For each box of the unit: its row in each dimension, its sizes, and the elements up to its end; row-major."""
     rows = []
     sizes = []
     for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
@@ -152,7 +152,7 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """The last place not after element `at` where the unit may be cut: at a box, or at a row of a large box."""
+    """The last element, not after `at`, at which the unit may be cut: the start of a box or of a row in a large one."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -166,7 +166,7 @@ def snap(t: Template, unit: int, at: int) -> int:
 
 
 def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """The unit in `count` even ranges of elements, snapped."""
+    """Yield `count` ranges of elements (start, stop) that divide the unit about evenly, cut where it may be cut."""
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):
@@ -176,7 +176,7 @@ def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]
 
 
 def is_legal_cut(t: Template, unit: int, at: int) -> bool:
-    """Whether the unit may be cut at element `at`, which is at a box or at a row of a box."""
+    """Whether the unit may be cut at element `at`: at the start of a box, or of a row of a box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -189,7 +189,7 @@ def is_legal_cut(t: Template, unit: int, at: int) -> bool:
 
 
 class BoxPiece(NamedTuple):
-    """One box of a unit as its source and its destination see it; `addend` is its place in the fold."""
+    """One box of elements as slices of the source's tensor, the destination's tensor and the global tensor."""
 
     src: tuple[slice, ...]
     dst: tuple[slice, ...]
@@ -206,7 +206,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """The pieces of elements lo..hi-1 of the unit from a source position to a destination position.
+    """The boxes with elements lo..hi-1 of the unit, on the way from mesh position `sender` to `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.
@@ -319,7 +319,7 @@ def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 @public
 class Transfer(NamedTuple):
-    """One box of one tensor that goes from a rank to a rank (or stays, if both are the same).
+    """One box of one tensor that a rank sends to another rank, or keeps if both ranks are the same.
 
     It prints as `sender -> receiver op [global box] of [box in the sender's tensor] to [box in the
     receiver's], bytes`. Both sides list `shape` elements row-major. `op` is "copy", or the operation

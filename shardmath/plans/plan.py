@@ -83,7 +83,7 @@ __all__ = [
 
 
 class Movable(Protocol):
-    """A move of tensors from one side to the other: a Plan, its transpose, or a Program of it.
+    """A move of tensors from one side to the other: a Plan, its adjoint, or a Program of it.
 
     `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending;
     `is_tree` says whether there are names; `in_part` are the tensors, ascending, that the destination
@@ -111,7 +111,7 @@ class Movable(Protocol):
 
 
 def describe(what: str, plan: Movable) -> str:
-    """The repr of a plan, or of its transpose, which is one line."""
+    """A one-line repr of a plan or its adjoint: its kind (`what`), tensors, ranks and digest."""
     tensors = plural(plan.src, "tensor")
     part = f", {len(plan.in_part)} of them in part" if plan.in_part else ""
     ranks = f"{len(plan.src_ranks)} -> {plural(plan.dst_ranks, 'rank')}"
@@ -119,7 +119,7 @@ def describe(what: str, plan: Movable) -> str:
 
 
 def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
-    """The reduction of a tensor. Raises PlanError for a tensor that the plan does not have."""
+    """The reduction of the tensor `name`. Raises PlanError for a tensor that the plan does not have."""
     rule = rules.get(name) if isinstance(name, str) else None
     if rule is None:
         some = ", ".join(map(repr, list(rules)[:8]))
@@ -130,7 +130,7 @@ def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
-    """All transfers between two layouts, or two sets of them; made by `plan`.
+    """All transfers that take tensors from their source layouts to their destination layouts; made by `plan`.
 
     `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
     Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
@@ -165,7 +165,7 @@ class Plan:
         return describe("plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver.
+        """A picture of the plan as an SVG document: a tensor before and after, and bytes by sender and receiver.
 
         `topology` marks nodes (default: the plan's own), `tensor` is the tensor drawn (default: the first). Raises
         PlanError if `topology` is not a Topology, or if the plan does not have the tensor.
@@ -177,35 +177,37 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks of either side, ascending."""
+        """The ranks of both sides, ascending."""
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def fill(self, name: str) -> complex | None:
-        """The value of the destination's cells of the tensor before anything arrives; None if any value will do.
+        """The value that fills the tensor `name` at its destination before bytes arrive; None if none is needed.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """Return the number that divides the tensor's destination cells at the end: the number of addends of
-        an avg, else 1. Raises PlanError for a tensor that the plan does not have."""
+        """The number that divides the tensor `name` at the end: of an average, its number of addends; otherwise 1.
+
+        Raises PlanError for a tensor that the plan does not have.
+        """
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """The transfers: all, or only the transfers of one sender, of one receiver, or of a pair."""
+        """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
         return _list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes that each rank of either side sends to other ranks."""
+        """The number of bytes that each rank sends to other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
-        """Bytes that each rank of either side receives from other ranks."""
+        """The number of bytes that each rank receives from other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Extra bytes that each rank of either side needs to move with commit="all": a copy of its destination."""
+        """The extra bytes that each rank needs for a move with commit="all": a copy of its destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -214,7 +216,7 @@ def _as_rank(rank: int | None) -> int | None:
 
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
-    """The plan that gives every rank of `dst` the elements that it holds there, from the ranks of `src`.
+    """Plan the transfers that give each rank of `dst` the elements it holds there, from the ranks of `src`.
 
     With a topology, elements that a rank of the receiver's own node holds come from that node.
     `window=True` says that the destination may hold only parts of the tensors; a tuple of Layouts always
@@ -267,7 +269,7 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 
 def digest_of(plan: Plan) -> str:
-    """The digest of a plan, computed from its layouts."""
+    """The digest of `plan`, computed from its layouts."""
     if plan.whole is not None:
         return digest_without(digest_of(plan.whole), plan.left)
     alike = group_alike(plan.src, plan.dst)
@@ -275,12 +277,12 @@ def digest_of(plan: Plan) -> str:
 
 
 def digest_without(whole: str, left: Ranks) -> str:
-    """The digest of a plan from which these ranks have left, given the digest of the whole plan."""
+    """The digest of a plan without the ranks `left`, computed from `whole`, the digest of the plan with them."""
     return digest(("without", whole, left))
 
 
 def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
-    """The ranks of all meshes, ascending."""
+    """The ranks in the meshes of all windows, ascending."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
     ranks = {rank for mesh in meshes for rank in mesh.ranks}
@@ -316,7 +318,7 @@ def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
 def spell_transfers(
     plan: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
-    """The transfers of a stretch of the plan's lines, tensor by tensor.
+    """Yield the transfers of a stretch, which is bytes from one rank to another, tensor by tensor.
 
     If `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.

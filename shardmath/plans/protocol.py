@@ -43,7 +43,7 @@ __all__ = ["PLACING", "PROPOSALS", "TABLE", "VERDICTS", "Event", "Protocol", "St
 
 
 class State(Enum):
-    """The state of a rank between two calls of others."""
+    """The state of a rank in the protocol with which ranks agree on a move."""
 
     IDLE = "idle"
     AGREEING = "agreeing"
@@ -57,7 +57,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank: an act, a message from others, or the end of its call."""
+    """An event at a rank in the protocol: its own act, a message from other ranks, or the end of its call."""
 
     VOTE = "vote"
     AGREE = "agree"
@@ -137,7 +137,7 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """One rank's state in one group; `verdict` is what it learned of its promise, if that came last."""
+    """The state of one rank in the protocol of its group, and the last verdict that it learned."""
 
     state: State = State.IDLE
     verdict: Event | None = None
@@ -145,11 +145,11 @@ class Protocol:
 
     @property
     def counted_on(self) -> bool:
-        """Whether others may wait for this rank, or it may wait for their decision."""
+        """Whether other ranks may be waiting for this rank, or it for their decision."""
         return self.state not in (State.IDLE, State.BROKEN)
 
     def note(self, event: Event) -> State:
-        """The state that the event leads to. Raises ExchangeError for one that cannot happen here."""
+        """Move to the state that `event` leads to, and return it. Raises ExchangeError if it cannot happen now."""
         allowed = self.table[self.state]
         if event not in allowed:
             others = [other.value for other in allowed]

@@ -43,7 +43,7 @@ Matched: TypeAlias = tuple[Axes, Axes]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How the addends of a source enter a destination.
+    """The reduction of a source's partial values (addends) into a destination, and the mesh axes that take part.
 
     Along `matched` (source axes, destination axes), flattened, addends pass through; `folded` source axes
     hold the addends that are reduced; of destination ranks that differ only on `chosen` axes one
@@ -59,7 +59,7 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """The operation with which the addend enters; the first one is copied if there is no fill."""
+        """The operation with which addend number `addend` enters; the first is copied if there is no fill."""
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:
@@ -67,7 +67,7 @@ class Reduction:
         return OPERATIONS[self.op].fold
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
-        """A key of the reduction in terms of ranks, which does not depend on names and order of axes."""
+        """A key that is equal for equal reductions over ranks, whatever the names and the order of mesh axes."""
         if not (self.matched or self.folded or self.chosen):
             return ()
         folded = _list_coordinates(src.mesh, self.folded)
@@ -88,7 +88,7 @@ def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def find_reduction(src: Layout, dst: Layout) -> Reduction:
-    """The reduction that moves `src` to `dst`, by the Partial axes of both.
+    """The Reduction that a move from `src` to `dst` needs, found from the Partial axes of both.
 
     Raises PlanError if the operations of both sides differ, or if the dtype does not have the operation.
     """
@@ -163,7 +163,7 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
 
 
 def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
-    """The ranks at each coordinate of the flattened axes."""
+    """The set of ranks at each coordinate of the axes `axes` of `mesh`, flattened into one."""
     coordinate = mesh.coordinate(axes)
     ranks = np.array(mesh.ranks)
     count = math.prod(map(mesh.axis_size, axes))
@@ -174,14 +174,14 @@ def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
 
 
 def check_arithmetic(op: str, dtype: str) -> None:
-    """Raise PlanError if the operation has no meaning for the canonical dtype."""
+    """Raise PlanError if the reduction `op` has no meaning for the canonical `dtype`."""
     why = OPERATIONS[op].refuse(dtype)
     if why:
         raise PlanError(f"{op} of {dtype}{why}")
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """The value from which the operation's fold starts; max and min have none."""
+    """The value from which a reduction by `op` starts; "max" and "min" have none."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Stretch(NamedTuple):
-    """Bytes lo..hi-1 of the content of a block, from one rank to another (or the same)."""
+    """Bytes lo..hi-1 of the content of a block, which go from one rank to another, or stay if both are the same."""
 
     block: int
     sender: int
@@ -45,17 +45,17 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """The block that byte `at` of a line is in; the last one at the line's end."""
+    """The block (bytes with equal receivers) with byte `at` of `line`; the last block if `at` is the line's end."""
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """The row that byte `at` of the content of a block is in."""
+    """The row (bytes of one batch of tensors) with byte `at` of the content of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """The line of each of these blocks."""
+    """The line (bytes that one set of ranks holds) to which each of `blocks` belongs."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 
@@ -67,7 +67,7 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
 
 
 class Rows(NamedTuple):
-    """Columns of demands as lists, `row_first` and `nbytes` by block, the others by row.
+    """The columns of Demands as lists, in which single items are found faster than in arrays.
 
     Single items are read faster from lists than from arrays.
     """
@@ -83,13 +83,13 @@ class Rows(NamedTuple):
 
 @memo(8)
 def list_rows(demands: Demands) -> Rows:
-    """The columns of these demands."""
+    """The columns of `demands` as lists."""
     columns = [getattr(demands, name) for name in Rows._fields]
     return Rows(*(column.tolist() for column in columns))
 
 
 def find_rows(rows: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
-    """(row, first byte in it, last byte in it + 1) of all rows in which the stretch has bytes."""
+    """Yield (row, first byte in the row, last byte in it + 1) for all rows in which the stretch has bytes."""
     block, _, _, lo, hi = stretch
     begin = rows.row_first[block]
     end = rows.row_first[block + 1]
@@ -105,7 +105,7 @@ def find_rows(rows: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
-    """The receivers of each of these blocks, as `list_receivers` gives them for one block."""
+    """For each of `blocks` (bytes with equal receivers), the ranks that need it and do not hold it already."""
     # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]
@@ -120,7 +120,7 @@ def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
 
 
 def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """The stretches that the rank sends to others."""
+    """Yield the stretches (bytes of a block, with sender and receiver) that `rank` sends to other ranks."""
     for line, lo, hi in _find_shares(demands, rank):
         first = block_at(demands, line, lo)
         last = block_at(demands, line, hi - 1)
@@ -163,7 +163,7 @@ def _send_of_block(
 
 
 def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """The stretches that the rank receives from others."""
+    """Yield the stretches (bytes of a block, with sender and receiver) that `rank` receives from other ranks."""
     for line, block in _asked_by(demands, rank):
         held = demands.held_by(line)
         if _among(held, rank):
@@ -178,7 +178,7 @@ def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """The stretches that stay on the rank, which are whole blocks."""
+    """Yield the stretches that `rank` keeps, since it holds them already: whole blocks."""
     for line, block in _asked_by(demands, rank):
         if _among(demands.held_by(line), rank):
             nbytes = int(demands.nbytes[block])
@@ -229,7 +229,7 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
-    """Bytes that each holder sends to others."""
+    """The number of bytes that each rank that holds any sends to other ranks."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}
@@ -241,7 +241,7 @@ def sum_sent(demands: Demands) -> dict[int, int]:
 
 
 def sum_received(demands: Demands) -> dict[int, int]:
-    """Bytes that each receiver receives from others."""
+    """The number of bytes that each receiving rank receives from other ranks."""
     asked = np.zeros(len(demands.sets), np.int64)
     np.add.at(asked, demands.receivers, demands.nbytes)
     out: dict[int, int] = {}

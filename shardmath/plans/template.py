@@ -56,7 +56,7 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Sets of positions of a mesh: set i is `position[first[i]:first[i + 1]]`, ascending."""
+    """Sets of mesh positions: set i is position[first[i]:first[i+1]], ascending."""
 
     first: Ints
     position: Ints
@@ -70,7 +70,7 @@ class Members:
             yield self.position[begin:end]
 
     def name(self, mesh: Mesh) -> Iterator[Ranks]:
-        """The sets as the ranks that the mesh has at their positions."""
+        """Yield the ranks of `mesh` that are at each set of positions, ascending."""
         of_position = np.array(mesh.ranks, np.int64)
         ranks = of_position[self.position].tolist()
         bounds = self.first.tolist()
@@ -79,18 +79,18 @@ class Members:
 
 
 class Sets:
-    """Distinct sets of ranks, numbered as they are added."""
+    """Distinct sets of ranks, numbered in the order in which they are added."""
 
     def __init__(self) -> None:
         self.number: dict[Ranks, int] = {}
         self._known: dict[tuple[int, int], Ints] = {}
 
     def add(self, ranks: Ranks) -> int:
-        """The number of a set."""
+        """Add the set `ranks` unless it is there already; return its number."""
         return self.number.setdefault(ranks, len(self.number))
 
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
-        """The number of each set of positions of the mesh, as a set of the mesh's ranks."""
+        """Add the ranks of `mesh` at each set of positions in `members`; return the sets' numbers."""
         key = id(mesh), id(members)
         if key not in self._known:
             numbers = list(map(self.add, members.name(mesh)))
@@ -98,7 +98,7 @@ class Sets:
         return self._known[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
-        """All sets in ascending order, and the place in it of each number."""
+        """All sets in ascending order, and the place in that order of each number."""
         listed = sorted(self.number)
         numbers = [self.number[ranks] for ranks in listed]
         place = np.empty(len(listed), np.int64)
@@ -108,7 +108,7 @@ class Sets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """All units that move tensors of form `src` to form `dst`.
+    """The units that move a tensor from layout `src` to `dst`, by position in the meshes instead of by rank.
 
     Unit u has `unit_size[u]` elements, and is pair `unit_pairs[u, d]` of `overlays[d]` in dimension d (the
     first `hidden` dimensions are addends and not the tensor's); it is held by `holders[unit_class[u]]`
@@ -130,14 +130,13 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of leading dimensions that are addends and not the tensor's."""
+        """The number of leading dimensions of the overlays that count partial values (addends), not elements."""
         return len(self.overlays) - self.src.ndim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The tensors `names` that move by one template from ranks `src` to ranks `dst`, from source
-    window `source` to destination window `target`."""
+    """Tensors that move by one template from mesh `src` to mesh `dst`, between windows `source` and `target`."""
 
     template: Template
     names: tuple[str, ...]
@@ -148,7 +147,7 @@ class Batch:
 
 
 def make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
-    """The template of two layouts of one shape."""
+    """The Template of moves from `src` to `dst`, two layouts of one shape, with the reduction `rule`."""
     return _make_template(src.form, dst.form, rule)
 
 
@@ -176,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """The dimensions whose coordinate is an addend, as partitions of both sides: folded addends first."""
+    """Yield partitions of both sides for each extra dimension, whose positions are partial values (addends)."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -245,7 +244,7 @@ class _OverlaySide(NamedTuple):
 
     @property
     def is_divided(self) -> bool:
-        """Whether it is divided, and not one part that all ranks hold."""
+        """Whether ranks hold different parts on this side, instead of all ranks one part."""
         return len(self.held.parts) > 1 or len(self.sets) > 1
 
 
@@ -342,7 +341,7 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """The addend of each unit; 0 if there is no fold."""
+    """The number of the partial value (addend) that each unit carries; 0 if nothing is reduced."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

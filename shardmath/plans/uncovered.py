@@ -44,7 +44,7 @@ __all__ = [
 
 
 def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
-    """Raise PlanError if two source windows hold the same element: it would be sent twice."""
+    """Raise PlanError if two source windows of the tensor `name` hold the same element, which would be sent twice."""
     meeting_hulls = np.argwhere(_meet_earlier(windows))
     for j, i in meeting_hulls.tolist():
         element = _find_common(windows[i], windows[j])
@@ -56,7 +56,7 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
 
 
 def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """The pairs of windows, the earlier first, that hold an element in common."""
+    """The pairs (i, j), i < j, of windows that hold an element in common."""
     pairs = []
     for j, i in np.argwhere(_meet_earlier(windows)).tolist():
         if _find_common(windows[i], windows[j]) is not None:
@@ -104,8 +104,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
 
 
 def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """The pairs (source window, destination window) whose hulls meet; at least one for each
-    destination window."""
+    """The pairs (i, j) such that the bounding boxes of `src[i]` and `dst[j]` overlap; at least one for each j."""
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)
@@ -146,7 +145,7 @@ def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
 
 @memo()
 def holds_all(windows: tuple[Layout, ...]) -> bool:
-    """Whether the ranks of a side hold every element of the tensor between them."""
+    """Whether the windows together hold every element of the tensor."""
     if any(all(map(_is_all_held, layout.dims)) for layout in windows):
         return True
     missing = math.prod(windows[0].shape) - sum(map(_count_held, windows))
@@ -163,7 +162,7 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 
 def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
-    """The tensors, ascending, that the ranks of a side do not hold whole."""
+    """The names, ascending, of tensors of which the ranks of a side do not hold every element."""
     distinct = {id(windows): windows for windows in side.values()}
     incomplete = {key for key, windows in distinct.items() if not holds_all(windows)}
     if not incomplete:
@@ -200,7 +199,7 @@ def _count_held(layout: Layout) -> int:
 
 
 def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
-    """The first element of the tensor, row-major, that no rank of a side holds; None if all are held."""
+    """The first element, row-major, of the tensor that no rank holds in any window; None if all are held."""
     shape = windows[0].shape
     if 0 in shape:
         return None
@@ -212,7 +211,7 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
 
 
 def check_covered(batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless every destination gets as many elements, of every addend, as it has cells."""
+    """Raise PlanError unless each destination rank gets as many elements, of each addend, as it holds."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
         key = batch.names[0], batch.target
@@ -271,7 +270,7 @@ def _count_given(t: Template) -> Ints:
 
 
 def count_cells(layout: Layout) -> Ints:
-    """By position in the mesh, the number of local cells that hold elements of the tensor."""
+    """The number of elements that the rank at each position of the layout's mesh holds."""
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         divided = partition(dim)

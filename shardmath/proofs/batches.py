@@ -29,7 +29,7 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """The batches in groups of the same tensors. Raises PlanError unless they move what the plan's layouts ask for."""
+    """Group the plan's batches by their tensors. Raises PlanError unless they move what the layouts ask for."""
     groups = _group_batches(plan)
     held = [_find_windows(plan, batches[0].names) for batches in groups]
     _check_sides(plan, held)

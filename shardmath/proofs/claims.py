@@ -33,7 +33,7 @@ MANY = 256
 
 
 def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
-    """Raise PlanError unless each transfer is right, and all of them together are complete."""
+    """Raise PlanError unless `transfers` are all right, and together do everything that `plan` has to do."""
     forward = plan.forward if isinstance(plan, Transposed) else plan
     flip = flip_of(forward) if isinstance(plan, Transposed) else None
     tensors = {name: _ClaimedTensor(forward, name) for name in forward.src}
@@ -136,7 +136,7 @@ class _ClaimedTensor:
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
-        """The positions that the rank holds of a window of the source (side 0) or the destination (side 1)."""
+        """The positions that `rank` holds in window number `window` of the source (side 0) or destination (side 1)."""
         key = side, window, rank
         if key not in self.held:
             windows = self.dst if side else self.src
@@ -144,7 +144,7 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Note which of the destination's addends receives, if any one may."""
+        """Note which destination addend receives the transfer `t`, if the plan may choose any one of them."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return
@@ -381,7 +381,7 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
 
 
 def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """The transfers. Raises PlanError unless they are an iterable of Transfer."""
+    """`transfers` as an iterator. Raises PlanError unless it is an iterable of Transfer."""
     if not isinstance(transfers, Iterable):
         what = f"transfers={transfers!r} is not an iterable"
         raise PlanError(f"{what}; give an iterable of shardmath.Transfer")

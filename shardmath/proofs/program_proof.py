@@ -43,7 +43,7 @@ __all__ = ["prove_program"]
 
 
 def prove_program(prog: Program) -> None:
-    """Raise PlanError unless a program delivers what its plan promises, within its limits."""
+    """Raise PlanError unless the program delivers everything that its plan has to deliver, within its limits."""
     check_program_shapes(prog)
     # Huge numbers may overflow; the checks find the results wrong.
     with np.errstate(all="ignore"):
@@ -128,7 +128,7 @@ class _Inbox(NamedTuple):
     base: Ints
 
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
-        """The index of the request for each (block, rank), and whether there is one."""
+        """The index of the request for `block[i]` by `rank[i]`, for each i, and whether there is one."""
         asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
         request = np.searchsorted(asked, wanted)
         known = request < len(asked)

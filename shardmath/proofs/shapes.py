@@ -47,7 +47,7 @@ MATRICES = {"Overlay.src", "Overlay.dst", "Template.unit_pairs"}
 
 
 def require(holds: object, what: str) -> None:
-    """Raise PlanError, saying `what` is wrong, unless `holds`."""
+    """Raise PlanError, which says `what` is wrong, unless `holds` is true."""
     if not holds:
         raise PlanError(f"{what}; make the plan again")
 
@@ -100,7 +100,7 @@ def _list_kinds(table: type) -> list[tuple[str, Any]]:
 
 
 def check_plan_shapes(plan: Plan) -> None:
-    """Raise PlanError unless the tables of a plan have the right types."""
+    """Raise PlanError unless the plan's tables have the right types and shapes."""
     seen: set[int] = set()
     ranks = tuple[int, ...]
     kinds = {"src_ranks": ranks, "dst_ranks": ranks, "lines": Demands, "batches": tuple[Batch, ...]}
@@ -109,14 +109,14 @@ def check_plan_shapes(plan: Plan) -> None:
 
 
 def check_program_shapes(prog: Program) -> None:
-    """Raise PlanError unless the tables of a program, except its plan's, have the right types."""
+    """Raise PlanError unless the program's tables, except its plan's, have the right types and shapes."""
     seen: set[int] = set()
     for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
         _check_kind(getattr(prog, field), kind, f"Program.{field}", seen)
 
 
 def check_integers(table: Overlay | Template | Demands) -> None:
-    """Raise PlanError unless all columns are 64-bit integers: no float decides anything, and no sum is cut off."""
+    """Raise PlanError unless all columns of the table are 64-bit integers, so that all sums in the proof are exact."""
     for field in fields(table):
         column = getattr(table, field.name)
         if not isinstance(column, np.ndarray):
@@ -130,7 +130,7 @@ def check_integers(table: Overlay | Template | Demands) -> None:
 
 
 def check_sides(plan: Plan | Transposed) -> None:
-    """Raise PlanError unless the source, destination and rules are of the right types, and have the same tensors."""
+    """Raise PlanError unless the plan's sides and rules have the right types, and name the same tensors."""
     if isinstance(plan, Transposed):
         _check_forward(plan.forward)
     seen: set[int] = set()

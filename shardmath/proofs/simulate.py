@@ -53,12 +53,12 @@ NO_NUMBERS = "OSUMmT"
 def simulate(
     plan: Plan | Transposed | Program, shards: Shards
 ) -> dict[int, Array] | dict[int, dict[str, Array]]:
-    """The destination's local arrays after the plan, given the source's; a program runs round by round.
+    """Run a plan or a program on numpy arrays: given the source's local arrays, return the destination's.
 
-    A plan of two Layouts takes {rank: array} and returns {rank: array}; for mappings, or tensors held as
-    several windows, the values are mappings by local name (`name`, or `name[i]` for window i). Arrays may
-    have any numeric dtype. Raises PlanError if a rank or tensor is missing, or if an array does not have the
-    layout's local shape.
+    A program runs round by round. A plan of two Layouts takes {rank: array} and returns {rank: array}; for
+    mappings, or tensors held as several windows, the values are mappings by local name (`name`, or `name[i]`
+    for window i). Arrays may have any numeric dtype. Raises PlanError if a rank or tensor is missing, or if an
+    array does not have the layout's local shape.
     """
     if not isinstance(plan, Plan | Transposed):
         plan = as_program(plan)
@@ -80,7 +80,7 @@ def simulate(
 
 
 def as_program(given: object) -> Program:
-    """The Program. Raises PlanError if `given` is anything else.
+    """Return `given` if it is a Program. Raises PlanError if it is not.
 
     The class is imported here because few programs that import this module have one.
     """

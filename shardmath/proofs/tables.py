@@ -28,7 +28,7 @@ __all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "fin
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless rows make blocks, blocks lines, and lines are cut from end to end."""
+    """Raise PlanError unless rows fill blocks, blocks fill lines, and lines are divided from end to end."""
     check_integers(demands)
     _check_tables(demands)
     _check_numbers(demands, batches)
@@ -102,7 +102,7 @@ def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
 
 
 def check_numbers_of_sets(demands: Demands) -> None:
-    """Check that holders and receivers are numbers of existing sets."""
+    """Raise PlanError unless holders and receivers are numbers of sets that exist."""
     for column in (demands.holders, demands.receivers):
         _check_known(column, len(demands.sets))
 
@@ -289,7 +289,7 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """A message that says how a program's bands do not fit its lines; "" if they fit.
+    """An error message if a program's bands (parts of blocks) do not fit its lines; "" if they do.
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
     lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other.
@@ -321,20 +321,20 @@ def _fit_blocks(bands: Bands, blocks: Ints) -> bool:
 
 
 class MemberTable(NamedTuple):
-    """The positions of sets of ranks in one mesh, set by set; -1 for ranks that the mesh does not have."""
+    """The mesh positions of the ranks in each set of ranks; -1 for ranks that are not in the mesh."""
 
     of_set: Offsets
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """The positions of the ranks of these sets, set by set, and the index in `numbers` of each rank's set."""
+        """The positions of the ranks in the sets `numbers`, end to end, and for each its set's index in `numbers`."""
         first = self.of_set.first
         items, owner = ranges(first[numbers], first[numbers + 1])
         return self.positions[items], owner
 
 
 class Places:
-    """The positions of sets of ranks in meshes, found once for all sets of a mesh.
+    """Finds the mesh positions of sets of ranks, once for all sets of each mesh.
 
     >>> places = Places([(3, 4), (5,)])
     >>> positions, which = places.within(Mesh(tp=2, ranks=[5, 4])).of(np.array([0, 1]))
@@ -355,7 +355,7 @@ class Places:
         self._by_id: dict[int, MemberTable] = {}
 
     def within(self, mesh: Mesh) -> MemberTable:
-        """The positions of all sets in the mesh."""
+        """The positions in `mesh` of the ranks in all sets."""
         table = self._by_id.get(id(mesh))
         if table is None:
             if mesh not in self._known:

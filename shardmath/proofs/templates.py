@@ -37,7 +37,7 @@ __all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless rows and units are right; `known` collects the ids of proved overlays."""
+    """Raise PlanError unless the template's tables are right; `known` collects the ids of overlays already proved."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
@@ -216,7 +216,7 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end of a template, dimension by dimension.
+    """One end of a template: in each dimension, the part that each position holds, and the parts that each unit is in.
 
     `sets[d]` are sets of parts, `held[d]` is the part that each position holds, and `number[:, d]` the set
     of each unit. Units with the same `code` have the same sets in every dimension.
@@ -228,7 +228,7 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """Whether position `at[i]` (False for -1) holds a part of the set of `units[i]` in every dimension."""
+        """For each i, whether position `at[i]` holds unit `units[i]`; False if the position is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             number = self.number[units, d]
@@ -259,7 +259,7 @@ def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
 
 @memo()
 def find_end(t: Template, source: bool) -> End:
-    """The source end of a template, or its destination end."""
+    """The source end of the template if `source`, otherwise its destination end."""
     mesh = t.src.mesh if source else t.dst.mesh
     number = np.zeros_like(t.unit_pairs)
     # The numbers of all dimensions as digits of one number.

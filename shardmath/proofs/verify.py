@@ -35,8 +35,7 @@ __all__ = ["verify"]
 def verify(
     plan: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | None = None
 ) -> None:
-    """Raise PlanError unless the plan's or program's tables, or the transfers given, do what the
-    layouts ask for.
+    """Raise PlanError unless the tables of `plan`, or the `transfers` given, do what its layouts ask for.
 
     The proof shows that each element that the destination holds arrives there exactly once; that the
     destination holds all elements of every tensor that is not in `Plan.in_part`; and that the plan's digest,

@@ -59,7 +59,7 @@ def params(
     scalars: bool = True,
     alike: bool = False,
 ) -> list[Param]:
-    """Parameters in forward order: matrices, vectors, scalars, shared, expert and quantized ones.
+    """Draw a list of parameters in forward order: matrices, vectors, scalars, shared, expert and quantized ones.
 
     Dimensions are at most `longest`; with `empty` parameters may have no elements, with `scalars`
     no dimensions, with `alike` they share one dtype.
@@ -97,7 +97,7 @@ _formats: st.SearchStrategy[bool | str] = st.sampled_from([False, False, True, "
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A rule with its parameters and options.
+    """A rule for buffers with the parameters and options that it is called with.
 
     `shards` is the number of shards of a bucket, None for no shards; parameters begin at multiples of `start`.
     """
@@ -109,7 +109,7 @@ class RuleCase:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def layout(self) -> PerBufferParamLayout:
-        """The layout that the rule gives. Raises AssertionError unless it is a PerBufferParamLayout."""
+        """The layout that the rule returns. Raises AssertionError unless it is a PerBufferParamLayout."""
         out = self.rule(list(self.params), **self.options)
         what = f"{out!r} is not a PerBufferParamLayout"
         _require(isinstance(out, PerBufferParamLayout), self, what)
@@ -129,7 +129,7 @@ class RuleCase:
 def rule_cases(
     draw: Draw, *, shards: st.SearchStrategy[int] | None = None, most: int = 7, longest: int = 100
 ) -> RuleCase:
-    """A rule of shardmath.buffers with parameters and options, for a number of shards drawn from `shards`.
+    """Draw a RuleCase of a rule in shardmath.buffers, for a number of shards drawn from `shards`.
 
     Without `shards` there are 1 to 8, and the rule may also be one that does not shard.
     """
@@ -193,7 +193,7 @@ def _require(holds: bool, case: RuleCase, what: str) -> None:
 
 
 def every_parameter_once(case: RuleCase) -> None:
-    """Every parameter is in the buffer once, with its elements and shape, and nothing else is."""
+    """Check that the buffer has every parameter once, with its elements and its shape, and nothing else."""
     layout = case.layout()
     names = sorted(name for name, _ in layout.placed)
     asked = sorted(param.name for param in case.params)
@@ -212,7 +212,7 @@ def every_parameter_once(case: RuleCase) -> None:
 
 
 def apart(case: RuleCase) -> None:
-    """No element of the buffer belongs to two parameters."""
+    """Check that no element of the buffer belongs to two parameters."""
     layout = case.layout()
     spans = []
     for name, (start, end, _) in layout.placed:
@@ -225,7 +225,7 @@ def apart(case: RuleCase) -> None:
 
 
 def inside_one_bucket(case: RuleCase) -> None:
-    """Every parameter lies inside the bucket that it names."""
+    """Check that every parameter lies inside the bucket that it names."""
     layout = case.layout()
     count = len(layout.bucket_indices)
     for name, (start, end, number) in layout.placed:
@@ -236,7 +236,7 @@ def inside_one_bucket(case: RuleCase) -> None:
 
 
 def buckets_follow_one_another(case: RuleCase) -> None:
-    """The first bucket starts at 0, and every other one where the one before ends."""
+    """Check that the first bucket starts at 0, and every other one where the one before ends."""
     before = 0
     for number, (start, end) in enumerate(case.layout().bucket_indices):
         what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
@@ -245,7 +245,7 @@ def buckets_follow_one_another(case: RuleCase) -> None:
 
 
 def evenly_divided(case: RuleCase) -> None:
-    """Every bucket gives all shards the same number of elements."""
+    """Check that every bucket gives all shards the same number of elements."""
     buckets = case.layout().bucket_indices
     count = case.shards or 1
     for number, (start, end) in enumerate(buckets):
@@ -255,7 +255,7 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """`num_optimizer_shards`, if set, is the number of shards, and none cuts a parameter."""
+    """Check that `num_optimizer_shards`, if set, is the number of shards, and none of them cuts a parameter."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -274,14 +274,14 @@ def uncut_where_said(case: RuleCase) -> None:
 
 
 def starts_aligned(case: RuleCase) -> None:
-    """Every parameter starts at a multiple of `start`."""
+    """Check that every parameter starts at a multiple of the case's `start`."""
     for name, (start, _, _) in case.layout().placed:
         what = f"{name!r} starts at {start}, not a multiple of {case.start}"
         _require(start % case.start == 0, case, what)
 
 
 def padding_accounted(case: RuleCase) -> None:
-    """The buffer is its parameters and padding; unpadded sizes lie between filled sizes and sizes of buckets."""
+    """Check that parameters and padding fill the buffer, and that unpadded sizes are within their limits."""
     layout = case.layout()
     padding = layout.padding
     held = sum(param.numel for param in case.params)
@@ -309,14 +309,14 @@ def _count_filled(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """There is one of `param_indices` per parameter, or none at all."""
+    """Check that there is one of `param_indices` for each parameter, or none at all."""
     count = len(case.layout().param_indices)
     params = len(case.params)
     _require(count in (0, params), case, f"{count} param_indices of {params} parameters")
 
 
 def deterministic(case: RuleCase) -> None:
-    """Calling the rule again, also with copied parameters, gives an equal layout; pickle and repr give it, too."""
+    """Check that the rule gives equal layouts when called again, and that pickle and repr give them back."""
     layout = case.layout()
     again = case.layout()
     copied_params = pickle.loads(pickle.dumps(case.params))
@@ -333,7 +333,7 @@ def deterministic(case: RuleCase) -> None:
 
 
 def names_mean_nothing(case: RuleCase) -> None:
-    """Renaming parameters renames them in the layout and changes nothing else."""
+    """Check that renaming parameters renames them in the layout, and changes nothing else."""
     backwards = reversed(case.params)
     names = {}
     for number, param in enumerate(backwards, 1):
@@ -385,7 +385,7 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check a custom rule against RULE_LAWS, for these parameters in forward order and options.
+    """Check a custom `rule` against RULE_LAWS, with `params` in forward order and `options`.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

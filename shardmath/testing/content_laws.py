@@ -42,7 +42,7 @@ PRIME = 2**61 - 1
 
 
 def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
-    """The digest of a whole array, element by element."""
+    """The digest of a whole array by its definition, computed element by element."""
     sealed = f"shardmath digest of {dtype}{list(array.shape)}"
     drawn = sha256(sealed.encode()).digest()
     total = int.from_bytes(drawn, "little")
@@ -83,7 +83,7 @@ def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def digest_is_its_definition(layout: Layout) -> None:
-    """A digest is the weighted sum of all words, whatever holes contain."""
+    """Check that a digest is the weighted sum of all words, whatever values are in holes."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):
@@ -92,7 +92,7 @@ def digest_is_its_definition(layout: Layout) -> None:
 
 
 def digest_survives_moves(src: Layout, dst: Layout) -> None:
-    """A plan without reductions leaves the digest as it was."""
+    """Check that a plan without reductions leaves a tensor's digest unchanged."""
     held = distribute(src, [_draw_bits(src.shape)])
     moved = run(plan(src, dst), held)
     assert digest_of(src, held) == digest_of(dst, moved)
@@ -100,7 +100,7 @@ def digest_survives_moves(src: Layout, dst: Layout) -> None:
 
 
 def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
-    """A tensor held as windows has the digest of the tensor, even if windows overlap."""
+    """Check that a tensor held as windows has the tensor's digest, even if windows overlap."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values])
     tiles = Windows((*data.draw(tilings(layout)), *data.draw(tilings(layout))))
@@ -112,7 +112,7 @@ def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
 
 
 def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
-    """A flipped bit of one element changes the digest, and `find_difference` finds the element."""
+    """Check that a flipped bit changes the digest, and that `find_difference` finds its element."""
     if 0 in layout.shape:
         return
     values = _draw_bits(layout.shape)
@@ -130,7 +130,7 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
-    """A changed element of one rank is an error if other ranks hold it, else it changes the digest."""
+    """Check that a change at one rank raises if others hold the element, and else changes the digest."""
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))
@@ -182,7 +182,7 @@ def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
 
 
 def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Changed elements, put into the result of the move before, give the result of the move now."""
+    """Check that changed elements, put into the result of an earlier move, give the result of a new move."""
     planned = plan(src, dst)
     (old,) = addends(src)
     last = max(old.size - 1, 0)

@@ -57,14 +57,14 @@ __all__ = ["LAWS", "Law"]
 
 @dataclass(frozen=True)
 class Law:
-    """A law and the strategies of its arguments; one strategy of tuples stands for several arguments."""
+    """A law, which is a function that checks it, and hypothesis strategies for the function's arguments."""
 
     check: Callable[..., None]
     cases: st.SearchStrategy[tuple[Any, ...]]
 
     @property
     def name(self) -> str:
-        """The law's name."""
+        """The name of the law, which is the name of its function."""
         return self.check.__name__
 
 

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def compose_is_after(f: Runs, g: Runs) -> None:
-    """compose(f, g) at i is g at f(i), a hole if either has one."""
+    """Check that compose(f, g) takes i to g(f(i)), and has a hole if f or g has one there."""
     before = f.indices()
     after = g.indices().tolist()
     expected = []
@@ -50,7 +50,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(runs: Runs) -> None:
-    """Inverting twice is the identity, and a Runs and then its inverse keeps the positions that it holds."""
+    """Check that inverting twice gives the Runs back, and that a Runs and its inverse compose to what it holds."""
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -62,7 +62,7 @@ def invert_undoes(runs: Runs) -> None:
 
 
 def runs_are_canonical(runs: Runs) -> None:
-    """Cutting segments apart, or giving them in another order, makes the same value."""
+    """Check that a Runs is equal however its segments are cut and ordered."""
     index = runs.indices().tolist()
     cells = []
     for i, g in enumerate(index):
@@ -78,7 +78,7 @@ def runs_are_canonical(runs: Runs) -> None:
 
 
 def fast_is_definition(layout: Layout) -> None:
-    """The closed form of every stage equals cutting pieces one by one."""
+    """Check that the fast formula of every stage equals cutting its pieces one by one."""
     fields = [f for dim in layout.dims for f in dim.fields]
     for rank in layout.mesh.ranks:
         coords = layout.mesh.coords(rank)
@@ -91,7 +91,7 @@ def fast_is_definition(layout: Layout) -> None:
 
 
 def parse_print(layout: Layout) -> None:
-    """Reading the printed text gives the same layout, and so do pickle and repr."""
+    """Check that reading a layout's printed text gives an equal layout, and so do pickle and repr."""
     text = layout.text
     again = Layout(layout.shape, layout.mesh, text, dtype=layout.dtype, rules=layout.rules)
     assert again is layout
@@ -103,7 +103,7 @@ def parse_print(layout: Layout) -> None:
 
 
 def shape_counts_runs(layout: Layout) -> None:
-    """local_shape, runs and indices agree."""
+    """Check that local_shape, runs and indices of a layout agree."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
@@ -116,7 +116,7 @@ def shape_counts_runs(layout: Layout) -> None:
 
 
 def relabeling_moves_holdings(layout: Layout) -> None:
-    """Renaming ranks gives the new name the holdings of the old one."""
+    """Check that a renumbered rank holds what the rank with the old number held."""
     names = {}
     for rank in layout.mesh.ranks:
         names[rank] = 1000 - 3 * rank
@@ -127,7 +127,7 @@ def relabeling_moves_holdings(layout: Layout) -> None:
 
 
 def mesh_transposition_changes_nothing(layout: Layout) -> None:
-    """Transposing the mesh changes no holding."""
+    """Check that every rank holds the same after the axes of the mesh are put in another order."""
     turned = transpose_mesh(layout)
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
@@ -135,7 +135,7 @@ def mesh_transposition_changes_nothing(layout: Layout) -> None:
 
 
 def transpose_mesh(layout: Layout) -> Layout:
-    """The layout with the axes of its mesh in the opposite order."""
+    """The layout on a mesh whose axes are in the opposite order; ranks hold what they held."""
     mesh = layout.mesh
     backwards = tuple(reversed(mesh.shape))
     turned = mesh.transpose(backwards)
@@ -143,7 +143,7 @@ def transpose_mesh(layout: Layout) -> Layout:
 
 
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
-    """Splitting a mesh axis, or merging two that are used as one digit, changes no holding."""
+    """Check that ranks hold the same after a mesh axis is split, or two that are used together are merged."""
     shape = (n,)
     whole = Mesh(t=outer * inner)
     in_two = whole.split("t", x=outer, y=inner)
@@ -158,7 +158,7 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """`a | b` is `a b` if a leaves one piece per rank."""
+    """Check that `a | b` equals `a b` in a layout's text if a leaves one piece per rank."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

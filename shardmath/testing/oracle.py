@@ -20,7 +20,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 def addends(layout: Layout, seed: int = 0) -> list[Array]:
-    """A random global array for each addend of the layout; integers in floats, so that sums are exact."""
+    """A random global array for each addend (partial value) of the layout: integers in floats, for exact sums."""
     rng = np.random.default_rng(seed)
     count = _count_addends(layout)
     out = []
@@ -56,7 +56,7 @@ def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
 
 
 def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
-    """Every rank's local array of the addends' global arrays, with `hole` in holes."""
+    """The local array of each rank under the layout, cut from `values` (one global array per addend)."""
     out = {}
     for rank, addend in _list_addends(layout):
         local = np.full(layout.local_shape(rank), hole)
@@ -67,7 +67,7 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 
 
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
-    """The global array that local ones stand for: addends folded in mesh order, averages divided."""
+    """The global array that the local arrays `shards` stand for: addends reduced in mesh order, averages divided."""
     count = _count_addends(layout)
     values = [np.zeros(layout.shape) for _ in range(count)]
     for rank, addend in _list_addends(layout):
@@ -83,5 +83,5 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
 
 
 def run(plan: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
-    """`simulate` of a plan between two Layouts: the destination's local arrays by rank."""
+    """Run `simulate` on a plan between two Layouts; return the destination's local arrays by rank."""
     return cast(dict[int, Array], simulate(plan, shards))

@@ -47,12 +47,12 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """There is a part for every coordinate, inside the length, and layouts take them."""
+    """Check that there is a part for every coordinate, inside the length, and that layouts take the parts."""
     UserCut(placement, count).split(n)
 
 
 def disjoint(placement: Placement, n: int, count: int) -> None:
-    """No position has two parts, unless the placement says that its parts overlap."""
+    """Check that no position is in two parts, unless the placement says that its parts overlap."""
     if getattr(placement, "overlaps", False):
         return
     held = _list_positions(placement, n, count)
@@ -62,14 +62,14 @@ def disjoint(placement: Placement, n: int, count: int) -> None:
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
-    """Every position has a part."""
+    """Check that every position is in some part."""
     held = _list_positions(placement, n, count)
     lost = np.setdiff1d(np.arange(n), held)
     _require_none(lost, placement, n, count, "no part")
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
-    """A pickled copy of a placement equals it, with its hash, and splits are the same every time."""
+    """Check that a pickled copy of the placement equals it, hash included, and that splits repeat."""
     copied = _copy(placement, n, count)
     same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
@@ -91,7 +91,7 @@ def _copy(placement: Placement, n: int, count: int) -> Placement:
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
-    """A layout gives coordinate r exactly part r."""
+    """Check that a layout with the placement gives coordinate r exactly part r."""
     layout = _divide(placement, n, count)
     parts = placement.split(n, count)
     for rank, part in enumerate(parts):
@@ -120,7 +120,7 @@ class _OnDimensionZero:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Gathering a divided tensor, and dividing it again, are proved plans that lose nothing."""
+    """Check that gathering a divided tensor, and dividing it again, are proved plans that lose nothing."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)
@@ -145,7 +145,7 @@ PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)
 
 
 def check_placement(placement: Placement, n: int, parts: int) -> None:
-    """Check a custom placement against the laws of placements.
+    """Check a custom placement against all laws of placements, for a length `n` in `parts` parts.
 
     Raises PlacementError if no Layout can be made of it, AssertionError if it breaks another law.
     """

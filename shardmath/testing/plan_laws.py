@@ -57,7 +57,7 @@ Held: TypeAlias = dict[int, dict[str, Array]]
 
 
 def plan_is_proved(src: Layout, dst: Layout) -> None:
-    """Every plan passes its proof, and its byte counts are the totals of its transfers."""
+    """Check that the plan passes its proof, and that its byte counts are the totals of its transfers."""
     planned = plan(src, dst)
     verify(planned)
     sent = dict.fromkeys(planned.ranks, 0)
@@ -71,7 +71,7 @@ def plan_is_proved(src: Layout, dst: Layout) -> None:
 
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
-    """After the move the destination holds the value that the source held, at every rank."""
+    """Check that after the move every rank of the destination holds the source's value."""
     values = addends(src)
     shards = distribute(src, values, hole=99.0)
     out = run(plan(src, dst), shards)
@@ -86,7 +86,7 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
-    """Both ends of a pair list the same transfers in the same order, and a rank outside the plan lists none."""
+    """Check that both ends of a pair list the same transfers in order, and ranks outside the plan list none."""
     planned = plan(src, dst)
     for sender, receiver in itertools.product(planned.src_ranks, planned.dst_ranks):
         between = list(planned.transfers(src=sender, dst=receiver))
@@ -104,14 +104,14 @@ def ends_agree(src: Layout, dst: Layout) -> None:
 
 
 def identity_moves_nothing(layout: Layout) -> None:
-    """A plan from a layout to itself sends nothing."""
+    """Check that a plan from a layout to itself sends nothing."""
     planned = plan(layout, layout)
     sent = planned.sent_bytes()
     assert not any(sent.values())
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
-    """Without Partial, every rank receives exactly the elements that it needs and does not hold."""
+    """Check that, without Partial, every rank receives exactly the elements that it needs and lacks."""
     planned = plan(src, dst)
     received = planned.received_bytes()
     for rank in dst.mesh.ranks:
@@ -134,7 +134,7 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Ranks that stay send and receive the same transfers in the same order, and the remaining plan is proved."""
+    """Check that, when ranks leave, the others keep their transfers in order, and the plan is still proved."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     verify(rest)
@@ -154,7 +154,7 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """The order in which ranks leave makes no difference."""
+    """Check that the order in which ranks leave makes no difference."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
@@ -173,7 +173,7 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
 
 
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
-    """Equivalent layouts give the same digest and the same transfers."""
+    """Check that equivalent layouts give equal digests and equal transfers."""
     planned = plan(src, dst)
     spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
     transfers = list(planned.transfers())
@@ -187,7 +187,7 @@ def _spell_otherwise(layout: Layout) -> Layout:
 
 
 def round_trip(src: Layout, dst: Layout) -> None:
-    """There and back gives every rank its own elements again."""
+    """Check that moving there and back gives every rank its own elements again."""
     shards = distribute(src, addends(src))
     moved = run(plan(src, dst), shards)
     back = run(plan(dst, src), moved)
@@ -195,7 +195,7 @@ def round_trip(src: Layout, dst: Layout) -> None:
 
 
 def path_independence(a: Layout, b: Layout, c: Layout) -> None:
-    """A to C to B is A to B."""
+    """Check that moving from `a` to `c` and then to `b` equals moving from `a` to `b`."""
     shards = distribute(a, addends(a))
     direct = run(plan(a, b), shards)
     half_way = run(plan(a, c), shards)
@@ -214,7 +214,7 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 
 def relabeling_commutes(src: Layout, dst: Layout) -> None:
-    """Renaming all ranks renames the ranks of received bytes, and keeps the total of sent ones."""
+    """Check that renumbering all ranks renumbers the received bytes, and keeps the total of sent ones."""
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
@@ -237,7 +237,7 @@ def relabeling_commutes(src: Layout, dst: Layout) -> None:
 
 
 def transposing_commutes(src: Layout, dst: Layout) -> None:
-    """Transposing the dimensions of both sides transposes the result."""
+    """Check that transposing the dimensions of both sides transposes the result."""
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
     order = tuple(reversed(range(src.ndim)))
@@ -259,7 +259,7 @@ def _assert_equal(found: Mapping[_Key, Array], expected: Mapping[_Key, Array]) -
 
 
 def casting_commutes(src: Layout, dst: Layout) -> None:
-    """Without reduction, casting before the move is casting after it."""
+    """Check that, without reduction, casting before the move equals casting after it."""
     shards = distribute(src, addends(src))
     out = run(plan(src, dst), shards)
     cast_plan = plan(cast_layout(src, "int16"), cast_layout(dst, "int16"))
@@ -273,7 +273,7 @@ def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
 
 
 def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Moving a slice gives the slice of the move; elements outside it stay 0."""
+    """Check that moving a slice gives the slice of the move; elements outside it stay 0."""
     box = data.draw(boxes(src.shape))
     index = tuple(slice(lo, hi) for lo, hi in box)
     values = addends(src)
@@ -290,7 +290,7 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """A tensor held as windows moves as the tensor does, from windows and to windows."""
+    """Check that a tensor held as windows moves as the whole tensor does, from windows and to windows."""
     values = addends(src)
     src_windows = data.draw(tilings(src))
     dst_windows = data.draw(tilings(dst))
@@ -320,7 +320,7 @@ def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Arr
 
 
 def adjoint_is_transpose(src: Layout, dst: Layout) -> None:
-    """<plan(x), y> = <x, adjoint(plan)(y)>, and the adjoint of the adjoint is the plan."""
+    """Check that <plan(x), y> = <x, adjoint(plan)(y)>, and that the adjoint of the adjoint is the plan."""
     planned = plan(src, dst)
     try:
         back = adjoint(planned)
@@ -355,7 +355,7 @@ def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
 
 
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
-    """A plan of many tensors is proved, and gives each the value that a plan of it alone gives."""
+    """Check that a plan of many tensors is proved, and moves each as a plan of it alone does."""
     src, dst = tree
     planned = plan(src, dst)
     verify(planned)

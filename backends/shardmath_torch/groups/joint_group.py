@@ -94,7 +94,7 @@ class JointGroup(ProcessGroup):
 
     @property
     def channel(self) -> ProcessGroup:
-        """Torch's group with the connections, to be held for one call. Raises ExchangeError after `close`."""
+        """The torch group that has the connections; get it again for each call. Raises ExchangeError after `close`."""
         if self._open is None:
             what = f"the joint group {self.label!r} was disconnected"
             raise ExchangeError(f"{what}; make another by smt.connect")

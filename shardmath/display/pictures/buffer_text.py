@@ -65,7 +65,7 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """Elements start..end-1 of a bucket: of one parameter, of padding (""), or, drawn as one, of `several`."""
+    """Elements start..end-1 of a bucket that are drawn as one: a parameter, `several` parameters, or padding ("")."""
 
     start: int
     end: int
@@ -76,12 +76,12 @@ class BucketSpan(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements in the span."""
         return self.end - self.start
 
 
 class Bucket(NamedTuple):
-    """One bucket to be drawn: its position in the buffer, and its spans in order, without gaps."""
+    """One bucket to be drawn: its position in the buffer, and its spans of parameters and padding, without gaps."""
 
     number: int
     start: int
@@ -91,20 +91,20 @@ class Bucket(NamedTuple):
 
     @property
     def params(self) -> list[BucketSpan]:
-        """The spans of parameters."""
+        """The spans that are parameters, not padding."""
         return [span for span in self.spans if span.several]
 
     @property
     def padding(self) -> int:
-        """The number of padding elements."""
+        """The number of padding elements in the bucket."""
         return sum(span.padding for span in self.spans)
 
     def within(self, span: BucketSpan) -> str:
-        """The position of the span in the buffer."""
+        """The range of the span in the buffer as text, such as "[384, 484)"."""
         return f"[{self.start + span.start:,}, {self.start + span.end:,})"
 
     def held_by(self, span: BucketSpan) -> str:
-        """The ranks that hold some of the span."""
+        """The ranks that hold some of the span as text, such as "0-1"; "none" if it is empty."""
         if not span.numel:
             return "none"
         first = span.start * self.ranks // self.numel
@@ -112,13 +112,13 @@ class Bucket(NamedTuple):
         return str(first) if first == last else f"{first}-{last}"
 
     def at(self, span: BucketSpan) -> int:
-        """The beginning of the span in the flat array of the first rank that holds some of it."""
+        """The position at which the span begins in the flat array of the first rank that holds some of it."""
         size = max(self.numel // self.ranks, 1)
         return self.start // self.ranks + span.start % size
 
 
 def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
-    """The first `most` buckets."""
+    """The first `most` buckets of the buffer, with their spans, to be drawn for `ranks` ranks."""
     borders = layout.bucket_indices[:most]
     params = _list_params(layout, borders)
     buckets = []
@@ -160,7 +160,7 @@ _PLACE = itemgetter(0, 1)
 
 
 def make_gap(start: int, end: int) -> BucketSpan:
-    """A span of padding."""
+    """A span of padding from `start` to `end`."""
     return BucketSpan(start, end, padding=end - start, several=0)
 
 
@@ -201,7 +201,7 @@ def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int],
 
 
 def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
-    """Lines about the whole buffer: its size, its padding, and the ranks and the bucket with most padding."""
+    """Lines of text about the buffer: its size, its padding, and the ranks and the bucket with the most padding."""
     by_bucket, by_rank = _count_padding(layout, ranks)
     params = count(len(layout.placed), "parameter")
     buckets = count(len(by_bucket), "bucket")
@@ -242,7 +242,7 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """The checked arguments: shards, width and `most`. Raises ParamLayoutError for invalid ones."""
+    """The checked (shards, width, most). Raises ParamLayoutError for invalid ones, or a width below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
@@ -256,7 +256,7 @@ def read_arguments(
 
 
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
-    """The buckets of a buffer that `shards` ranks share, as bars of `width` characters and a list of parameters.
+    """The buckets of a buffer as text: for each, a bar of `width` characters and a list of its parameters.
 
     The share of padding is of all buckets; the first `most` buckets are drawn. A buffer that every rank holds whole has
     one shard. Raises ParamLayoutError if ranks do not divide a bucket evenly.
@@ -309,7 +309,7 @@ def _head_bucket(bucket: Bucket) -> str:
 
 
 def shape_of(span: BucketSpan) -> str:
-    """The shape of the span's parameter as text; "?" if unknown."""
+    """The shape of the span's parameter as text; "?" if it is unknown."""
     return "?" if span.shape is None else str(span.shape)
 
 

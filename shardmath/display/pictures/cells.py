@@ -59,7 +59,7 @@ MOST_NAMED = 8
 
 
 class Panel(NamedTuple):
-    """A slice of the tensor: `lead` of the dimensions before the last two, its rows, columns, and each cell's holders.
+    """A two-dimensional slice of a tensor: ranges of rows and columns, and the ranks that hold each cell of the grid.
 
     A tensor of one dimension has one row, one without dimensions one cell.
     """
@@ -71,7 +71,7 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """The panels that are drawn, and the number of all panels."""
+    """The panels (two-dimensional slices) that are drawn, and the number of all slices of the tensor."""
 
     panels: tuple[Panel, ...]
     slices: int
@@ -89,7 +89,7 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """The layout's panels, with at most `most` cells together."""
+    """The grids of a layout's picture, one Panel per two-dimensional slice, with at most `most` cells in all."""
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
@@ -217,7 +217,7 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """The holders of each cell of a panel; `held` flags the ranks that hold its leading stretches."""
+        """The ranks that hold each cell of a panel; `held` flags the ranks that hold the panel's leading positions."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -226,7 +226,7 @@ class _HolderFinder:
         return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
-        """The holders of a cell."""
+        """The ranks, grouped by addend, whose flags in `held` are True."""
         key = np.packbits(held).tobytes()
         if key not in self.known:
             self.known[key] = self._by_addend(held)
@@ -241,7 +241,7 @@ class _HolderFinder:
 
 
 def idle_ranks(layout: Layout) -> list[int]:
-    """The ranks that hold no element, ascending."""
+    """The ranks of the layout that hold no element, ascending."""
     mesh = layout.mesh
     idle = np.zeros(mesh.size, bool)
     for dim in layout.dims:
@@ -253,7 +253,7 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """The first local stretches of a dimension, and the global positions of each as text; "" for a hole."""
+    """The first local ranges of a dimension, and the global range of each as text; "" for a hole."""
     pieces = []
     texts = []
     end = 0
@@ -272,7 +272,7 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
 
 
 def write_holders(holders: Holders, op: str | None) -> str:
-    """The holders, in words."""
+    """The ranks that hold a cell as text; ranks with different addends are joined by the reduction `op`."""
     if not holders:
         return "nobody"
     if len(holders) == 1:
@@ -287,7 +287,7 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """The holders in at most `letters` characters, or else their number; "" if even that is too long."""
+    """The holders of a cell as text of at most `letters` characters, or else their number; "" if that is too long."""
     if not holders:
         return ""
     count = sum(map(len, holders))

@@ -40,7 +40,7 @@ def svg(
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """A picture as SVG: a document, or an element of a page if `inline`.
+    """A picture of `value` as SVG: a document, or an element for a web page if `inline`.
 
     `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the tensor of a plan whose layouts are drawn.
     Raises ShardError for values of other types.
@@ -58,14 +58,14 @@ def svg(
 
 
 def html(value: object) -> str:
-    """The HTML that a notebook shows: a value's picture, or its text if it has no picture."""
+    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture."""
     if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"
 
 
 def grid(layout: Layout, most: int = 64) -> str:
-    """The rank that holds each element of a 1-d or 2-d tensor, as a grid; `.` for no rank, `+` for more than one.
+    """A text grid of a 1-d or 2-d tensor with the rank that holds each element; `.` for none, `+` for several.
 
     If there are more than `most` rows or columns, the middle ones are left out, and a line says so. Raises LayoutError
     for other numbers of dimensions, and for anything but a layout.

@@ -74,7 +74,7 @@ THEMES = (
 
 
 class Drawing(NamedTuple):
-    """Elements in a box of pixels from (0, 0)."""
+    """SVG elements (`parts`) within a box of pixels from (0, 0) to (width, height)."""
 
     width: float
     height: float
@@ -82,23 +82,23 @@ class Drawing(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """The text escaped for XML, without unprintable characters."""
+    """The text escaped for XML, with unprintable characters replaced."""
     printable = [c if c.isprintable() or c == "\n" else "\ufffd" for c in text]
     return escape("".join(printable))
 
 
 def brief(text: str, most: int) -> str:
-    """The text, or the beginning of a long one."""
+    """The text, shortened to `most` characters if it is longer."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def number(value: float) -> str:
-    """A coordinate with at most two decimals, as short as possible."""
+    """A coordinate as text with at most two decimals, as short as possible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
-    """Text whose baseline begins at (x, y); `_` in the names of attributes stands for `-`."""
+    """An SVG text element whose baseline begins at (x, y); `_` in names of attributes stands for `-`."""
     place = f'x="{number(x)}" y="{number(y)}"'
     shown = brief(text, MOST_LETTERS)
     return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
@@ -107,7 +107,7 @@ def words(x: float, y: float, text: str, **attributes: object) -> str:
 def box(
     x: float, y: float, width: float, height: float, title: str = "", **attributes: object
 ) -> str:
-    """A rectangle, with a title that shows under the mouse."""
+    """An SVG rectangle, with a `title` that shows under the mouse."""
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
     head = f"<rect {place}{_written(attributes)}"
     if not title:
@@ -123,13 +123,13 @@ def _written(attributes: Mapping[str, object]) -> str:
 
 
 def moved(drawing: Drawing, x: float, y: float) -> str:
-    """The drawing as one element, moved to (x, y)."""
+    """The drawing as one SVG element, moved to (x, y)."""
     inside = "\n".join(drawing.parts)
     return f'<g transform="translate({number(x)} {number(y)})">\n{inside}\n</g>'
 
 
 def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """The drawings from left to right, tops aligned."""
+    """One drawing of several from left to right, `gap` pixels apart, with their tops aligned."""
     parts = []
     x = 0.0
     for drawing in drawings:
@@ -141,13 +141,13 @@ def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(drawings: Sequence[Drawing]) -> Drawing:
-    """The drawings in rows of three."""
+    """One drawing of several, three in each row."""
     rows = [beside(drawings[i : i + 3], 16) for i in range(0, len(drawings), 3)]
     return below(rows, 10)
 
 
 def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """The drawings from top to bottom, left sides aligned."""
+    """One drawing of several from top to bottom, `gap` pixels apart, with their left sides aligned."""
     parts = []
     y = 0.0
     for drawing in drawings:
@@ -159,7 +159,7 @@ def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 
 def lines(texts: Iterable[str], **attributes: object) -> Drawing:
-    """Lines of text."""
+    """A drawing of lines of text, one below the other."""
     parts = []
     longest = 0
     for i, text in enumerate(texts):
@@ -171,7 +171,7 @@ def lines(texts: Iterable[str], **attributes: object) -> Drawing:
 
 
 def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) -> str:
-    """The drawing as a standalone document, or as an element of a page if `inline`."""
+    """The drawing as a standalone SVG document, or as an element for a web page if `inline`."""
     width = number(drawing.width + 2 * MARGIN)
     height = number(drawing.height + 2 * MARGIN)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -205,7 +205,7 @@ GAP = 22.0
 
 
 class Scale(NamedTuple):
-    """A scale along a dimension: where each stretch is drawn, its size, and the total size, in pixels."""
+    """The pixels at which ranges of a dimension are drawn: where each begins, its size, and the total size."""
 
     at: tuple[float, ...]
     size: tuple[float, ...]
@@ -213,7 +213,7 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """Stretches to scale, with a gap wherever positions between them are left out."""
+    """A Scale that fits the ranges `spans` into `room` pixels, with a gap wherever positions are left out."""
     total = sum(stop - start for start, stop in spans)
     each = min(ELEMENT, room / max(total, 1))
     least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
@@ -235,7 +235,7 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """(pixel, position) of the borders whose numbers have room: always the last one, others from the left."""
+    """Yield (pixel, position) of the borders to label: always the last one, and from the left those with room."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -269,7 +269,7 @@ def _half(position: int, across: bool) -> float:
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two such that every `step`-th of the ranks has `room` pixels in the width."""
+    """The least power of two n such that labels on every n-th of `ranks` have `room` pixels each within `width`."""
     step = 1
     while step < ranks and step * width / ranks < room:
         step *= 2
@@ -309,7 +309,7 @@ ORANGES = ("#feedde", "#fdbe85", "#fd8d3c", "#e6550d", "#a63603")
 
 
 def palette(count: int) -> tuple[str, ...]:
-    """That many distinct colors."""
+    """A tuple of `count` distinct colors."""
     if count <= len(OKABE_ITO):
         return OKABE_ITO[:count]
     return tuple(_blend(i / (count - 1)) for i in range(count))
@@ -345,7 +345,7 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """The shade of an amount, given as its share of the largest amount, above 0 and at most 1."""
+    """The color for an amount, given as its `share` of the largest amount, above 0 and at most 1."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

@@ -72,7 +72,7 @@ Colors = Mapping[Holders, str]
 
 
 def layout_svg(layout: Layout, *, inline: bool = False) -> str:
-    """The layout as SVG: a document, or an element of a page if `inline`."""
+    """A picture of the layout as SVG: a document, or an element for a web page if `inline`."""
     cells = cells_of(layout)
     colors = colors_of([cells])
     drawing = draw_layout(layout, cells, colors)
@@ -80,7 +80,7 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
 
 
 def about(layout: Layout) -> str:
-    """The description of the picture for people who do not see it."""
+    """A description in words of the layout's picture, for people who do not see it."""
     by_dimension = _parts_by_rank(layout)
     described = layout.mesh.ranks[:MOST_DESCRIBED]
     texts = []
@@ -110,7 +110,7 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
-    """The layout with its heading, its panels of `wide` pixels, legend and notes."""
+    """A drawing of the layout: heading, panels (`cells`) of `wide` pixels, legend and notes."""
     panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.
@@ -149,7 +149,7 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """A color for each set of holders, in the order of their first ranks."""
+    """A color for each distinct set of ranks that holds a cell, in the order of the sets' first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))
@@ -190,7 +190,7 @@ class _PanelDrawer:
         """One in `step` boxes is labeled."""
 
     def draw(self) -> Drawing:
-        """The boxes, below and to the right of the positions at which they begin."""
+        """A drawing of the panel's boxes, with the position at which each row and column begins."""
         left = LEFT if self.layout.ndim > 1 else 0.0
         parts = [*self._ticks(left), *self._boxes(left)]
         if self.layout.partial:

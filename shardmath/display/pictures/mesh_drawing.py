@@ -46,7 +46,7 @@ class _Look(NamedTuple):
     topology: Topology | None
 
     def fill(self, rank: int) -> tuple[dict[str, str], str]:
-        """The attributes of a rank's box, and the color of its number."""
+        """The SVG attributes of the box of `rank`, and the color of the number in it."""
         if self.topology is None:
             return {"fill": "currentColor", "fill_opacity": "0.1"}, "currentColor"
         color = self.nodes[self.topology.node(rank)]
@@ -54,7 +54,7 @@ class _Look(NamedTuple):
 
 
 def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = False) -> str:
-    """The mesh as SVG: a document, or an element of a page if `inline`."""
+    """A picture of the mesh as SVG: a document, or an element for a web page if `inline`."""
     title = str(mesh) if mesh.size <= 16 else f"mesh of {mesh.size:,} ranks"
     axes = ", ".join(f"{name} of {n}" for name, n in mesh.axes)
     about = f"axes {axes or 'none'}, last fastest; {plural(mesh.size, 'rank')}"

@@ -67,7 +67,7 @@ def plan_svg(
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """A plan or a program as SVG: a document, or an element of a page if `inline`.
+    """A picture of a plan or a program as SVG: a document, or an element for a web page if `inline`.
 
     `topology` marks nodes (default: the value's own), `tensor` is the tensor whose layouts are drawn. Raises PlanError
     for anything but a topology, and for a tensor that the plan does not have.

@@ -43,7 +43,7 @@ __all__ = ["Shown", "align", "buffer_table", "count", "count_more", "replace_unp
 
 
 def count(number: int, what: str) -> str:
-    """The number with its noun, which is plural unless the number is 1.
+    """The number with its noun `what`, such as "1 bucket" or "5,059 buckets".
 
     >>> count(1, "bucket"), count(5059, "bucket")
     ('1 bucket', '5,059 buckets')
@@ -53,7 +53,7 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """A line that counts the items beyond `most`; no line if there are none."""
+    """A line that says how many of `number` items are beyond `most`; no line if none are."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")
@@ -61,7 +61,7 @@ def count_more(number: int, most: int, what: str) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with aligned columns.
+    """Yield each row as a line of text, with the columns aligned.
 
     >>> list(align([("a", "of"), ("three", "w")]))
     ['a      of', 'three  w']
@@ -75,7 +75,7 @@ def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def replace_unprintable(name: str) -> str:
-    """The name on one line, with blanks for unprintable characters."""
+    """The name with its unprintable characters, line breaks included, replaced by blanks."""
     return "".join(character if character.isprintable() else " " for character in name)
 
 
@@ -87,7 +87,7 @@ MOST = 1 << 24
 
 
 class Shown(str):
-    """The text of `value`. Its repr is the text itself; a notebook shows the value's picture, if it has one."""
+    """Text of `value` whose repr is the text itself; a notebook shows the value's picture instead, if it has one."""
 
     value: object
 
@@ -299,7 +299,7 @@ MOST_MEMBERS = 16
 
 
 def buffer_table(layouts: FullParamLayout) -> str:
-    """A table of a model's buffers: the kind and the number of parameters, elements, padding, and bytes of gradients.
+    """A text table of a model's buffers: kind, number of parameters, elements, padding, and bytes of gradients.
 
     Raises ParamLayoutError for anything but a FullParamLayout.
     """

@@ -41,14 +41,14 @@ ONE_NODE = 1 << 24
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share a row or a column, and their common node; None if they have none."""
+    """Ranks that share a row or a column of a traffic matrix, and the node they are on, if it is one."""
 
     ranks: tuple[int, ...]
     node: int | None = None
 
 
 class TrafficMatrix(NamedTuple):
-    """Bytes by sender and receiver, or groups of them: int64 arrays of shape (senders, receivers).
+    """The bytes from each sender to each receiver, ranks or groups of ranks, as int64 arrays (senders, receivers).
 
     `sent` counts bytes to other ranks, `far` the part sent to other nodes, and `stays` bytes that stay on their rank.
     """
@@ -63,7 +63,7 @@ class TrafficMatrix(NamedTuple):
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> TrafficMatrix:
-    """The traffic of a plan or a program, with at most `most` groups of ranks on each side."""
+    """The bytes that a plan or program sends between ranks, in at most `most` groups of ranks on each side."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):
@@ -115,19 +115,19 @@ class _TrafficSums:
         self.members: dict[int, Ints] = {}
 
     def finish(self) -> TrafficMatrix:
-        """The sums, including bytes that stay on their rank."""
+        """The TrafficMatrix of the bytes added so far, including bytes that stay on their rank."""
         self._add_stays()
         return TrafficMatrix(self.rows, self.columns, self.sent, self.stays, self.far)
 
     def add(self, sender: Ints, receiver: Ints, nbytes: Ints) -> None:
-        """Add bytes by sender and receiver."""
+        """Add `nbytes[i]` bytes sent from `sender[i]` to `receiver[i]`, for each i."""
         pair = (self.row[sender], self.column[receiver])
         np.add.at(self.sent, pair, nbytes)
         is_far = sender // self.per_node != receiver // self.per_node
         np.add.at(self.far, pair, nbytes * is_far)
 
     def add_plan(self) -> None:
-        """Add all bytes that a plan sends."""
+        """Add all bytes that the plan sends."""
         demands = self.demands
         for line, holder_set in enumerate(demands.holders.tolist()):
             holders = demands.sets[holder_set]

@@ -63,12 +63,12 @@ _Numbers: TypeAlias = dict[tuple[Place, str], int]
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace to a file. Raises ShardError if the file cannot be written."""
+    """Write the trace to the file `path` as JSON for trace viewers. Raises ShardError if that fails."""
     write_text(spell(trace), path)
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write the text to a file. Raises ShardError if the file cannot be written."""
+    """Write the text to the file `path`. Raises ShardError if that fails."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -77,7 +77,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
 
 
 def spell(trace: Trace) -> str:
-    """The trace as JSON, one event per line."""
+    """The trace as JSON text for trace viewers, one event per line."""
     numbers = _number_tracks(trace)
     events = [*_name_places(numbers)]
     for span in trace.spans:
@@ -173,7 +173,7 @@ def _count_us(seconds: float) -> float:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace that `write` wrote. Raises ShardError for any other file."""
+    """The trace that `write` wrote to the file `path`. Raises ShardError for any other file."""
     name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:

@@ -98,7 +98,7 @@ class _Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text at the left of the row."""
+        """The text at the left of the row, which names it."""
         return f"{self.place} {self.track}"
 
 
@@ -110,7 +110,7 @@ class _TimeAxis(NamedTuple):
     seconds: float
 
     def find(self, at_s: float) -> float:
-        """The position of a time, in pixels."""
+        """The horizontal position, in pixels, of the time `at_s`."""
         if not self.seconds:
             return self.left
         share = (at_s - self.first_s) / self.seconds
@@ -126,12 +126,12 @@ class _Bar(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Pixels from begin to end."""
+        """The width of the bar in pixels."""
         return self.end - self.begin
 
 
 def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -> str:
-    """The trace as SVG: a document, or an element of a page if `inline`.
+    """A picture of the trace's timeline as SVG: a document, or an element for a web page if `inline`.
 
     `tracks` are the tracks to draw, if a place has them: "moves", "phases", "rounds", "work", "to 3", "from 0".
     Raises ShardError for anything but a trace, and if it has none of the tracks.

@@ -37,7 +37,7 @@ NOTHING: About = {}
 
 
 class Place(NamedTuple):
-    """A measured rank, or a rank in the model."""
+    """The rank of a track, and whether its times are measured or modeled."""
 
     rank: int
     is_model: bool = False
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An interval of work on a track: `seconds` from `begin_s` on; a message has the same `link` at both ends."""
+    """An interval of work on a track of one rank; the two ends of a message have equal `link`."""
 
     place: Place
     track: str
@@ -59,12 +59,12 @@ class Span(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """The time at which the span ends."""
+        """The time, in seconds, at which the span ends."""
         return self.begin_s + self.seconds
 
 
 class Vote(NamedTuple):
-    """A vote, with the same name on all its ranks, and the time at which this rank had received all others."""
+    """The time at which a rank had received all other ranks' votes of a ballot, which has one `name` on all ranks."""
 
     name: str
     at_s: float
@@ -72,7 +72,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The clock of a measured rank: the beginning of its trace, in nanoseconds since 1970, and its votes.
+    """The clock of a measured rank: when its trace began, in nanoseconds since 1970, and its votes.
 
     Ranks of one `machine` share a clock.
     """
@@ -85,7 +85,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Spans with a common beginning; `clock` is the measuring rank's clock, None for several ranks and for a model.
+    """A timeline of spans with a common beginning; `clock` is the rank's clock, None for a model or several ranks.
 
     `left_out` counts calls for which there was no room. Raises ShardError for overlapping spans of one track.
     """
@@ -120,20 +120,20 @@ def _pair_successive(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
 
 
 def name_track(message: Message, rank: int) -> str:
-    """The track of a message on `rank`, its sender or its receiver."""
+    """The name of the track on which `rank`, its sender or its receiver, shows `message`."""
     if rank == message.src_rank:
         return f"to {message.dst_rank}"
     return f"from {message.src_rank}"
 
 
 def name_step(step: Step) -> str:
-    """The round of a step in words."""
+    """The name, in words, of the round with the step `step`."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 
 
 def describe_message(message: Message) -> dict[str, object]:
-    """The details of a message's span."""
+    """Details of `message` to show with its span, such as its bytes."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),

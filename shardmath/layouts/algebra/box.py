@@ -42,27 +42,27 @@ Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def full(dims: Sequence[int]) -> Box:
-    """All of a tensor of shape `dims`."""
+    """The box that contains a whole tensor of shape `dims`."""
     return tuple((0, n) for n in dims)
 
 
 def shape(box: Box) -> tuple[int, ...]:
-    """Elements per dimension."""
+    """The number of elements of `box` in each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Elements in the box."""
+    """The number of elements in `box`."""
     return math.prod(shape(box))
 
 
 def from_slices(index: Sequence[slice]) -> Box:
-    """The box of an index: slices with a start and a stop, one per dimension."""
+    """The box that `index` selects; each of its slices, one per dimension, has a start and a stop."""
     return tuple((span.start, span.stop) for span in index)
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Elements inside one step of the outermost dimension that is longer than 1."""
+    """The number of elements in one step along the first dimension longer than 1 of a tensor of shape `dims`."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])
@@ -70,7 +70,7 @@ def row_size(dims: Sequence[int]) -> int:
 
 
 def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
-    """The elements lo..hi-1 of a row-major tensor of shape `dims` as boxes, in order.
+    """Boxes that contain elements lo..hi-1, counted row-major, of a tensor of shape `dims`, in order.
 
     There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a range of the tensor.
     """
@@ -117,7 +117,7 @@ def _cut_row(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
 def first_overlap(
     boxes: Sequence[Box], labels: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, or None; boxes with the same label may overlap.
+    """The indices of two of `boxes` that share an element; None if no two do, except boxes with equal `labels`.
 
     All boxes have the same number of dimensions, and none is empty.
 
@@ -182,7 +182,7 @@ def _first_other_label(label: Ints) -> tuple[int, int] | None:
 
 
 def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """The first element of the product of `held` that is in no box; None if all are in boxes.
+    """The first element, of all combinations of positions in `held`, that is in none of `boxes`; None if all are.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)
@@ -270,7 +270,7 @@ PRIME = (1 << 31) - 1
 
 
 def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
-    """Whether boxes have every element of the product of `held` once and no other.
+    """Whether `boxes` contain each combination of positions in `held`, one per dimension, once, and nothing else.
 
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,

@@ -38,13 +38,13 @@ __all__ = [
 
 
 class Splits(Hashable, Protocol):
-    """Anything hashable that divides a length into parts, each of them Runs over 0..n-1.
+    """Anything hashable with a method that divides a length n into parts, each given as Runs over 0..n-1.
 
     Its parts are disjoint unless it has an attribute `overlaps` that is true.
     """
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The `parts` parts of a length `n`."""
+        """Divide positions 0..n-1 into `parts` parts; return the positions in each part, as Runs."""
         ...
 
 
@@ -70,16 +70,16 @@ class _CountedCut:
         _check_positive(self, "parts")
 
     def count(self, length: int) -> int:
-        """Parts of a piece of this length."""
+        """The number of parts, which does not depend on `length`."""
         return self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks(_CountedCut):
-    """Ceil-chunks, as torch.chunk: all parts as long as the first, the last ones short or empty."""
+    """A cut into chunks of ceil(length / parts) positions, as by torch.chunk; the last ones are short or empty."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """(offset, length) of part i of a piece of this length."""
+        """The offset and the length of part number `i` of a piece of `length` positions."""
         step = -(-length // self.parts)
         start = min(length, i * step)
         return start, min(length - start, step)
@@ -87,17 +87,17 @@ class Chunks(_CountedCut):
 
 @dataclass(frozen=True, slots=True)
 class BalancedChunks(_CountedCut):
-    """Sizes that differ by at most one, larger first, as numpy.array_split."""
+    """A cut into parts whose sizes differ by at most one, larger ones first, as by numpy.array_split."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """(offset, length) of part i of a piece of this length."""
+        """The offset and the length of part number `i` of a piece of `length` positions."""
         step, extra = divmod(length, self.parts)
         return i * step + min(i, extra), step + (i < extra)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Consecutive parts of given sizes, which must add up to the piece."""
+    """A cut into consecutive parts of given `sizes`, which must add up to the length that is cut."""
 
     sizes: tuple[int, ...]
     _starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -109,7 +109,7 @@ class Sizes:
         object.__setattr__(self, "_starts", starts)
 
     def count(self, length: int) -> int:
-        """Parts of a piece of this length. Raises PlacementError unless the sizes add up to it."""
+        """The number of parts. Raises PlacementError unless the sizes add up to `length`."""
         total = self._starts[-1]
         if total != length:
             what = f"sizes {list(self.sizes)} add up to {total}, the piece has {length}"
@@ -117,13 +117,13 @@ class Sizes:
         return len(self.sizes)
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """(offset, length) of part i of a piece of this length."""
+        """The offset and the length of part number `i` of a piece of `length` positions."""
         return self._starts[i], self.sizes[i]
 
 
 @dataclass(frozen=True, slots=True)
 class FixedBlock:
-    """Blocks of a fixed size, the last one short; a part that lies beyond the piece is empty."""
+    """A cut into blocks of `size` positions, the last one short; blocks beyond the end of the piece are empty."""
 
     size: int
 
@@ -131,28 +131,28 @@ class FixedBlock:
         _check_positive(self, "size")
 
     def count(self, length: int) -> int:
-        """Parts of a piece of this length."""
+        """The number of blocks, including a short one, into which a piece of `length` positions is cut."""
         return -(-length // self.size)
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """(offset, length) of part i of a piece of this length."""
+        """The offset and the length of part number `i` of a piece of `length` positions."""
         start = min(length, i * self.size)
         return start, min(length - start, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A custom cut of a length into any Runs. The splits of the latest lengths are cached."""
+    """A cut by a custom placement `by`, whose parts may be any Runs; results for recent lengths are cached."""
 
     by: Splits
     parts: int
 
     def count(self, length: int) -> int:
-        """Parts of a piece of this length. Raises PlacementError if `by` gives another number."""
+        """The number of parts. Raises PlacementError if `by` gives another number for `length`."""
         return len(self.split(length))
 
     def split(self, length: int) -> tuple[Runs, ...]:
-        """All parts of a piece of this length, checked. Raises PlacementError."""
+        """The parts that `by` makes of positions 0..length-1, as Runs. Raises PlacementError if they are invalid."""
         return _split(self.by, length, self.parts)
 
 
@@ -188,7 +188,7 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
 
 
 class OverlapError(PlacementError):
-    """Two parts of a user's split hold one position; a caller that knows the mesh names their ranks by `word`."""
+    """Two parts of a custom placement hold the same position; `word` gives the message with other names for them."""
 
     def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
         """`call` is the call of `by.split`, as text."""
@@ -203,7 +203,7 @@ class OverlapError(PlacementError):
         return self.word(f"parts {one} and {other}")
 
     def word(self, both: str) -> str:
-        """The message, with these words for the two parts."""
+        """The error message in which the text `both` names the two overlapping parts."""
         what = f"{self.call}: {both} both hold position {self.position}"
         fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
         return f"{what}; {fix}"
@@ -233,7 +233,7 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """The number of parts of a piece to look at: parts beyond its end, position `size`, are empty."""
+    """The number of parts, from the first on, that may hold some of a piece of `size` positions."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)
@@ -241,7 +241,7 @@ def parts_to_visit(cut: Cut, size: int) -> int:
 
 
 def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
-    """The parts of the piece that `parts_to_visit` counts, as (start, length)."""
+    """Yield (start, length) of each part of the piece that begins at `start` and has `size` positions."""
     if isinstance(cut, Sizes):
         cut.count(size)
         starts = itertools.accumulate(cut.sizes, initial=start)
@@ -253,7 +253,7 @@ def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]
 
 
 def is_trivial(cut: Cut) -> bool:
-    """Whether the cut has a single part and so changes nothing."""
+    """Whether `cut` always has a single part, and so changes nothing."""
     if isinstance(cut, Chunks):
         return cut.parts == 1
     return isinstance(cut, Sizes) and len(cut.sizes) == 1

@@ -38,7 +38,7 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`size` consecutive stored positions and the stages that divide them.
+    """`size` consecutive stored positions of a dimension, and the stages of cuts that divide them among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -54,7 +54,7 @@ class Field:
                     check_stage(stage, length)
 
     def runs(self, coords: Coords) -> Runs:
-        """Return the runs of 0..size-1 that the rank at `coords` keeps."""
+        """The positions, out of 0..size-1, that the rank at `coords` keeps, as Runs."""
         if not self.stages:
             return identity(self.size)
         first, *rest = self.stages
@@ -66,7 +66,7 @@ class Field:
 
 
 def divided(size: int, stages: Iterable[Stage]) -> Field:
-    """The field of these stages, made canonical.
+    """A Field of `size` positions divided by `stages`, in canonical form.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,13 +76,13 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """The lengths of what ranks hold when the given stage of the field begins."""
+    """The lengths that ranks hold of the field `f` just before its stage number `stage` divides them."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension of a layout: `size` logical positions and how the stored ones are divided.
+    """One dimension of a layout: `size` logical positions, and how the stored ones are divided among ranks.
 
     `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the
     stored positions one after the other. Raises PlacementError if sizes do not fit.
@@ -117,7 +117,7 @@ class Dimension:
 
     @property
     def stored_size(self) -> int:
-        """Positions that are stored, holes included."""
+        """The number of stored positions, holes included."""
         return self.size if self.stored is None else len(self.stored)
 
     @property
@@ -130,7 +130,7 @@ class Dimension:
         return out
 
     def runs(self, coords: Coords) -> Runs:
-        """Local to logical positions of the rank at `coords`."""
+        """The logical position of each local position, as Runs, on the rank at `coords`."""
         kept = self._stored_runs(coords)
         if self.stored is None:
             return kept
@@ -152,7 +152,7 @@ class Dimension:
 
 @memo()
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
-    """The Runs at every coordinate of the dimension's axes, row-major in `dimension.axes`."""
+    """The Runs that ranks hold at each combination of coordinates on the dimension's axes, row-major."""
     if len(dimension.fields) != 1:
         return tuple(map(dimension.runs, list_coordinates(dimension.axes)))
     (only,) = dimension.fields

@@ -31,7 +31,7 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """The first element of a tensor, row-major, that is in no product; None if all elements are in one.
+    """The first element, row-major, of a tensor of `shape` that is in none of `products`; None if there is none.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.
@@ -69,7 +69,7 @@ class _RangeTable(NamedTuple):
     owner: Ints
 
     def holds(self, position: int) -> Bools:
-        """For each range whether it holds the position."""
+        """For each range of the table, whether it contains `position`."""
         has_begun = self.lo <= position
         return has_begun & (position < self.hi)
 

@@ -39,7 +39,7 @@ MOST_RANKS = 1 << 24
 
 
 def strides(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Row-major strides of an array of these sizes.
+    """The row-major strides of an array of shape `sizes`.
 
     >>> strides((4, 3, 2))
     (6, 2, 1)
@@ -55,7 +55,7 @@ def strides(sizes: Iterable[int]) -> tuple[int, ...]:
 @public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Mesh:
-    """Named axes over ranks.
+    """A grid of ranks with named axes: each rank has a coordinate on every axis.
 
     `Mesh(dp=4, tp=2)` has ranks 0..7; `ranks=` gives any others, one for each coordinate, last axis
     fastest. `Mesh({"dp": 4})` spells axes whose names are not Python words. `Mesh()` has only rank
@@ -127,7 +127,7 @@ class Mesh:
         return _make_mesh, (self.axes, self.ranks)
 
     def svg(self, *, topology: object = None) -> str:
-        """A picture as an SVG document: ranks at their coordinates, with a `Topology` one color per node."""
+        """A picture of the mesh as an SVG document: ranks at their coordinates, colored by node of `topology`."""
         return svg(self, topology=topology)
 
     def _repr_html_(self) -> str:
@@ -135,12 +135,12 @@ class Mesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis, in order."""
+        """The size of each axis, by name, in order."""
         return dict(self.axes)
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the mesh."""
         return len(self.ranks)
 
     def __contains__(self, rank: object) -> bool:
@@ -150,7 +150,7 @@ class Mesh:
             return as_integer(rank, "rank", MeshError) in self._positions
 
     def position(self, rank: int) -> int:
-        """Row-major position of `rank`. Raises MeshError if it is not in the mesh."""
+        """The row-major position of `rank` in the mesh. Raises MeshError if it is not in the mesh."""
         number = rank if type(rank) is int else as_integer(rank, "rank", MeshError)
         index = self._positions.get(number)
         if index is None:
@@ -169,7 +169,7 @@ class Mesh:
         return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Every rank's coordinate on the flattened axes `names`, first slowest: int64 of (size,)."""
+        """An int64 array with each rank's coordinate on the axes `names`, flattened, the first axis slowest."""
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)
@@ -177,7 +177,7 @@ class Mesh:
         return out
 
     def axis_size(self, name: str) -> int:
-        """The number of coordinates on the axis. Raises MeshError if there is no such axis."""
+        """The number of coordinates on the axis `name`. Raises MeshError if there is no such axis."""
         if isinstance(name, str):
             for axis, n in self.axes:
                 if axis == name:
@@ -186,12 +186,12 @@ class Mesh:
         raise MeshError(f"axis {shown(name)} is not in {self}; its axes are {known}")
 
     def array(self) -> NDArray[np.int64]:
-        """The ranks as an array with one dimension per axis."""
+        """The ranks as an int64 array with one dimension per axis."""
         sizes = [n for _, n in self.axes]
         return np.array(self.ranks, np.int64).reshape(sizes)
 
     def split(self, name: str, /, **parts: int) -> Mesh:
-        """The mesh with an axis split into two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
+        """The mesh with axis `name` split into two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
 
         Raises MeshError unless the sizes multiply to the size of the axis.
         """
@@ -207,7 +207,7 @@ class Mesh:
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """The mesh with these axes merged into one, first slowest, where the first is; the others keep their order.
+        """The mesh with axes `names` merged, first slowest, into one axis `into` at the place of the first.
 
         Raises MeshError if no axis is named, or one twice.
         """
@@ -228,7 +228,7 @@ class Mesh:
         return _make_mesh(tuple(axes), self.transpose(order).ranks)
 
     def transpose(self, names: Iterable[str]) -> Mesh:
-        """The same coordinates with the axes in another order.
+        """The mesh with its axes in the order `names`; each rank keeps its coordinates.
 
         Raises MeshError unless all are named once.
         """
@@ -243,7 +243,7 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def select(self, **coords: int) -> Mesh:
-        """The sub-mesh at these coordinates: `mesh.select(pp=0)`; it does not have these axes.
+        """The sub-mesh of the ranks at these coordinates, without the axes named: `mesh.select(pp=0)`.
 
         Raises MeshError for an unknown axis or a coordinate that the axis does not have.
         """
@@ -260,7 +260,7 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The ranks along some axes: one tuple of ranks per group, whose coordinates differ on these axes only.
+        """The ranks in groups, one tuple each, whose members differ only in their coordinates on `axes`.
 
         In a group the first axis named is slowest; groups are in row-major order of the other axes.
         Raises MeshError for an axis that the mesh does not have, or one named twice.
@@ -282,7 +282,7 @@ class Mesh:
         return tuple(map(tuple, groups))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
-        """The same mesh with every rank renamed; ranks not named keep their number.
+        """The mesh with ranks renumbered by `ranks` (old -> new); ranks that are not named keep their numbers.
 
         Raises MeshError if two ranks get one number.
         """

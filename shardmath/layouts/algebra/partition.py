@@ -29,7 +29,7 @@ __all__ = ["Partition", "list_spans", "overlapping", "partition"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The distinct `parts` of a dimension, and the part that each `cell` holds.
+    """The distinct sets of positions (`parts`) that ranks hold of a dimension, and the part held at each coordinate.
 
     Cells are the coordinates of the dividing `axes`, row-major.
     """
@@ -39,13 +39,13 @@ class Partition:
     cell: Ints
 
     def by_rank(self, mesh: Mesh) -> Ints:
-        """The part that each rank of the mesh holds, in mesh order."""
+        """The number of the part that each rank of `mesh` holds, in mesh order."""
         return self.cell[mesh.coordinate(self.axes)]
 
 
 @memo()
 def partition(dimension: Dimension) -> Partition:
-    """The parts of one dimension of a layout."""
+    """The distinct parts that ranks hold of `dimension`, and which part is held at each coordinate."""
     number: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):
@@ -55,14 +55,14 @@ def partition(dimension: Dimension) -> Partition:
 
 
 def overlapping(dimension: Dimension) -> bool:
-    """Whether two cells of the dimension hold one position."""
+    """Whether ranks at two different coordinates on the dimension's axes hold the same position."""
     start, stop, _, _ = list_spans(cells(dimension))
     meets_next = stop[:-1] > start[1:]
     return bool(meets_next.any())
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """All segments of all parts by global start: global start, global stop, local start, part."""
+    """All segments of `parts` by global start, as four arrays: global start, global stop, local start, part number."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

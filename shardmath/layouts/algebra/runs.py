@@ -52,7 +52,7 @@ Segment: TypeAlias = tuple[int, int, int]
 @public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Runs:
-    """A partial injection from local to global positions of one dimension (see the module).
+    """For each local position of a dimension its global position, or a hole; no global position occurs twice.
 
     `Runs(segments, length)` takes segments in any order and canonicalizes them; `length` counts
     holes and defaults to the end of the last segment. Raises RunsError if segments overlap on
@@ -78,7 +78,7 @@ class Runs:
 
     @staticmethod
     def canonical(segments: tuple[Segment, ...], length: int) -> Runs:
-        """A Runs of segments that are canonical already: sorted, merged, disjoint; not checked."""
+        """A Runs made, without checks, of `segments` that are already sorted, merged and disjoint."""
         runs = object.__new__(Runs)
         object.__setattr__(runs, "segments", segments)
         object.__setattr__(runs, "length", length)
@@ -104,7 +104,7 @@ class Runs:
         return max((g + n for _, g, n in self.segments), default=0)
 
     def indices(self) -> NDArray[np.int64]:
-        """The global position of each local one, -1 in holes: int64 of shape (len,)."""
+        """The global position at each local position, -1 in holes, as an int64 array."""
         out = np.full(self.length, -1, np.int64)
         for lo, g, n in self.segments:
             out[lo : lo + n] = np.arange(g, g + n)
@@ -190,7 +190,7 @@ def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None
 
 
 def spanning(runs: Runs) -> str:
-    """The runs as text without brackets: `0:2 -1 4:6` (used by the layout notation).
+    """The runs as text such as `0:2 -1 4:6`, in local order: `start:stop` for a range, `-n` for a hole of n.
 
     A word is `start:stop` for a segment and `-n` for a hole, in local order.
     """
@@ -254,7 +254,7 @@ def _check_runs(value: object) -> None:
 
 
 def concat(parts: Iterable[Runs]) -> Runs:
-    """The parts one after the other in local positions.
+    """The Runs of `parts` laid one after the other in local positions.
 
     Raises RunsError if two parts hold the same global position.
     """
@@ -268,7 +268,7 @@ def concat(parts: Iterable[Runs]) -> Runs:
 
 
 def invert(runs: Runs, n: int) -> Runs:
-    """From global positions 0..n-1 back to local ones; global positions not held are holes.
+    """The inverse of `runs`: the local position of each global position 0..n-1, a hole if it is not held.
 
     Raises RunsError if a global position is n or more.
     """
@@ -282,7 +282,7 @@ def invert(runs: Runs, n: int) -> Runs:
 
 
 def compose(f: Runs, g: Runs) -> Runs:
-    """g after f: local position i goes to g(f(i)); a hole if f or g has one.
+    """The Runs that takes local position i to g(f(i)); a hole if f or g has one there.
 
     Raises RunsError if f reaches a position that g does not have.
     """
@@ -312,7 +312,7 @@ def compose(f: Runs, g: Runs) -> Runs:
 
 
 def restrict(runs: Runs, lo: int, hi: int) -> Runs:
-    """The same local positions with global ones outside [lo, hi) turned into holes."""
+    """The runs, with each local position whose global one is outside [lo, hi) turned into a hole."""
     _check_runs(runs)
     lo = as_integer(lo, "a border", RunsError)
     hi = as_integer(hi, "a border", RunsError)

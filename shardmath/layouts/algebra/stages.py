@@ -53,14 +53,14 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A cut and its keeper: flattened mesh axes of these sizes, or every rank if there are no axes."""
+    """A cut of a dimension, and the mesh axes along which each rank takes one part; without axes it keeps all."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def coordinate(self, coords: Mapping[str, int]) -> int:
-        """The flattened coordinate on the digit's axes, first slowest."""
+        """The number of the part that the rank at `coords` takes: its coordinate on the flattened axes."""
         at = 0
         for name, n in zip(self.axes, self.sizes, strict=True):
             at = at * n + coords[name]
@@ -72,7 +72,7 @@ Coords: TypeAlias = Mapping[str, int]
 
 
 def stage_axes(stage: Stage) -> dict[str, int]:
-    """The mesh axes that keep parts of the stage and their sizes, in order."""
+    """The mesh axes, with their sizes, along which the stage divides a dimension among ranks, in order."""
     out: dict[str, int] = {}
     for digit in stage:
         out.update(zip(digit.axes, digit.sizes, strict=True))
@@ -80,7 +80,7 @@ def stage_axes(stage: Stage) -> dict[str, int]:
 
 
 def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Every coordinate, the last axis fastest."""
+    """Yield every combination of coordinates on `axes` (name -> size), with the last axis fastest."""
     along = map(range, axes.values())
     for point in itertools.product(*along):
         yield dict(zip(axes, point, strict=True))
@@ -90,7 +90,7 @@ def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return the runs of 0..length-1 that the rank at `coords` keeps after one stage."""
+    """The positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs."""
     pieces = [(0, length)]
     for digit in stage:
         cut = digit.cut
@@ -175,7 +175,7 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """`stage_runs` by its definition: pieces are Runs, so that any rule may cut them."""
+    """Compute `stage_runs` by its definition, one piece after the other; works for custom cuts, too."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -202,7 +202,7 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """Return the runs of 0..length-1 that each coordinate of the stage's axes keeps, row-major in the axes."""
+    """The positions, out of 0..length-1, that ranks at each coordinate of the stage's axes keep, row-major."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
@@ -227,7 +227,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The stages without digits that change nothing; a stage that leaves one piece is joined with the next."""
+    """Simplify `stages`: leave out cuts that change nothing, and merge stages if that changes nothing."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)
@@ -267,7 +267,7 @@ def _is_hidden(digit: Digit, after: Digit) -> bool:
 
 
 def check_stage(stage: Stage, length: int) -> None:
-    """Raise PlacementError if given sizes, or a user's rule, do not fit a piece."""
+    """Raise PlacementError if a cut of `stage`, applied to `length` positions, does not fit the piece it divides."""
     sizes = {length}
     for digit in stage:
         parts: set[int] = set()

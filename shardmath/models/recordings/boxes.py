@@ -26,7 +26,7 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """`number` positions: `step` apart in dimension `dim` of the stored tensor, `stride` in `of` of the logical."""
+    """`number` steps through a piece: each is `step` in stored dimension `dim`, `stride` in logical dimension `of`."""
 
     number: int
     dim: int
@@ -36,7 +36,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A piece by coordinates: its first cell and element, and the steps from there."""
+    """A piece by coordinates: its first position in the stored and in the logical tensor, and the steps from there."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """The boxes of a piece between a stored tensor of shape `cells` and a logical one of shape `elements`.
+    """Boxes that together are `piece`, between a stored tensor of shape `cells` and a logical one of shape `elements`.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

@@ -32,7 +32,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """The recording of a rank, whose side was bound to tensors of these shapes and dtypes.
+    """The recording of `rank`'s storage, computed from a side that declares its storage in rows.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

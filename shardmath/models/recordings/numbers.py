@@ -23,7 +23,7 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 
 def find_pieces(tensor: str, cells: _Flat, elements: _Flat) -> list[Piece]:
-    """The pieces of a tensor whose `elements` lie in `cells`, which ascend."""
+    """The Pieces of `tensor`, of which element `elements[i]` is at stored position `cells[i]`; `cells` ascend."""
     if not len(cells):
         return []
     groups = _group_neighbors(cells, elements)
@@ -48,7 +48,7 @@ class _Groups:
         self.shapes = shapes
 
     def grouped(self) -> _Groups:
-        """Join pieces of one shape at equal distances, from the first on."""
+        """Merge pieces of equal shape that repeat at equal distances into one piece, beginning with the first."""
         cells = np.diff(self.cells).tolist()
         elements = np.diff(self.elements).tolist()
         steps = list(zip(cells, elements, strict=True))

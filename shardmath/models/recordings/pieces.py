@@ -31,7 +31,7 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Piece:
-    """Elements of one logical tensor in cells of a stored one, from a first `cell` and `element` (see the module)."""
+    """A strided set of elements of one logical tensor, and the positions (cells) where a stored tensor has them."""
 
     tensor: str
     cell: int
@@ -46,24 +46,24 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """The number of cells that the piece fills."""
+        """The number of elements in the piece."""
         counts = (count for count, _, _ in self.blocks)
         return math.prod(counts)
 
     @property
     def cells(self) -> _Flat:
-        """The number of each cell."""
+        """The flat position in the stored tensor of each element of the piece."""
         steps = [(count, stride) for count, stride, _ in self.blocks]
         return _expand(self.cell, steps)
 
     @property
     def elements(self) -> _Flat:
-        """The number of the element in each cell."""
+        """The flat index in the logical tensor of each element of the piece."""
         steps = [(count, stride) for count, _, stride in self.blocks]
         return _expand(self.element, steps)
 
     def span(self, side: int) -> tuple[int, int]:
-        """The smallest and the largest cell (side 1) or element (side 2)."""
+        """The smallest and the largest flat position in the stored tensor (`side` 1) or the logical one (`side` 2)."""
         low = high = self.cell if side == 1 else self.element
         for block in self.blocks:
             steps = block[0] - 1
@@ -98,7 +98,7 @@ def _expand(start: int, blocks: Sequence[tuple[int, int]]) -> _Flat:
 
 
 def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """Two pieces that share a cell (side 1) or an element (side 2); one piece twice if it repeats one; else None."""
+    """Two pieces that share a position (`side` 1: stored, 2: logical); one piece twice if it repeats one; else None."""
     for cluster in _cluster(pieces, side):
         if len(cluster) == 1 and _is_nested(cluster[0], side):
             continue

@@ -43,7 +43,7 @@ LARGE = 1 << 24
 
 
 class Native(NamedTuple):
-    """A stored tensor: its pieces, how these were recorded ("views" or "numbers"), and the function applied to them."""
+    """A stored tensor: its pieces of logical tensors, how they were recorded, and the function applied to them."""
 
     name: str
     shape: _Shape
@@ -55,22 +55,22 @@ class Native(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name, with the chunk if that is not the first."""
+        """The name of the stored tensor, followed by its chunk (virtual stage) unless that is 0."""
         return label(self.chunk, self.name)
 
     @property
     def unwritten(self) -> int:
-        """The number of cells that no piece fills."""
+        """The number of positions in the stored tensor that no piece fills."""
         return math.prod(self.shape) - self.written
 
     @property
     def written(self) -> int:
-        """The number of cells that pieces fill."""
+        """The number of positions in the stored tensor that pieces fill."""
         return sum(piece.size for piece in self.pieces)
 
 
 def label(chunk: int, name: str) -> str:
-    """The name of a stored tensor that is unique on its rank.
+    """A text for the stored tensor `name` in `chunk`, unique on its rank: its name, and the chunk unless that is 0.
 
     >>> label(0, "A"), label(1, "A")
     ('A', 'A of chunk 1')
@@ -81,9 +81,9 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The storage of one rank (see the module). Raises StoreError if a cell, an element or a stored tensor comes
-    twice, and if a piece reaches outside its tensors.
+    """The storage of one rank: its stored tensors, and the elements of logical tensors in them (see the module).
 
+    Raises StoreError if a cell, an element or a stored tensor comes twice, and if a piece reaches outside its tensors.
     `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In
     mappings of all stored tensors of a rank, names in chunks behind the first are "A of chunk 1".
     """
@@ -112,21 +112,21 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """The number of cells that nothing wrote, for each stored tensor that has such cells."""
+        """The number of positions that nothing wrote, for each stored tensor that has any."""
         return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property
     def shapes(self) -> dict[str, tuple[_Shape, str]]:
-        """Shape and dtype of each logical tensor."""
+        """The shape and the dtype of each logical tensor, by name."""
         return {name: (shape, dtype) for name, shape, dtype in self.tensors}
 
     @property
     def digest(self) -> str:
-        """The same for equal values on every rank: 64 hexadecimal digits."""
+        """A digest of 64 hexadecimal digits; equal values have equal digests on every rank."""
         return digest(_list_plain(self))
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
-        """The stored arrays for these logical arrays, without functions; other cells have the value `empty`."""
+        """The stored arrays made from the logical `arrays`, without functions; other positions are `empty`."""
         stored = {}
         for native in self.natives:
             # A dtype that holds the dtypes of its pieces' tensors; of all tensors, if it has no pieces.
@@ -140,7 +140,7 @@ class Recorded:
         return stored
 
     def to_json(self) -> str:
-        """The recording as text that `from_json` reads."""
+        """The recording as JSON text that `from_json` reads."""
         tensors, natives, aliases = _list_plain(self)
         value = {
             "format": FORMAT,
@@ -154,12 +154,12 @@ class Recorded:
 
     @classmethod
     def from_json(cls, text: str) -> Recorded:
-        """Read the text of `to_json`. Raises StoreError for any other text."""
+        """The recording that `to_json` wrote as `text`. Raises StoreError for any other text."""
         return read_digested(text, FORMAT, VERSION, _read)
 
 
 def show(native: Native) -> str:
-    """The stored tensor as a line for people: dtype, shape, the tensors in it, and cells without any."""
+    """One line of text about a stored tensor: dtype, shape, the logical tensors in it, and positions without any."""
     of = f" = {native.function}(...)" if native.function else ""
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""

@@ -50,7 +50,7 @@ SHOWN = 5
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class RecordedSide:
-    """The recorded storage of each rank of a side. Raises StoreError for no ranks."""
+    """A trainer or engine whose storage was recorded, rank by rank. Raises StoreError if there are no ranks."""
 
     ranks: Mapping[int, Recorded]
 
@@ -64,7 +64,7 @@ class RecordedSide:
                 raise StoreError(f"{what}; give what smt.record returned there")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Bind these tensors to the recordings. Tensors that fit a glob of `unused` need no rank.
+        """Find where ranks store `tensors`; those that match a glob in `unused` need not be stored.
 
         Raises StoreError with everything that does not fit.
         """
@@ -110,7 +110,7 @@ class _RankHoldings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundRecorded:
-    """A recorded side bound to tensors: the layout of each, and where ranks store it."""
+    """A recorded side with the tensors that were looked up in it: the layout of each, and where ranks store it."""
 
     side: RecordedSide
     layouts: Mapping[str, Layout]
@@ -118,19 +118,19 @@ class BoundRecorded:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The recorded ranks."""
+        """The ranks whose storage was recorded."""
         return self.held.keys()
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The slot of each tensor of which the rank holds a part, by logical name."""
+        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
         return {name: part.slot for name, part in self._holdings(rank).parts.items()}
 
     def natives(self, rank: int) -> dict[_Key, _Shape]:
-        """The shape of each stored tensor of the rank with a logical tensor in it, by chunk and name."""
+        """The shape of each tensor that `rank` stores with a logical one in it, by (virtual stage, stored name)."""
         return dict(self._holdings(rank).shapes)
 
     def row_of(self, native: _Key, rank: int) -> str:
-        """The recording of this stored tensor, for messages. Raises StoreError if the rank does not store it."""
+        """A text on how `rank` stores the tensor `native`, for messages. Raises StoreError if it does not store it."""
         self._holdings(rank)
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
@@ -140,13 +140,13 @@ class BoundRecorded:
         )
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
-        """(logical name, slot, shape of the stored tensor) of everything that the rank holds."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
         held = self._holdings(rank)
         for name, part in held.parts.items():
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
+        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
         # Replicas share their holdings, which are looked at once.
         distinct = {id(held): held for held in self.held.values()}
         for held in distinct.values():
@@ -200,7 +200,7 @@ class _ViewFinder:
         self._known: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """A tensor's view. Raises StoreError if it is not a view, or lies in two stored tensors."""
+        """The part of the tensor `name` in a stored tensor, as a view. Raises StoreError if it is not one view."""
         first, *others = holders
         stored = first.native
         if others:
@@ -266,7 +266,7 @@ class _LayoutFinder:
         self._known: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout of one more tensor."""
+        """Find the layout of the tensor `name`, and add it or an error."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:
@@ -284,7 +284,7 @@ class _LayoutFinder:
             self.faults.append(f"{name!r} has no one layout: {error}")
 
     def list_faults(self, unused: Sequence[str]) -> list[str]:
-        """All errors; tensors that fit a glob of `unused` need no rank."""
+        """All errors found, and one for tensors that no rank stores and no glob in `unused` matches."""
         missing = [name for name in self.missing if not matches(name, unused)]
         if not missing:
             return self.faults

@@ -31,7 +31,7 @@ NO_PRODUCT = "its cells are not a product of positions of each dimension"
 
 
 class RecordedView:
-    """Pieces of a tensor as a view of a stored one. Raises StoreError if they are not a view, or not a product.
+    """Pieces of a logical tensor as a view of a stored one. Raises StoreError if they are not a view of it.
 
     `missing` is the number of dimensions of 1 that the stored tensor lacks; `cut` and `order` are as in a Slot; `runs`
     are the positions in each dimension of the view.
@@ -52,7 +52,7 @@ class RecordedView:
         self._spans = {stored_dims[of]: view.span for of, (view, _) in enumerate(trimmed)}
 
     def cut(self, ndim: int) -> tuple[int | slice, ...]:
-        """The index of the view in the stored tensor, to which dimensions of 1 may have been added."""
+        """The index that selects the view from the stored tensor, reshaped to `ndim` dimensions by adding 1s."""
         cut: list[int | slice] = [0] * ndim
         cut[: len(self.stored)] = self.boxes[0].cell
         for dim, span in self._spans.items():

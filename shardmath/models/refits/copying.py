@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """The binding of `stored`, made from a bound side; None if `stored` is not a copy of that side."""
+    """The result of `bind` for `stored`, copied from `bound`; None unless the two sides differ only in their ranks."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None
@@ -60,7 +60,7 @@ class _Renamer:
         self.meshes: dict[tuple[Mesh, ...], tuple[Mesh, ...]] = {}
 
     def rename(self, held: Held) -> Held:
-        """The same stored tensors on the other ranks."""
+        """The stored tensors in `held` moved to the ranks with the new numbers."""
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 

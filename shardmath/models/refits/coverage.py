@@ -27,13 +27,13 @@ Natives: TypeAlias = Mapping[Native, tuple[int, ...]]
 
 
 def show_native(native: Native) -> str:
-    """The stored tensor for messages, with its chunk if that is not the first."""
+    """The stored tensor as text for messages: its name, and its chunk unless that is 0."""
     chunk, name = native
     return f"{name!r} of chunk {chunk}" if chunk else repr(name)
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """The differences between the shapes that rows store on a rank, and those that the rank has."""
+    """Texts about stored tensors whose shapes differ between the rows (`stored`) and the rank (`has`)."""
     faults = []
     for native, shape in stored.items():
         if native not in has:
@@ -57,7 +57,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """(cells that the rank stores, cells of these with an element of a logical tensor); the others are padding."""
+    """The number of elements in all stored tensors of `rank`, and how many of them hold elements of logical tensors."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):

@@ -25,7 +25,7 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """The layouts of what moves, at trainer and engines. Raises PlanError if an engine holds a part of a tensor."""
+    """The layouts, at trainer and engines, of tensors that move. Raises PlanError if an engine has a tensor in part."""
     for engine, side in engines.items():
         _check_whole(engine, side)
     # The trainer's other tensors, which no engine needs, are not in the plan.
@@ -68,7 +68,7 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
 def group_tensors(
     names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """Each tensor together with its companions that are among the names."""
+    """Yield each tensor in `names`, followed by its companions in `names` (such as scales), which come only there."""
     taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:
@@ -78,7 +78,7 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of a tensor and its companions, by engine that stores it. Raises PlanError if one lacks any."""
+    """The layouts of the tensors `together`, by engine that stores them. Raises PlanError if one stores only some."""
     first, *others = together
     held = {}
     for engine, side in engines.items():

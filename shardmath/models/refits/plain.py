@@ -25,19 +25,19 @@ __all__ = ["PlainSide"]
 
 @dataclass(frozen=True, slots=True)
 class PlainSide:
-    """A plain side: the layout of each tensor, by name."""
+    """A trainer or engine that stores every tensor under its logical name: the layout of each, by name."""
 
     layouts: Mapping[str, Layout]
 
     @property
     def ranks(self) -> Collection[int]:
-        """All ranks that hold a part of any tensor."""
+        """The ranks that hold a part of any tensor."""
         return frozenset(
             rank for layout in set(self.layouts.values()) for rank in layout.mesh.ranks
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """The side with only these tensors. Raises StoreError with every tensor that is missing or differs."""
+        """The side with only these `tensors`. Raises StoreError, which lists each tensor that is missing or differs."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
@@ -55,15 +55,15 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The slot of each tensor of which the rank holds a part, which is its whole stored tensor."""
+        """The place (a Slot) where `rank` stores its part of each tensor, by name: always a whole stored tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each tensor that the rank stores."""
+        """The shape of each tensor that `rank` stores, by (0, name); the 0 is its virtual stage."""
         return {(0, name): shape for name, _, shape in self.visit(rank)}
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(name, slot, shape) of everything that the rank holds."""
+        """Yield (name, Slot, shape) for each tensor of which `rank` holds a part."""
         for name, layout in self.layouts.items():
             if rank in layout.mesh:
                 shape = layout.local_shape(rank)
@@ -73,10 +73,10 @@ class PlainSide:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> None:
-        """Return None: no tensor is stored as a function of it."""
+        """Return None, since every tensor is stored as it is, and not as a function of it."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
-        """The tensor's layout, written as a row. Raises StoreError if the rank does not store the tensor."""
+        """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             raise StoreError(f"rank {rank} stores no {name!r}; see its natives")

@@ -60,7 +60,7 @@ ENGINE = "engine"
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class Refit:
-    """A plan from a trainer to its engines, by name, with the storage of both sides.
+    """A plan that moves a trainer's tensors to engines, with the storage of each side; made by `refit`.
 
     `transforms` convert between the tensors that sides hold and those that the plan moves; None if these are the same.
     `whole` is the refit before any engine left; None if none has left.
@@ -78,7 +78,7 @@ class Refit:
 
     @property
     def moved(self) -> Collection[str]:
-        """The names of the trainer's tensors that engines need."""
+        """The names of the trainer's tensors that an engine needs."""
         if self.transforms is None:
             return self.plan.src
         return self.transforms.find_held(self.plan.src)
@@ -90,7 +90,7 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """The slot of each local tensor of the plan on a rank of this engine, or of the trainer if none is named.
+        """The place (a Slot) where `rank`, of `engine` or the trainer, stores each local tensor of the plan, by name.
 
         The names are the plan's. Raises PlanError for an unknown engine.
         """
@@ -125,7 +125,7 @@ class Refit:
         return group_tensors(self.transforms.held_dst, companions)
 
     def without(self, *engines: str) -> Refit:
-        """The refit without these engines; all other transfers are unchanged.
+        """The refit without `engines`, which leave; the transfers to the others are unchanged.
 
         Raises PlanError for an unknown engine, if no engine is left, and if a leaving engine shares a rank with one
         that stays.
@@ -159,7 +159,7 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError with every difference between the tensors of a rank and those that its side stores there.
+        """Raise StoreError, listing all differences, unless `has` are the tensors that the rank's side stores on it.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
@@ -175,7 +175,7 @@ class Refit:
             raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """The row behind a stored tensor of a rank, and the position of each logical tensor in it, as text.
+        """A text about the stored tensor `native` of `rank`: its row, and the position of each logical tensor in it.
 
         Raises StoreError for a tensor that the rank does not store.
         """
@@ -235,7 +235,7 @@ def refit(
     served: Shapes | Vocabulary | None = None,
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
-    """The plan from a trainer to an engine, or to several by name, that store these logical tensors.
+    """Plan how tensors of these `shapes` move from a trainer to an engine, or to several engines given by name.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

@@ -22,39 +22,39 @@ __all__ = ["Selected"]
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A side restricted to the tensors with these names. It keeps all ranks of the whole side."""
+    """A trainer's or engine's side restricted to the tensors with these names; it keeps all ranks of the whole side."""
 
     side: KnownSide
     names: frozenset[str]
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each selected tensor."""
+        """The layout of each selected tensor, by name."""
         return {name: layout for name, layout in self.side.layouts.items() if name in self.names}
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the whole side."""
+        """All ranks of the trainer or engine, even those without a selected tensor."""
         return self.side.ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The slot of each tensor of which the rank holds a part, by logical name."""
+        """The place (a Slot) where `rank` stores its part of each selected tensor, by name, if it holds a part."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each stored tensor with a selected tensor in it, by chunk and name."""
+        """The shape of each tensor that `rank` stores with a selected one in it, by (virtual stage, stored name)."""
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or recording of this stored tensor, for messages. Raises StoreError if the rank does not store it."""
+        """The row or recording of the stored tensor `native`, for messages. Raises StoreError if `rank` lacks it."""
         return self.side.row_of(native, rank)
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(logical name, slot, shape of the stored tensor) of everything that the rank holds."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each selected tensor that `rank` has a part of."""
         for name, slot, shape in self.side.visit(rank):
             if name in self.names:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
+        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
         return self.side.find_computed(self.names.intersection(names))

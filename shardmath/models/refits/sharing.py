@@ -33,7 +33,7 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """(windows of each tensor, number of the window that each engine has) for these layouts, one entry per engine."""
+    """The windows in which engines hold each tensor (copies share one), and the number of each engine's window."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

@@ -36,7 +36,7 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
-    """The error for a side that cuts a tensor inside a block of its scales.
+    """The error message for a side that cuts a tensor inside a block that has one scale; None if it does not.
 
     None if it does not, if it has other faults, and for a side that is not declared in rows.
     """
@@ -59,7 +59,7 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a rank of an engine has values of a tensor without their scale."""
+    """Raise StoreError if a rank of an engine has values of a tensor without the scales for them."""
     companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
@@ -86,7 +86,7 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a part of a fused tensor begins inside a tile, or at the scales of another part."""
+    """Raise StoreError if a part of a fused tensor begins inside a block of its scales, or not where its scales do."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

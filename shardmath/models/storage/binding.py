@@ -47,7 +47,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors of one row with one word for its star."""
+    """The stored tensors that one row describes, for one value of its star (`weight` or `bias`)."""
 
     row: Row
     star: str
@@ -56,14 +56,14 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """All logical tensors in these blocks."""
+        """The names of all logical tensors in these stored tensors."""
         by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
         return set(itertools.chain.from_iterable(by_component))
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A side bound to tensors: the layout of each, and where ranks store it."""
+    """A side whose rows are matched to tensors: the layout of each, and where ranks store it. Made by `bind`."""
 
     stored: Stored
     layouts: Mapping[str, Layout]
@@ -71,19 +71,19 @@ class Bound:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the side."""
+        """All ranks of this trainer or engine."""
         return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The slot of each tensor of which the rank holds a part, by logical name."""
+        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
-        """The shape of each tensor that the rank stores, by chunk and name."""
+        """The shape of each tensor that `rank` stores, by (virtual stage, stored name)."""
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
-        """Return the row that says how the rank stores this tensor. Raises StoreError if it does not store it."""
+        """The row that says how `rank` stores the tensor `native`. Raises StoreError if it does not store it."""
         for held in self.held:
             for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:
@@ -93,7 +93,7 @@ class Bound:
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
+        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -107,7 +107,7 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """(logical name, slot, shape of the stored tensor) of everything that the rank holds, by these rows."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
@@ -150,7 +150,7 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Bind these tensors to the side's rows. Tensors that fit a glob of `unused` need no row.
+    """Match `tensors` to the rows of `stored`; tensors that match a glob in `unused` need no row.
 
     Raises StoreError with everything that does not fit.
     """
@@ -169,7 +169,7 @@ class _Binder:
         self.layouts: dict[str, Layout] = {}
 
     def bind(self) -> Bound:
-        """Bind every row. Raises StoreError with everything that does not fit."""
+        """Match all rows to tensors. Raises StoreError, which lists everything that does not fit."""
         held: list[Held] = []
         faults: list[str] = []
         for row in self._list_rows():

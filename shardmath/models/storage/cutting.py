@@ -30,7 +30,7 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The meaning of words: sizes of axes, values of numbers, and the length of each component, in order.
+    """The meaning of words in a row: sizes of mesh axes, values of named numbers, and lengths of components.
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
@@ -41,7 +41,7 @@ class Frame:
     exact: bool = True
 
     def number(self, number: Number) -> int:
-        """The number as an integer. Raises LayoutError for an unknown name."""
+        """The integer that `number`, an integer or a name, stands for. Raises LayoutError for an unknown name."""
         if isinstance(number, int):
             return number
         if number not in self.numbers:
@@ -50,11 +50,11 @@ class Frame:
         return self.numbers[number]
 
     def is_axis(self, word: Word) -> bool:
-        """Whether the word is a mesh axis."""
+        """Whether `word` names a mesh axis."""
         return word.name in self.axes
 
     def is_number(self, word: Word) -> bool:
-        """Whether the word is an integer, or names one."""
+        """Whether `word` is an integer, or names one."""
         return isinstance(word.name, int) or word.name in self.numbers
 
 
@@ -79,7 +79,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions that a rank at these coordinates stores, counted over all components in order.
+    """The positions of a dimension, written as `group`, that a rank at `coords` stores, counted over all components.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
@@ -87,7 +87,7 @@ def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
 
 
 def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
-    """The mesh axes that the group names, in the order of the mesh."""
+    """The mesh axes that `group`, a dimension in parentheses, names, in the order of the mesh."""
     named = {word.name for word in list_words((group,))}
     return tuple(axis for axis in frame.axes if axis in named)
 
@@ -104,7 +104,7 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions that the group stores: every stage cuts the result of the one before it."""
+        """The positions that the dimension `group` stores: every stage cuts the result of the one before it."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []

@@ -34,7 +34,7 @@ _Native: TypeAlias = tuple[int, str]
 def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
-    """The rank's stored tensors for these logical arrays; cells of no logical tensor have the value `empty`."""
+    """The tensors that `rank` stores, made from the logical `arrays`; positions of no logical tensor are `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
@@ -57,7 +57,7 @@ def fill(
 def gather(
     bound: KnownSide, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
-    """The logical arrays of which these ranks store parts; elements that no rank has are 0."""
+    """The logical arrays assembled from the tensors that `ranks` store; elements that no rank has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
         cells_of = _CellFinder(bound, rank)
@@ -72,7 +72,7 @@ def gather(
 
 
 def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
-    """The view of one logical tensor in a stored one, with its dimensions in logical order."""
+    """The view of a logical tensor at `slot` in the stored tensor `native`, with its dimensions in logical order."""
     # With the dots the result is a view even if the cut has only integers.
     view = native[(*slot.cut, ...)]
     if slot.order == tuple(range(view.ndim)):
@@ -89,7 +89,7 @@ class _CellFinder:
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def find(self, name: str) -> tuple[Any, Any]:
-        """(index of the local view, index of the logical array) of the elements that the rank holds."""
+        """Two indices for the elements of `name` that the rank holds: in its local view, and in the logical array."""
         layout = self.bound.layouts[name]
         # Layers and experts share one layout, which lives as long as the binding.
         key = id(layout)

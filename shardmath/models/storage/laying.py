@@ -42,7 +42,7 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The numbers of an index of `count` that lie at each coordinate of some mesh axes, in local order."""
+    """Tensors stacked along one dimension: which of `count` numbers of their index each rank holds, by coordinates."""
 
     index: str
     count: int
@@ -50,11 +50,11 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """The global number of each local one at these coordinates."""
+        """The numbers held at `coords`, as Runs: the global number at each local one."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
-        """The coordinates that hold each number."""
+        """For each number of the stack, the coordinates (along `axes`) that hold it."""
         holders: list[list[_Point]] = [[] for _ in range(self.count)]
         for point, runs in self.held.items():
             for number in runs.indices().tolist():
@@ -74,14 +74,14 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A stored tensor: its dimensions in stored order, and each component's dimensions in logical order."""
+    """The positions of components in a stored tensor: its dimensions in stored order, theirs in logical order."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
     dims: Mapping[str, tuple[Dimension, ...]]
 
     def shape(self, coords: Coords) -> Shape:
-        """The shape of the stored tensor at these coordinates."""
+        """The shape of the stored tensor on ranks at `coords`."""
         sizes = []
         for stored in self.stored:
             if isinstance(stored, Stack):
@@ -93,7 +93,7 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """The index that selects the component from the stored tensor, per local number of a stack."""
+        """The index that selects `component` from the stored tensor at `coords`, for each local number of a stack."""
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):
@@ -110,7 +110,7 @@ class Laid:
 
 
 def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
-    """The component dimension to which each stored dimension corresponds."""
+    """For each stored dimension, the logical dimension that it stores under `transpose`: "", ".T" or ".mT"."""
     order = list(range(ndim))
     if transpose == ".T":
         order.reverse()
@@ -120,7 +120,7 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """The stored dimensions that are stacks, with the index of each."""
+    """The stored dimensions along which tensors are stacked: dimension -> name of the index that counts them."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -136,7 +136,7 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """The stored tensor of these components; the stack says which numbers of its index lie where.
+    """The positions of components of these `shapes` in the stored tensor of `row`; `stack` has each rank's numbers.
 
     Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
@@ -187,7 +187,7 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """The word of every stored dimension, with the index if the dimension is a stack."""
+    """For each stored dimension, its text in the row, and the name of the index that is stacked along it, or None."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

@@ -46,7 +46,7 @@ BRACKETS = {"choice": "[{}]", "index": "{{{}}}"}
 
 @dataclass(frozen=True, slots=True)
 class PatternPart:
-    """A part of a pattern, by its kind.
+    """A part of a name pattern: plain text, a choice such as [q k v], an index such as {l}, a star, or an open rest.
 
     A "choice" has a word per component, an "index" the words that spread its number, most significant first. A "star",
     the "rest" at the end and "plain" text are one word, as written.
@@ -60,13 +60,13 @@ class PatternPart:
 
     @property
     def name(self) -> str:
-        """The words as one text: the name of a plain index, or a spread one such as "ep e"."""
+        """The words of the part joined by blanks, such as "l" for the index {l}, or "ep e" for a spread one."""
         return " ".join(self.words)
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A pattern of names, in parts."""
+    """A pattern of tensor names, such as `layers.{l}.[q k v].*`, in parts."""
 
     parts: tuple[PatternPart, ...]
 
@@ -78,32 +78,32 @@ class Name:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The words of its choice; empty without a choice."""
+        """The words of the pattern's choice, such as ("q", "k", "v") for [q k v]; empty without a choice."""
         return next((part.words for part in self._list_parts("choice")), ())
 
     @property
     def indices(self) -> tuple[PatternPart, ...]:
-        """Its indices, in order."""
+        """The indices of the pattern, such as {l}, in order."""
         return self._list_parts("index")
 
     @property
     def starred(self) -> bool:
-        """Whether it has a star."""
+        """Whether the pattern has a star, which stands for `weight` or `bias`."""
         return bool(self._list_parts("star"))
 
     @property
     def is_open(self) -> bool:
-        """Whether it ends in any rest."""
+        """Whether the pattern ends in `...`, which stands for any rest of a name."""
         return bool(self._list_parts("rest"))
 
     def close(self, rest: str) -> Name:
-        """The name with the template `rest` instead of `...`; each {} in it becomes an index, {rest0} and so on."""
+        """The pattern with `rest` instead of its last `...`; each {} in `rest` becomes an index: {rest0}, {rest1}."""
         for i in range(rest.count("{}")):
             rest = rest.replace("{}", f"{{rest{i}}}", 1)
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """The name with these numbers for its indices, this component for its choice, and this star."""
+        """The name that the pattern gives with `numbers` for its indices, `component` for its choice, and `star`."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -112,23 +112,23 @@ class Name:
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
-        """The name with {} for every number, as `split` gives it."""
+        """The pattern as `split` writes names: {} for each index, `component` for the choice, and `star`."""
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether the name fits one of the globs. Raises StoreError for a text: its character * would fit every name."""
+    """Whether `name` matches one of the globs. Raises StoreError if `globs` is a single text."""
     return any(fnmatchcase(name, glob) for glob in listed(globs, "globs of names", StoreError))
 
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:
-    """Split a tensor's name into a template, which has {} for each number between dots, and the numbers."""
+    """Split `name` into a template, which has {} for each number between dots, and a tuple of these numbers."""
     words = NUMBER.split(name)
     return "{}".join(words[::2]), tuple(map(int, words[1::2]))
 
 
 def parse(text: str) -> Name:
-    """Parse the text of a pattern. Raises NotationError with a caret."""
+    """Parse the text of a name pattern. Raises NotationError with a caret."""
     parts: list[PatternPart] = []
     at = 0
     while at < len(text):

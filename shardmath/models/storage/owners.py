@@ -35,7 +35,7 @@ __all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile"]
 
 
 class Owner(NamedTuple):
-    """The ranks that have a stored tensor, or each number of a stack.
+    """The ranks that hold a stored tensor, or each number of a stack of tensors.
 
     `meshes` has one mesh per number of the stack, or one without a stack; `local` has the other indices' local numbers.
     """
@@ -47,12 +47,12 @@ class Owner(NamedTuple):
 
     @property
     def mask(self) -> int:
-        """The ranks that have any part, as bits of an integer, since such sets are intersected in one step."""
+        """The ranks that hold any part, as an integer in which bit r is set for rank r."""
         ranks = {rank for mesh in set(self.meshes) for rank in mesh.ranks}
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """The stored names, one per local number; a spread index puts that number in its name."""
+        """The names under which `row` stores the tensors with these `local` numbers of the stack, one per number."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -67,7 +67,7 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """All names under which any rank stores a part of the tensor or the stack."""
+        """The names under which any rank stores some of the tensor or stack of `row`."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -83,7 +83,7 @@ class _Location:
 
 
 class Owners:
-    """Finds the owners of a row's instances. Raises StoreError if no mesh has all of the row's axes."""
+    """Finds the ranks that hold the tensors of one row. Raises StoreError if no mesh has all of the row's axes."""
 
     def __init__(self, stored: Stored, row: Row) -> None:
         self.stored = stored
@@ -111,7 +111,7 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """The position of the stacked index among the row's indices; None if no index is stacked."""
+        """The position, among the row's indices, of the index whose tensors are stacked; None if there is none."""
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
@@ -133,7 +133,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """The owner for these numbers of the indices that are not stacked, and a stack of `count` numbers.
+        """The ranks that hold the tensor with these `numbers` for the unstacked indices, and `count` stacked ones.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """
@@ -287,14 +287,14 @@ def _make_group(*words: Word) -> GroupedDim:
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
-    """The mesh of these meshes of one shape, which follow each other along a first axis `copy`."""
+    """The mesh of `meshes`, which have one shape, one after the other along a new first axis `copy`."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     shape = {"copy": len(meshes), **meshes[0].shape}
     return Mesh(shape, ranks=ranks)
 
 
 class OwnedTensor(NamedTuple):
-    """A stored tensor: its components' names, one list per component, by number of the stack."""
+    """A stored tensor: the names of each component (one per number of a stack), their positions, and its ranks."""
 
     names: tuple[list[str], ...]
     laid: Laid
@@ -306,7 +306,7 @@ Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
 
 
 class Maker:
-    """Makes the stored tensors of one row; layers and experts of equal shapes share what is laid out."""
+    """Makes the stored tensors of one row; layers and experts of equal shapes share the results."""
 
     def __init__(
         self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
@@ -322,7 +322,7 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """The stored tensor for these numbers; `names` has each component's names by number of the stack.
+        """The stored tensor for these index `numbers`, and the layouts of its components, whose names are in `names`.
 
         Raises StoreError if numbers of a stack are missing, or differ in shape or dtype.
         """

@@ -52,7 +52,7 @@ PLACE = re.compile(r"@\s*(?P<axis>\w+)\s*=\s*(?P<at>-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """One coordinate of a mesh axis; -1 is the last."""
+    """One coordinate of a mesh axis, such as @pp=0; -1 is the last one."""
 
     axis: str
     at: int
@@ -63,7 +63,7 @@ class AxisPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One stored parameter, as a line of the table (see the module)."""
+    """One line of a storage table: how ranks store a parameter (see the module)."""
 
     native: Name
     logical: Name
@@ -91,14 +91,14 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index that the native name spreads over mesh axes, as {ep e}; None without one."""
+        """The index that the stored name spreads over mesh axes, such as {ep e}; None if there is none."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index
         return None
 
     def close(self, rest: str) -> Row:
-        """The open row with this rest in both names (`Name.close`)."""
+        """The row with `rest` instead of the `...` at the end of both names, as `Name.close` does it."""
         return dataclasses.replace(
             self, native=self.native.close(rest), logical=self.logical.close(rest)
         )
@@ -115,7 +115,7 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """The rows of a table, with their prefixes. Raises NotationError with a caret in the line."""
+    """Parse a storage table into its rows, prefixes included. Raises NotationError with a caret in the line."""
     rows: list[Row] = []
     heads = [_Head()]
     below = True  # a row stands below the last heads, so that the next head replaces them
@@ -134,7 +134,7 @@ def parse(text: str) -> tuple[Row, ...]:
 
 
 def show(rows: Iterable[Row]) -> str:
-    """The rows as a table that `parse` reads back."""
+    """The rows as the text of a storage table, which `parse` reads back."""
     return "\n".join(map(str, rows))
 
 
@@ -158,7 +158,7 @@ class _Line:
         self.at = match.end() if match else self.at
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Take the text that the pattern matches next; None if it does not match."""
+        """Move past the text that `pattern` matches next, and return the match; None if it does not match."""
         match = pattern.match(self.text, self.at)
         if match:
             self.at = match.end()
@@ -166,7 +166,7 @@ class _Line:
         return match
 
     def accept(self, mark: str) -> bool:
-        """Take the mark if it is next; whether it was."""
+        """Move past the text `mark` if it comes next; return whether it did."""
         is_next = self.text.startswith(mark, self.at)
         if is_next:
             self.at += len(mark)
@@ -174,13 +174,13 @@ class _Line:
         return is_next
 
     def expect(self, mark: str, fix: str) -> None:
-        """Take the mark. Raises NotationError if it is not next."""
+        """Move past the text `mark`. Raises NotationError, which says `fix`, if something else comes next."""
         if not self.accept(mark):
             rest = self.text[self.at :] or "the end"
             raise NotationError(f"expected {mark!r}, found {rest!r}", self.text, self.at, fix)
 
     def name(self, meaning: str) -> Name:
-        """Take a name, which means this. Raises NotationError if none is next."""
+        """Move past a name pattern and return it. Raises NotationError, asking for `meaning`, if none comes next."""
         start = self.at
         match = self.take(NAME)
         if match is None:
@@ -192,7 +192,7 @@ class _Line:
             raise NotationError(error.what, self.text, at, error.fix) from None
 
     def place(self) -> AxisPlace | None:
-        """Take a place; None if none is next."""
+        """Move past a place such as @pp=0, and return it; None if none comes next."""
         match = self.take(PLACE)
         return AxisPlace(match["axis"], int(match["at"])) if match else None
 

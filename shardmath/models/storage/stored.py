@@ -47,7 +47,7 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """The location of one number of a declared index: coordinates, chunk, and its local number in the chunk."""
+    """The location of one number of an index, such as a layer: mesh coordinates, chunk, and its local number there."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -55,7 +55,7 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The location of a local tensor: `native[cut]`; `order` has the logical dimension of each of its dimensions.
+    """The place where a rank stores a logical tensor: `native[cut]`, whose dimension i is logical dimension `order[i]`.
 
     `function` is applied to the logical tensor before it is stored; "" if none is.
     """
@@ -68,42 +68,42 @@ class Slot(NamedTuple):
 
 
 class KnownSide(Protocol):
-    """A side bound to tensors: the layout of each, and where ranks store it."""
+    """A trainer or engine with the tensors that it stores: the layout of each, and where ranks store it."""
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each logical tensor."""
+        """The layout of each logical tensor, by name."""
         ...
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks of the side."""
+        """All ranks of this trainer or engine."""
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The slot of each tensor of which the rank holds a part, by logical name."""
+        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
         ...
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each tensor that the rank stores, by chunk and name."""
+        """The shape of each tensor that `rank` stores, by (virtual stage, stored name)."""
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or recording of this stored tensor, for messages. Raises StoreError if the rank does not store it."""
+        """The row or recording of the stored tensor `native`, for messages. Raises StoreError if `rank` lacks it."""
         ...
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """(logical name, slot, shape of the stored tensor) of everything that the rank holds."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of these tensors that a rank stores as a function of it, with its slot; None if there is none."""
+        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The way in which a side stores its tensors: rows, meshes, spots of indices and numbers (see the module).
+    """The storage of a trainer's or engine's tensors: rows, meshes, spots of indices, and numbers (see the module).
 
     With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
     different ranks, for no mesh, and for rows that are not parsed.
@@ -141,14 +141,14 @@ class Stored:
 
     @property
     def digest(self) -> str:
-        """The same for equal values on every rank: 64 hexadecimal digits."""
+        """A digest of 64 hexadecimal digits; equal values have equal digests on every rank."""
         # Sorted, since equal mappings may have their entries in any order.
         plain = _list_plain(self)
         text = json.dumps(plain, sort_keys=True)
         return digest(text)
 
     def to_json(self) -> str:
-        """The value as text that `from_json` reads."""
+        """The value as JSON text that `from_json` reads."""
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -159,11 +159,11 @@ class Stored:
 
     @classmethod
     def from_json(cls, text: str) -> Stored:
-        """Read the text of `to_json`. Raises StoreError for any other text, NotationError with a caret in a bad row."""
+        """The value that `to_json` wrote. Raises StoreError for any other `text`, NotationError for a bad row in it."""
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """The side with these rows before its own, and these numbers added."""
+        """The side with the rows in `text` before its own rows, and with these `numbers` added to its own."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -242,7 +242,7 @@ def _read_spot(coords: Mapping[str, int], chunk: int, number: int) -> Spot:
 
 
 def replicates(unknown: str) -> bool:
-    """Whether tensors without a row are whole on each rank ("replicate") instead of an error ("refuse").
+    """True if `unknown` is "replicate" (tensors without a row are whole on each rank), False if it is "refuse".
 
     Raises StoreError for another word.
     """
@@ -291,7 +291,7 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
 
 
 class Vocabulary:
-    """Logical tensors by the template of their names; two sides that share a vocabulary split the names once."""
+    """Logical tensors grouped by the template of their names, so that several sides can share the grouping."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = _read_shapes(shapes)
@@ -304,7 +304,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names of a template, by all numbers except the stacked one, then by the stacked number."""
+        """The names of `template`, by their numbers except number `stacked` of each, then by that number."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:
@@ -312,7 +312,7 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """The names, by number of `index` as `find` returns them, in order.
+        """List `names`, which `find` grouped by their number of `index`, in ascending order of that number.
 
         Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """

@@ -38,7 +38,7 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component, an axis or a number, with its marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
+    """A component, an axis or a number in a row, with its marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
 
     name: Number
     over: Number | None = None
@@ -56,7 +56,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Words around a component, or before a group."""
+    """A piece of a dimension as a row writes it: words around a component, or words before a group of terms."""
 
     words: tuple[Word, ...]
     group: tuple[Term, ...] = ()
@@ -70,7 +70,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension in parentheses: stages, each a sequence of terms."""
+    """A dimension that a row writes in parentheses: stages, each of which cuts it, as sequences of terms."""
 
     stages: tuple[tuple[Term, ...], ...]
 
@@ -87,7 +87,7 @@ def _join_terms(terms: Iterable[Term]) -> str:
 
 
 def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
-    """Every word of the groups among these dimensions."""
+    """Yield every word in the dimensions of `dims` that are written in parentheses."""
     groups = [dim for dim in dims if isinstance(dim, GroupedDim)]
     terms = [term for group in groups for stage in group.stages for term in stage]
     while terms:
@@ -97,7 +97,7 @@ def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
 
 
 def parse(text: str) -> GroupedDim:
-    """The group that the text is. Raises NotationError with a caret."""
+    """Parse one dimension written in parentheses, such as (tp n). Raises NotationError with a caret."""
     dims = read_dims(text)
     if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
         raise NotationError("not one group", text, 0, "write (tp n)")
@@ -105,7 +105,7 @@ def parse(text: str) -> GroupedDim:
 
 
 def read_dims(text: str) -> tuple[Structure, ...]:
-    """The dimensions of a structure. Raises NotationError with a caret."""
+    """Parse the dimensions that a row writes after its colon. Raises NotationError with a caret."""
     read = Cursor(text, MARKS)
     dims: list[Structure] = []
     while read.here.kind != "end":

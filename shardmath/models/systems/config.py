@@ -31,7 +31,7 @@ SYNONYMS = {
 
 
 def plain(kind: str) -> str:
-    """A model type in a normal form: lower-case letters and digits, without the suffix "text".
+    """The model type `kind` in normal form: lower-case letters and digits, without the suffix "text".
 
     >>> plain("qwen3_5_moe_text"), plain("MiniMaxM2")
     ('qwen35moe', 'minimaxm2')
@@ -41,7 +41,7 @@ def plain(kind: str) -> str:
 
 
 class Config:
-    """The fields of a configuration, by any of their names."""
+    """The fields of a Hugging Face model configuration, under any of their names."""
 
     def __init__(self, given: object) -> None:
         self.given = given
@@ -56,7 +56,7 @@ class Config:
         return getattr(self.given, name, None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value by any of its names; the default if it is missing or None."""
+        """The value of the field `name`, under any of its names; `default` if it is missing or None."""
         if self.language is not None:
             default = self.language.get(name, default)
             if default is not None:
@@ -74,7 +74,7 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """The number of layers; in a hybrid model one per letter of its pattern, or per type in its list."""
+        """The number of layers; a hybrid model has one per letter of its pattern, or per type in its list."""
         types = self.get("layers_block_type", ())
         pattern = self.get("hybrid_override_pattern", types)
         layers = self.get("num_hidden_layers", len(pattern))
@@ -112,17 +112,17 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """Groups of a Mamba layer, each with its own B and C."""
+        """The number of groups of a Mamba layer, each with its own B and C."""
         return int(self.get("n_groups", 1))
 
     @property
     def state(self) -> int:
-        """Rows of B, and equally of C, in a Mamba layer."""
+        """The number of rows of B, and equally of C, in a Mamba layer."""
         return self.groups * int(self.get("ssm_state_size", 0))
 
     @property
     def inner(self) -> int:
-        """Rows of x in a Mamba layer."""
+        """The number of rows of x in a Mamba layer."""
         heads = self.get("mamba_num_heads")
         head = self.get("mamba_head_dim")
         if isinstance(heads, int) and isinstance(head, int):
@@ -136,12 +136,12 @@ class Config:
 
     @property
     def linear_keys(self) -> int:
-        """Rows of the queries, and equally of the keys, in linear attention."""
+        """The number of rows of the queries, and equally of the keys, in linear attention."""
         return self.linear_key_heads * int(self.get("linear_key_head_dim", 0))
 
     @property
     def linear_values(self) -> int:
-        """Rows of the values in linear attention."""
+        """The number of rows of the values in linear attention."""
         heads = int(self.get("linear_num_value_heads", 0))
         return heads * int(self.get("linear_value_head_dim", 0))
 
@@ -153,5 +153,5 @@ class Config:
 
     @property
     def drafts(self) -> int:
-        """The number of layers that predict further tokens, numbered behind the others."""
+        """The number of layers that predict further tokens (MTP), numbered after all other layers."""
         return int(self.get("num_nextn_predict_layers", 0))

@@ -72,7 +72,7 @@ def trainer(
     stacked: bool = False,
     vocab_multiple: int = 1,
 ) -> dict[str, Layout]:
-    """The layout of every tensor of `shapes`, by name.
+    """The layout of every tensor in `shapes`, by name, on a trainer's `ranks` divided by `tp`, `pp` and `ep`.
 
     `ranks` in the order pp, dp, tp, last fastest. `vocab_multiple` pads vocabularies, at their end, to a
     multiple of it (Megatron's own is 128 tp). Raises MeshError if the ranks do not factor, LayoutError if layers do
@@ -107,7 +107,7 @@ class _Trainer:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """The place of the tensor. Raises LayoutError if ep or tp do not divide it."""
+        """The mesh, layout text and shape of the tensor `name`. Raises LayoutError if ep or tp do not divide it."""
         stage = self._find_stage(name)
         if is_expert(name):
             return self._place_expert(name, shape, stage)
@@ -214,7 +214,7 @@ def engine(
     stacked: bool = False,
     vocab_multiple: int = 64,
 ) -> dict[str, Layout]:
-    """The layout of every tensor of `shapes`, by name.
+    """The layout of every tensor in `shapes`, by name, on an engine's `ranks` divided by `tp`.
 
     `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises
     MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp and
@@ -254,7 +254,7 @@ class _Engine:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """The place of the tensor. Raises LayoutError for a dimension that is not divided evenly."""
+        """The mesh, layout text and shape of the tensor `name`. Raises LayoutError for an uneven division."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")

@@ -42,7 +42,7 @@ EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 
 @memo(1 << 17)
 def numbers(name: str) -> tuple[int | None, int | None]:
-    """(layer, expert) of the name; None for a number that it does not have."""
+    """The layer's number and the expert's number in the tensor `name`, each None if there is none."""
     layer = LAYER.search(name)
     expert = EXPERT.search(name) if "experts." in name else None
     layer_number = int(layer[1]) if layer else None
@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """Dimension 0, as layouts write it, of a tensor (1, ...) that is one cell of a stack of `experts`.
+    """The text in a layout of dimension 0 of a tensor (1, ...) that is number `expert` in a stack of `experts`.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
@@ -66,7 +66,7 @@ def cell(expert: int, experts: int) -> str:
 
 
 def expert_counts(shapes: Shapes) -> Counter[int | None]:
-    """The number of numbered experts in each layer."""
+    """The number of numbered experts in each layer of `shapes`, by layer."""
     counts: Counter[int | None] = Counter()
     for name in shapes:
         layer, expert = numbers(name)
@@ -80,7 +80,7 @@ _Member: TypeAlias = tuple[int | None, Entry]
 
 
 def grouped(shapes: Shapes) -> dict[str, Entry]:
-    """The shapes with numbered experts grouped: one (E, ...) tensor per layer and projection.
+    """The `shapes` with numbered experts stacked: one (E, ...) tensor per layer and projection.
 
     It takes the first expert's position. Raises LayoutError if the experts of a group differ, or are not numbered 0
     to E - 1.
@@ -112,7 +112,7 @@ def _group(group: str, members: list[_Member]) -> Entry:
 
 
 class TensorPlace(NamedTuple):
-    """The arguments of a tensor's Layout, without the dtype."""
+    """The mesh, the text and the shape of a tensor's Layout, without its dtype."""
 
     mesh: Mesh
     text: str
@@ -122,7 +122,7 @@ class TensorPlace(NamedTuple):
 def layouts(
     shapes: Shapes, place: Callable[[str, tuple[int, ...]], TensorPlace]
 ) -> dict[str, Layout]:
-    """The layout of every tensor, by name, at `place(name, shape)`; each distinct layout is made once.
+    """The Layout of every tensor in `shapes`, by name, from the TensorPlace that `place(name, shape)` returns.
 
     Raises LayoutError, naming the tensor, for a place that does not fit.
     """

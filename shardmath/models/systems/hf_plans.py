@@ -33,7 +33,7 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """The dimension that a style divides, counted from the end if negative; None if it divides nothing.
+    """A style of transformers' plans: the dimension that it divides, negative from the end; None if it divides nothing.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
     divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
@@ -79,14 +79,14 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The tensor-parallel plan of a causal language model of this configuration."""
+    """The tensor-parallel plan (pattern -> style) of a causal language model with this `config`."""
     base = _read_plan(config, "base_model_tp_plan")
     named = {**EMBEDDING, **base} if base else {}
     return {**HEAD, **{f"{prefix}{pattern}": style for pattern, style in named.items()}}
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The expert-parallel plan of a causal language model of this configuration; empty if it has none."""
+    """The expert-parallel plan (pattern -> style) of a causal language model with this `config`; {} if it has none."""
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 
@@ -106,7 +106,7 @@ def hf_parallel(
     experts: tuple[Mapping[str, str], Mesh] | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of every parameter, by name, when transformers applies these plans.
+    """The layout of every parameter, by name, when transformers applies `plan` and `experts`.
 
     `plan` is a model's `tp_plan`, applied over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
     the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.
@@ -135,13 +135,13 @@ class _AppliedPlan(NamedTuple):
     axis: str
 
     def find(self, name: str) -> str | None:
-        """The style of a parameter, by its own name or else its module's; None without a rule."""
+        """The style that the plan gives the parameter `name`, or else its module; None if it gives none."""
         generic = _generalize(name)
         module = generic.rpartition(".")[0]
         return self.plan.get(generic, self.plan.get(module))
 
     def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
-        """The layout of a parameter. Raises LayoutError and MeshError as `hf_parallel`."""
+        """The layout of the parameter `name`. Raises LayoutError and MeshError as `hf_parallel` does."""
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             raise MeshError(f"{self.mesh} has no axis {self.axis!r}; name the one of the plan")

@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """The storage of a model of this configuration in its checkpoint, as one rank.
+    """The storage of a model with this `config` in a Hugging Face checkpoint, as a side of one rank.
 
     `names` are the names of the checkpoint's tensors: rows with other names are omitted. Without names, only fused
     tensors that belong to the kind of model are included.
@@ -58,7 +58,7 @@ def _is_among(row: Row, templates: set[str]) -> bool:
 
 
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
-    """The logical tensors of a checkpoint whose tensors have these shapes and dtypes.
+    """The shape and dtype of each logical tensor in a checkpoint whose tensors have the shapes in `checkpoint`.
 
     Raises StoreError for shapes that do not fit the configuration's numbers.
     """

@@ -51,7 +51,7 @@ FIX = "give num_layers_in_first_pipeline_stage and _last_, or a layout"
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
-    """Stored rows of a vocabulary: the next multiple of `multiple` times tp."""
+    """The vocabulary size that Megatron stores: `vocab` rounded up to a multiple of `multiple` times `tp`."""
     step = multiple * tp
     return -(-vocab // step) * step
 
@@ -73,7 +73,7 @@ def megatron(
     vocab_multiple: int = 128,
     unknown: str = "refuse",
 ) -> Stored:
-    """The storage of a model of this TransformerConfig on the ranks of a trainer.
+    """The storage of a model with this TransformerConfig on the `ranks` of a Megatron trainer.
 
     `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
     "sequential" or "legacy", by the configuration if not given, `vocab` the vocabulary before padding, `unknown`

@@ -50,13 +50,13 @@ MLA_Q_LORA = 512
 
 
 class MegatronConfig:
-    """The fields of a configuration, with Megatron's defaults."""
+    """The fields of a Megatron configuration, with Megatron's defaults."""
 
     def __init__(self, given: object) -> None:
         self.fields = given if isinstance(given, Mapping) else vars(given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field's value; its default if it is missing or None."""
+        """The value of the field `name`; Megatron's default, or else `default`, if it is missing or None."""
         value = self.fields.get(name)
         return DEFAULTS.get(name, default) if value is None else value
 
@@ -74,7 +74,7 @@ class MegatronConfig:
 
     @property
     def groups(self) -> int:
-        """Groups of query heads, each with one key and value head."""
+        """The number of groups of query heads; each group has one key head and one value head."""
         return int(self.get("num_query_groups", self.heads))
 
     @property
@@ -109,7 +109,7 @@ def logical_shapes(
     pattern: str | None = None,
     dtype: str = "float32",
 ) -> Shapes:
-    """Names, shapes and dtype of all tensors of a model.
+    """The shape and dtype of every tensor, by logical name, of a Megatron model with this `config`.
 
     `positions` is the number of learned positions, `pattern` the modules of a hybrid model, one letter per layer.
     Raises StoreError for a letter that does not stand for a module.

@@ -21,7 +21,7 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """The numbers of layers of pp stages: equal, with one more for the last stages if layers are left over.
+    """The number of layers on each of `pp` stages: equal, with one more on the last stages if some are left over.
 
     The last `spared` stages never get one more; the stages before them do.
 
@@ -42,7 +42,7 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """The spot of each layer: `counts` are the layers of every stage's chunk 0, then of every stage's chunk 1.
+    """The stage and chunk of each layer, as a Spot; `counts` has each stage's layers in chunk 0, then in chunk 1.
 
     Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
     `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.
@@ -65,7 +65,7 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """The sizes, with the product `total`: the size that is None is computed from the others.
+    """The axis sizes with the one that is None computed, so that their product is `total`.
 
     Raises MeshError if the others do not divide the total; `of` says in the message what it counts.
 

@@ -34,7 +34,7 @@ _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
 
 
 def read_logical(stored: Stored, natives: Shapes) -> dict[str, _Entry]:
-    """The logical tensors of a side of one rank, whose stored tensors have these shapes and dtypes.
+    """The shape and dtype of each logical tensor on the one rank of `stored`, whose stored tensors are `natives`.
 
     Raises StoreError for shapes that do not fit the side's numbers.
     """
@@ -54,7 +54,7 @@ class _Reader:
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
-        """All logical tensors of the side."""
+        """The shape and dtype of every logical tensor of the side, by name."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
         # Until conditions are known, the open row at the end must not take what a conditional row may need.

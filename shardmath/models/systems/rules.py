@@ -51,7 +51,7 @@ RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ...
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The layout of tensors that `pattern` matches: `layout` is in shardmath's notation."""
+    """A rule for layouts: tensors that match `pattern` have the `layout`, in shardmath's notation."""
 
     pattern: str
     layout: str
@@ -70,7 +70,7 @@ class Rule:
         return f"{self.pattern} {self.layout}"
 
     def matches(self, name: str) -> bool:
-        """Whether the tensor `name` is of the pattern's kind, or fits its glob."""
+        """Whether the tensor `name` is of the kind that `pattern` names, or fits its glob."""
         return fits(self.pattern, name)
 
 
@@ -118,7 +118,7 @@ class Side:
         return f"{mesh}: {rules}" if rules else mesh
 
     def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
-        """The rule that applies to each name; None for a name without one.
+        """The rule that applies to each of `names`; None for a name that no rule matches.
 
         Raises NotationError for a rule that applies to no name, and for a mesh without rules that has an axis without
         a default.
@@ -131,7 +131,7 @@ class Side:
         return matched
 
     def layouts(self, shapes: Shapes) -> dict[str, Layout]:
-        """The layout of every tensor, by name.
+        """The layout of every tensor in `shapes`, by name.
 
         Raises NotationError, with a caret in the side's text, if a rule is idle or does not fit its tensor.
         """
@@ -249,7 +249,7 @@ def _format_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def parse(text: str, *, first_rank: int = 0) -> Side:
-    """Read the text of a side; ranks count from `first_rank` if it names none.
+    """Parse the text of a side, a mesh and rules; ranks count from `first_rank` if the text names none.
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit tensors is checked later.
     """
@@ -261,7 +261,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Read the text of a mesh, without rules; ranks count from 0 if it names none.
+    """Parse the text of a mesh; ranks count from 0 if the text names none.
 
     Raises NotationError, with a caret, for text that is not a mesh.
     """

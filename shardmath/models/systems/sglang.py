@@ -50,7 +50,7 @@ def sglang(
     stages: Sequence[int] | None = None,
     unknown: str = "refuse",
 ) -> Stored:
-    """The storage of a model of this Hugging Face configuration on the ranks of an engine, after loading.
+    """The storage of a model with this Hugging Face `config` on the `ranks` of an SGLang engine, after loading.
 
     `dp` are replicas, `attn_dp` the data parallelism of attention within tp (`--dp-size` with `--enable-dp-attention`),
     `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared` for an all-to-all backend with shared

@@ -64,8 +64,10 @@ RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 
 
 class SGLangForm(NamedTuple):
-    """The options of a model's storage: the axes that divide embedding and head, whether there are several stages,
-    whether linear layers have a scale per block, and whether unknown tensors are whole on each rank or an error.
+    """Options that choose the rows of a model in SGLang.
+
+    The axes that divide embedding (`words_in`) and head (`words_out`); whether there are several stages; whether linear
+    layers have a scale per block; whether `unknown` tensors are whole on each rank instead of an error.
     """
 
     words_in: str = "tp"
@@ -77,7 +79,7 @@ class SGLangForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
-    """The rows of a kind of model in this form."""
+    """The rows for a kind of model in SGLang, with the options in `form`."""
     prefix = "model.layers.{l}."
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"

@@ -127,7 +127,7 @@ def torchtitan(
     names: str = "0.3",
     unknown: str = "refuse",
 ) -> Stored:
-    """The storage of a model of this Hugging Face configuration on the ranks of a trainer.
+    """The storage of a model with this Hugging Face `config` on the `ranks` of a torchtitan trainer.
 
     Sizes are as in torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` is the
     dimension of experts that FSDP2 cuts, 0 or 1, the version's choice if not given, `names` the version whose names
@@ -193,11 +193,11 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
-    """The storage of torchtitan's logical tensors in the Hugging Face checkpoint."""
+    """The storage of torchtitan's logical tensors in a Hugging Face checkpoint, as a side of one rank."""
     side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 
 
 def logical_shapes(config: object, shapes: Shapes) -> Shapes:
-    """The logical tensors of a checkpoint whose tensors have these shapes and dtypes."""
+    """The shape and dtype of each logical tensor in a checkpoint whose tensors have these `shapes`."""
     return read_logical(checkpoint(config, shapes), shapes)

@@ -149,12 +149,12 @@ EVERYWHERE: dict[str, set[str]] = {
 
 
 def rename(kind: str, name: str) -> str:
-    """The name of a module in vLLM for a kind of model."""
+    """The name that vLLM gives the module or tensor `name` in a kind of model."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name
 
 
 def everywhere(kind: str) -> list[str]:
-    """The first and last modules that are on every stage of a kind of model."""
+    """The names of the first and last modules that are on every pipeline stage in a kind of model."""
     return sorted(name for name, kinds in EVERYWHERE.items() if plain(kind) in kinds)

@@ -219,8 +219,10 @@ GRAIN = re.compile(r" hd\b|\^tile\b")
 
 
 class VLLMForm(NamedTuple):
-    """The options of a model's storage: how experts are dealt, the order of gate and up in each, whether linear layers
-    have a scale per block, and whether unknown tensors are whole on each rank or an error.
+    """Options that choose the rows of a model in vLLM.
+
+    The way in which experts are dealt; the order of gate and up in each; whether linear layers have a scale per block;
+    whether `unknown` tensors are whole on each rank instead of an error.
     """
 
     deal: str = "linear"
@@ -231,7 +233,7 @@ class VLLMForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The rows of a kind of model in this form."""
+    """The rows for a kind of model in vLLM, with the options in `form`."""
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
@@ -241,7 +243,7 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 @memo()
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The rows of the model that predicts further tokens."""
+    """The rows for the model that predicts further tokens (MTP) in vLLM, with the options in `form`."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
@@ -270,7 +272,7 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """These rows under each name that models give their modules."""
+    """The rows `attention` and `mlp` as a table's text, once for each name that models give these modules."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -290,13 +292,13 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Rows of all other tensors in a layer, module by module, so that modules can be renamed."""
+    """Rows for all other tensors in a layer, as a table's text, module by module so that modules can be renamed."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 
 
 def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
-    """The rows with their native names renamed."""
+    """The rows of the table `text`, with `rename` applied to each stored name."""
     renamed = []
     # Renamed after heads and rows are joined, so that mlp.gate differs from other gates.
     for row in rows.parse(text):

@@ -56,15 +56,15 @@ Axes: TypeAlias = tuple[str, ...]
 @public
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One operation, the same in every group of `groups`: rank tuples along `axes` of `mesh`, by
-    coordinate.
+    """A collective operation, such as an all-gather, in each of `groups`: tuples of ranks along `axes` of `mesh`.
 
-    `dims` are the dimensions that are gathered (all_gather), divided (reduce_scatter), or both:
-    all_to_all has (gathered, divided). `op` is the reduction. `senders` has, for permute and
-    broadcast, the rank whose holding is sent to each rank of `groups`. `even`: within each group
-    all buffers that are sent have one shape, and all that are received. `contiguous`: there are no
-    holes, and what is sent, one buffer after the other along the gathered dimension, is what each
-    member receives; for a divided dimension the reverse; without either, buffers stay as they are.
+    Ranks of a group are in the order of their coordinates. `dims` are the dimensions that are gathered
+    (all_gather), divided (reduce_scatter), or both: all_to_all has (gathered, divided). `op` is the
+    reduction. `senders` has, for permute and broadcast, the rank whose holding is sent to each rank of
+    `groups`. `even`: within each group all buffers that are sent have one shape, and all that are
+    received. `contiguous`: there are no holes, and what is sent, one buffer after the other along the
+    gathered dimension, is what each member receives; for a divided dimension the reverse; without
+    either, buffers stay as they are.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ class Collective:
 
 
 def recognize_all(plan: Plan) -> dict[str, Collective]:
-    """The tensors of a plan whose move is one textbook operation within groups of ranks, by name.
+    """The Collective of each tensor of `plan` whose move is one, such as an all-gather, by name.
 
     A tensor with several windows on a side, or with other ranks on one side than on the other, is left out.
     """
@@ -129,7 +129,7 @@ def _has_same_ranks(src: Layout, dst: Layout) -> bool:
 
 
 def recognize(src: Layout, dst: Layout) -> Collective | None:
-    """The collective that moves `src` to `dst`, None if it is not one.
+    """The collective operation, such as an all-gather, that moves `src` to `dst`; None if no single one does.
 
     The sides have the same ranks, or a broadcast's source some of the destination's. Raises
     PlanError for two tensors of different shape or dtype, and for reductions that do not exist.

@@ -26,7 +26,7 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A source and a destination. Ranks of one class have the same before, and the same after.
+    """A source and a destination side, with ranks numbered by class: ranks of a class hold the same on each side.
 
     `number` is the class of each rank.
     """
@@ -36,7 +36,7 @@ class Move:
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
-        """The classes of each group's ranks."""
+        """For each of `groups`, tuples of ranks, the class numbers of its ranks."""
         return {group: tuple(self.number[rank] for rank in group) for group in groups}
 
 
@@ -45,7 +45,7 @@ _Parts: TypeAlias = list[tuple[Runs, ...]]
 
 
 def compare_ranks(src: Layout, dst: Layout) -> Move:
-    """The Move from a source to a destination: the boxes of each class before and after."""
+    """The boxes that ranks hold under `src` and `dst`, with ranks that hold the same under both in one class."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
     # Classes are numbered as they come.

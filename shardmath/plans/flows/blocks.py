@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 62
 
 
 class Block(NamedTuple):
-    """`nbytes` of distinct elements that `holders` hold and all of `receivers` need.
+    """`nbytes` bytes of distinct elements that `holders` hold before a move and all `receivers` need after it.
 
     Exactly the holders have them before the move. Ranks may be in any order and repeat; a receiver
     that is a holder asks for nothing. Blocks are disjoint sets of elements unless they are of one
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """The ranks of the program, ascending; the number of each one's node, and ranks per node.
+    """The ranks of a program, ascending, with the node of each, the sizes of nodes, and the speeds of links.
 
     `intra` and `inter` are what the links of one rank carry, in bytes per second.
     """
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberedSets:
-    """Sets of ranks, numbered: block i has set `of[i]`.
+    """Distinct sets of ranks, numbered: block i has set number `of[i]`.
 
     Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
     `member[j]`.
@@ -72,7 +72,7 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """Blocks that have bytes and receivers.
+    """The blocks of a plan in columns: holders, receivers, bytes, and keys of the elements that they belong to.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).
@@ -89,7 +89,7 @@ class BlockTable:
 def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[BlockTable, Machine]:
-    """The blocks and the machine as arrays; every block has bytes and receivers.
+    """The `blocks` as a BlockTable, and the `ranks` in their nodes as a Machine.
 
     Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
     size.
@@ -201,7 +201,7 @@ def _find_positions(ranks: Ints, machine: Machine) -> Ints:
 
 
 def sum_by_code(code: Ints, amount: Ints) -> tuple[Ints, Ints]:
-    """The distinct codes, ascending, and the sum of each one's amounts."""
+    """The distinct numbers in `code`, ascending, and for each the sum of its entries in `amount`."""
     distinct, at = np.unique(code, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, at, amount)

@@ -22,7 +22,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """The labels of each set of ranks, ascending; block i has the labels of set `of[i]`.
+    """The distinct labels (numbers given to ranks) in sets of ranks, ascending, and the set of each block.
 
     `sets` are ranges of `labels`.
     """
@@ -32,23 +32,23 @@ class TouchedLabels:
     labels: Ints
 
     def widths(self) -> Ints:
-        """The number of labels of each block."""
+        """For each block, the number of distinct labels (numbers given to ranks) of the ranks in its set."""
         return self.sets.counts()[self.of]
 
     def only(self) -> Ints:
-        """The label of each block that has a single one; -1 for the others."""
+        """For each block, the label of its ranks if all have the same one; otherwise -1."""
         first = self.sets.first[self.of]
         single = self.widths() == 1
         return np.where(single, self.labels[first], -1)
 
     def labels_of(self, i: int) -> tuple[int, ...]:
-        """The labels of set i, ascending."""
+        """The labels of the ranks in set number `i`, ascending."""
         first = self.sets.first[i]
         stop = self.sets.first[i + 1]
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
-        """Every label of every one of the sets, and which of them it belongs to."""
+        """The labels of the sets numbered `sets`, end to end, and for each label the index of its set in `sets`."""
         first = self.sets.first[sets]
         stop = self.sets.first[sets + 1]
         at, owner = ranges(first, stop)
@@ -56,7 +56,7 @@ class TouchedLabels:
 
 
 def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
-    """The labels, below `count`, that the ranks of each set have."""
+    """The labels that the ranks in each of `sets` have; `label` has each rank's label, which is below `count`."""
     # (set, label) as one number: sorted, these are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
     code = np.unique(pairs)
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """(label, block) for every label with ranks that hold the block and ranks that need it."""
+    """All pairs (label, block) such that a rank with the label holds the block and a rank with the label needs it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -142,7 +142,7 @@ DIRECTIONS = (("in", _force_in), ("out", _force_out))
 
 
 class Cut(NamedTuple):
-    """One set of a family: whether each rank is inside it, its forced bytes, and the time that they take."""
+    """A set of ranks (`inside`), the bytes that must enter or leave it, and the seconds that they take at least."""
 
     seconds: Fraction
     inside: Bools
@@ -181,7 +181,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """The worst cuts of a family, in both directions.
+    """Yield, in each direction, the sets of ranks with one label into or out of which most bytes must go.
 
     Of the sets that have equal links these are the ones with the most forced bytes.
     """

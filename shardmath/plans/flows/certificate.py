@@ -19,7 +19,7 @@ __all__ = ["Certificate", "Witness", "make_certificate"]
 
 
 class Witness(NamedTuple):
-    """The ranks, ascending, that must take in ("in") or give out ("out") `nbytes`.
+    """The ranks, ascending, that force the bound: `nbytes` must enter ("in") or leave ("out") them at this rate.
 
     They do so at `bytes_per_s` or less. The program's other ranks, in the other direction, show the same;
     these are fewer.
@@ -34,7 +34,7 @@ class Witness(NamedTuple):
 @public
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How close a plan is to the fastest one that can exist. Made by `make_certificate`.
+    """A comparison of a plan's time with a bound that no schedule can beat; made by `make_certificate`.
 
     `plan_s` is the plan's time in seconds, `bound_s` a time that no plan can beat, and `witness`
     names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 if nothing
@@ -60,7 +60,7 @@ class Certificate:
 
 
 def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
-    """The certificate of a plan that takes `plan_s` seconds, given what `find_bound` returned for it.
+    """A Certificate that compares `plan_s`, the seconds that a plan takes, with `bound`, from `find_bound`.
 
     Raises PlanError if `plan_s` is not a time, or less than the bound by more than rounding.
     """

@@ -47,7 +47,7 @@ __all__ = ["Level", "find_levels", "shares"]
 
 
 class Level(NamedTuple):
-    """Ranks that send `nbytes` bytes together, `nbytes / len(ranks)` each, in every optimal choice."""
+    """Ranks that share `nbytes` bytes evenly in every optimal choice: each sends `nbytes / len(ranks)`."""
 
     nbytes: int
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Level(NamedTuple):
 def shares(
     lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """For each line the bytes that each of its holders sends, in the order of the holders.
+    """For each line (`lengths[i]` bytes that `holders[i]` hold), the bytes that each holder sends, with balanced loads.
 
     `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
     load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,
@@ -84,7 +84,7 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """The levels that force the loads, highest load per rank first.
+    """Groups of ranks that send equally much in every optimal division of the lines, highest load first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.

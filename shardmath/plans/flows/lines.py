@@ -27,7 +27,7 @@ Holders: TypeAlias = tuple[int, ...]
 def group_lines(
     lengths: Sequence[int], holders: Sequence[Holders]
 ) -> dict[Holders, dict[int, int]]:
-    """By set of holders, in sorted order: the number and the bytes of its lines."""
+    """For each distinct set in `holders`, in sorted order, the lines that it holds: number -> bytes."""
     if len(lengths) != len(holders):
         what = f"{len(lengths)} lengths and {len(holders)} sets of holders"
         raise PlanError(f"{what}; give one of each for every line")
@@ -52,7 +52,7 @@ def _is_ascending(held: Holders) -> bool:
 
 
 def sum_groups(groups: dict[Holders, dict[int, int]]) -> dict[Holders, int]:
-    """By set of holders: the bytes of all its lines."""
+    """For each set of holders, the total bytes of its lines."""
     return {held: sum(lines.values()) for held, lines in groups.items()}
 
 
@@ -66,7 +66,7 @@ def _raise_unordered(line: int, held: Holders) -> None:
 
 
 def list_shared(total: dict[Holders, int]) -> list[Holders]:
-    """The sets of holders whose lines have bytes to divide; shared lines are numbered by their place in this list."""
+    """The sets of several holders whose lines have any bytes; shared lines are numbered by their place in the list."""
     shared = []
     for held, nbytes in total.items():
         if nbytes and len(held) > 1:

@@ -27,7 +27,7 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines and the sinks that take them; sinks are numbered after the lines, from `first` on.
+    """Lines (byte counts) and the sinks that may take each; sinks are numbered after the lines, from `first` on.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -44,14 +44,14 @@ class Network(NamedTuple):
 
 
 class Subnetwork(NamedTuple):
-    """Lines and sinks that are decomposed by themselves."""
+    """A part of a network: lines and sinks that can be balanced separately from the others."""
 
     lines: list[int]
     sinks: list[int]
 
 
 class Leaf(NamedTuple):
-    """Sinks that reach one level, `nbytes / weight`, by a flow of bytes times `weight`.
+    """Sinks that reach one level, `nbytes / weight`, and the bytes (times `weight`) that they take of each line.
 
     `sent[sink][line]` is the amount that the sink takes of the line.
     """
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """The decomposition; with `top`, only of parts that may have the highest level.
+    """Yield the network's sinks grouped by level, with the flow of each group; `top`: only the highest groups.
 
     Uses the network up.
     """
@@ -353,7 +353,7 @@ def _push(flow: _Flow, path: list[int]) -> None:
 
 
 def take(row: dict[int, int], line: int, amount: int) -> None:
-    """Subtract the amount from the line; a line with nothing left is removed."""
+    """Subtract `amount` from the bytes of `line` in `row`; remove the line if nothing is left."""
     if row[line] == amount:
         del row[line]
     else:

@@ -28,7 +28,7 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 @public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A cluster: nodes of `ranks_per_node` ranks, link rates in bytes per second, seconds per message.
+    """A cluster: nodes of `ranks_per_node` ranks, speeds within and between nodes, and a latency per message.
 
     The default rates are the hardware's. Software reaches less; measure the rates of your cluster.
     Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.
@@ -50,14 +50,14 @@ class Topology:
             object.__setattr__(self, name, number)
 
     def node(self, rank: int) -> int:
-        """The node of a rank. Raises PlanError unless it is a non-negative integer."""
+        """The number of the node that `rank` is on. Raises PlanError unless the rank is a non-negative integer."""
         number = as_integer(rank, "a rank", PlanError)
         if number < 0:
             raise PlanError(f"rank {number} is negative; number ranks from 0")
         return number // self.ranks_per_node
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """The distinct ranks by node, both ascending; nodes without any are left out."""
+        """The distinct `ranks` of each node, by node number, both ascending; nodes without any are left out."""
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         by_node: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ class Topology:
 
 
 def checked(topology: object) -> Topology:
-    """The topology itself. Raises PlanError for anything else."""
+    """Return `topology` itself. Raises PlanError if it is not a Topology."""
     if not isinstance(topology, Topology):
         raise PlanError(
             f"topology={topology!r} is not a Topology; give shardmath.Topology(ranks_per_node=8)"

@@ -36,17 +36,17 @@ __all__ = ["MembershipChange", "compare", "count_peers", "follow"]
 
 
 class MembershipChange(NamedTuple):
-    """The ranks that have left since then, and those that are back."""
+    """The ranks that have left a plan since an earlier one (`gone`), and those that have come back (`back`)."""
 
     gone: frozenset[int]
     back: frozenset[int]
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """The ranks that have left the plan of the part, and those that are back; None if this is another plan, or if the
-    part's own rank had left.
+    """The ranks that left and came back between the plan of `part` and `plan`; None if the plans are not related.
 
-    A program is another plan: a rank that leaves may have relayed bytes for others.
+    None, too, if the part's own rank had left. A program is not related to a plan: a rank that leaves may have relayed
+    bytes for others.
     """
     before = part.plan
     if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
@@ -69,7 +69,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
-    """The `peers` of an outline of the plan, for a rank that stays in it."""
+    """The most ranks to which `part.rank` sends, or from which it receives, under `plan`, in which it stays."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
     for posted in part.rounds:
@@ -82,7 +82,7 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """The rank's part in a plan from which ranks have left, or to which they have come back.
+    """The part of `part.rank` in `plan`, the same plan after ranks left or came back; None if nothing can be kept.
 
     None if nothing of the part can be kept.
     """

@@ -45,7 +45,7 @@ __all__ = ["without"]
 
 
 def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
-    """The plan without these destination ranks, which have left; all other transfers are unchanged.
+    """The plan without the destination `ranks`, which have left; the other transfers are unchanged.
 
     `window=True` says that the destination may hold less of the tensors than before, as in `plan`: tensors that no rank
     asks for any longer are then dropped from the plan.
@@ -113,7 +113,7 @@ class _Tensors(NamedTuple):
 
     @property
     def src_ranks(self) -> Ranks:
-        """The ranks that hold these tensors at the source."""
+        """The ranks that hold any of the tensors at the source."""
         return list_ranks(self.src[names[0]] for names in self.alike)
 
 

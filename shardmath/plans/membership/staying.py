@@ -40,7 +40,7 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows that stay, and the place among them of each that was there."""
+    """The windows that stay after ranks left, and the new position of each, by its old position."""
 
     windows: Windows
     places: dict[int, int]
@@ -48,14 +48,14 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """The windows and meshes without the ranks `left`, each computed once."""
+    """Computes windows and meshes without the ranks `left`, each only once."""
 
     left: frozenset[int]
     _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)
     _windows: dict[int, Kept] = field(default_factory=dict)
 
     def keep(self, name: str, windows: Windows) -> Kept:
-        """The windows of the tensor of which some rank stays. Raises PlanError as `keep_layout` does."""
+        """The windows of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
         # The plan keeps its windows alive, so that no id is reused.
         kept = self._windows.get(id(windows))
         if kept is None:
@@ -73,7 +73,7 @@ class Staying:
         return Kept(windows if kept == windows else kept, places)
 
     def keep_layout(self, name: str, layout: Layout) -> Layout:
-        """The layout on the ranks that stay, at least one.
+        """The layout without the ranks that left; at least one of its ranks stays.
 
         Raises PlanError, naming an element of tensor `name`, if these ranks are not whole copies.
         """
@@ -130,7 +130,7 @@ def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
 
 
 def find_held(layout: Layout, ranks: Sequence[int]) -> tuple[int, str]:
-    """(rank, its first element in words) for the first of these ranks that holds one; else the first rank."""
+    """The first of `ranks` that holds an element, and that element in words; the first rank if none holds any."""
     for rank in ranks:
         boxes = layout.boxes(rank)
         if boxes:

@@ -39,12 +39,12 @@ __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
 def certify(plan: Plan | Program, topology: Topology | None = None) -> Certificate:
-    """The certificate of the program that runs when `plan` is compiled: its bound, its time, their
-    ratio, and the ranks that force the bound.
+    """Compare the estimated time of a plan or program with a bound that no schedule can beat.
 
-    A program runs on its own topology, a plan on the given topology, or its own. Raises PlanError if `plan` is
-    neither a Plan nor a Program, if no topology was given here, for the plan or for the program, and if the
-    topology is not the program's.
+    The certificate has the bound, the time, their ratio, and the ranks that force the bound. A plan has the
+    time of the program that runs when it is compiled. A program runs on its own topology, a plan on the given
+    topology, or its own. Raises PlanError if `plan` is neither a Plan nor a Program, if no topology was given
+    here, for the plan or for the program, and if the topology is not the program's.
     """
     prog = find_running(plan, topology)
     loads = sum_round_loads(prog)
@@ -74,7 +74,7 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """The program that runs when `plan` is compiled. Raises PlanError as `certify` does."""
+    """The Program that runs when `plan` is compiled for `topology`. Raises PlanError as `certify` does."""
     if not isinstance(plan, Plan | Program):
         what = "certify what plan(src, dst) or schedule(plan) returns"
         raise PlanError(f"{plan!r} is not a plan or a Program; {what}")
@@ -90,7 +90,7 @@ def find_running(plan: object, topology: Topology | None) -> Program:
 
 
 def list_blocks(plan: Plan) -> Iterator[Block]:
-    """The blocks of a plan for its bound: distinct elements, whichever rank sends them."""
+    """Yield the blocks of `plan` for its bound: distinct elements with the ranks that hold and need them."""
     # Without the topology: it would divide one set of receivers into near and far lines, but the
     # bound counts what must move, whichever rank is asked for it.
     demands = plan.lines if plan.topology is None else gather_lines(plan.batches)

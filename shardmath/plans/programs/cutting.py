@@ -41,7 +41,7 @@ LEAST_MESSAGE = 1 << 16
 
 
 class Pace(NamedTuple):
-    """The parameters on which all ranks agree before they cut their streams."""
+    """The limits on which all ranks agree before they cut what they send into messages."""
 
     ranks: tuple[int, ...]
     message_bytes: int
@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Whether both paces cut the streams between their common ranks into the same steps."""
+        """Whether `other` cuts what the ranks of both paces send each other into the same steps."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -59,7 +59,7 @@ class Pace(NamedTuple):
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
-    """The number of ranks to which, or from which, these transfers of one rank go, whichever is larger."""
+    """The number of other ranks that one rank's `transfers` go to, or come from, whichever is larger."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
     out_of: Counter[int] = Counter()
     into: Counter[int] = Counter()
@@ -74,7 +74,7 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
 def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
-    """The pace at which no rank stages more than `max_inflight_bytes`.
+    """The Pace at which no rank has more than `max_inflight_bytes` bytes in flight.
 
     `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.
@@ -96,7 +96,7 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """The messages that carry these transfers, in order of step, sender and receiver.
+    """The messages that carry these transfers, cut by `pace`, in order of step, sender and receiver.
 
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """

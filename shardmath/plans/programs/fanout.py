@@ -42,7 +42,7 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """The legs of one way to relay, by node and between nodes of `per_node` ranks.
+    """Yield the legs (hops) of one way to fan out: once per node if `by_node`, relieving holders by `relays`.
 
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
     """

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """How the content of each block is cut, and how the first leg is cut among senders.
+    """The cuts of each block's content into bands, which go to nodes on different ways, and of the first hop's bytes.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -56,7 +56,7 @@ class Bands:
 
 
 class Streams(NamedTuple):
-    """Streams from rank to rank in one leg: bytes lo..hi-1 of the content of a block.
+    """Bytes lo..hi-1 of blocks' contents that go from one rank to another in one hop (leg), in columns.
 
     Streams of a line with the same `root` are one stream of the first leg and its relays.
     """
@@ -71,7 +71,7 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams of some lines: line `lines[i]` has streams `first[i]..first[i+1]-1`.
+    """All streams of several lines: line `lines[i]` has the streams first[i]..first[i+1]-1.
 
     Roots are numbered within each line.
     """
@@ -83,7 +83,7 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Legs:
-    """The lines of a plan and their bands: all streams follow from these.
+    """The lines of a plan and their cuts into bands, which together say what each rank sends in each hop (leg).
 
     `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
     rank is served separately.
@@ -97,7 +97,7 @@ class Legs:
 
 
 def measure_bands(demands: Demands, bands: Bands) -> Ints:
-    """The size of each band: up to the next one of its block, or to the end of the block."""
+    """The number of bytes in each band (part of a block's content), as an array."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1
     size[last] = demands.nbytes - bands.at[last]
@@ -105,7 +105,7 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """The number of nodes to which each band, of block `block[i]`, goes straight."""
+    """For each band (part of block `block[i]`), the number of nodes that get it straight from the block's holders."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -121,7 +121,7 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
 
 
 class Nodes(NamedTuple):
-    """The receivers of some blocks in groups that share: node i is `size[i]` of `ranks`, from `start[i]` on.
+    """The receivers of blocks in groups that share what enters: node i has `size[i]` of `ranks`, from `start[i]` on.
 
     It is node `number[i]` of the `total[i]` nodes of `block[i]`.
     """
@@ -143,7 +143,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """The lines in bundles of neighbors, in each of which all but the last weigh less than MOST_TOGETHER.
+    """Divide `lines` into runs of neighbors whose `weights` add up to about MOST_TOGETHER.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]
@@ -160,7 +160,7 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """The receivers of lines in groups of `sharing`, block by block."""
+    """The receivers of `lines` in groups of up to `sharing` ranks of one node, block by block."""
     blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)
@@ -194,7 +194,7 @@ def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> 
 
 
 def legs_as_cut(demands: Demands) -> Legs:
-    """The legs of lines that are cut already: all bytes go straight, from the holders of the cuts."""
+    """The Legs in which each receiver gets its bytes straight from the holders, as `demands` divides them."""
     count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)

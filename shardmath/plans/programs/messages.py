@@ -56,7 +56,7 @@ divide the peers of a rank.
 
 
 class Message(NamedTuple):
-    """A message from one rank to another: `nbytes` bytes, piece i from byte `starts[i]` on.
+    """A message of `nbytes` bytes from one rank to another, whose piece i begins at byte `starts[i]`.
 
     A piece begins at the first byte after the piece before that is aligned to its elements. From leg 2
     on a message is relayed.
@@ -72,12 +72,12 @@ class Message(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Bytes of the pieces, without the padding between them."""
+        """The bytes of all pieces, without the padding between them."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
     def relayed(self) -> bool:
-        """Whether the sender reads the pieces from its destination tensors, in which they have arrived."""
+        """Whether the sender only relays the message: it reads the pieces from its destination tensors."""
         return self.leg > 1
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def _show_pieces(m: Message) -> str:
 
 
 class Round(NamedTuple):
-    """One rank's messages of one step, at least one: posted together, and done before the next round.
+    """All messages of one rank in one step: they are posted together, and done before the next round.
 
     `keeps` stay on the rank.
     """
@@ -108,12 +108,12 @@ class Round(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All messages: those kept, received and sent."""
+        """All messages of the round: kept, received and sent."""
         return (*self.keeps, *self.receives, *self.sends)
 
     @property
     def arriving(self) -> tuple[Message, ...]:
-        """The messages that bring something to this rank: received or kept."""
+        """The messages that bring elements to this rank: received or kept."""
         return (*self.receives, *self.keeps)
 
     def __str__(self) -> str:
@@ -134,14 +134,14 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 
 
 def itemsize_of(t: Transfer) -> int:
-    """The bytes of an element of a transfer."""
+    """The number of bytes of an element in the transfer `t`."""
     return t.nbytes // math.prod(t.shape)
 
 
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """The message of these pieces, each aligned to its elements."""
+    """A Message of these pieces, end to end, each aligned to the size of its elements."""
     starts = []
     end = 0
     for piece in pieces:
@@ -152,7 +152,7 @@ def make_message(
 
 
 def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
-    """The rounds of a rank: the messages from and to it, step by step; others are left out.
+    """The Rounds of `rank`: the messages in `given` from and to it, grouped by step, in order.
 
     Several messages of one step between the same ranks stay in the given order.
     """
@@ -186,7 +186,7 @@ def _make_round(posted: list[Message], rank: int) -> Round:
 
 
 def staging_bytes(posted: Round) -> int:
-    """Bytes of staging for all messages of a round that are sent or received."""
+    """The bytes of staging buffers that a round needs for the messages it sends or receives."""
     staged = (*posted.sends, *posted.receives)
     return sum(align(m.nbytes) for m in staged)
 
@@ -198,7 +198,7 @@ _ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
 
 
 def keeps_fold_order(rounds: Iterable[Round]) -> bool:
-    """Whether a rank's rounds bring the pieces of every element in order of addend.
+    """Whether the rounds of a rank bring the partial values (addends) of each element in ascending order.
 
     Rounds are ordered and pieces of one round are folded in order of addend, so a tensor is in order
     in two cases: its addends arrive in rounds one after the other, or they all bring the same

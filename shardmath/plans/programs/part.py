@@ -50,14 +50,14 @@ Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """A tensor that a rank stores under a local name: the tensor's name, and the layout."""
+    """A tensor as a rank stores it under a local name: the tensor's name, and its layout."""
 
     tensor: str
     layout: Layout
 
 
 class CellWork(NamedTuple):
-    """Boxes of the local tensor `key` that are all filled with `value`, or all divided by it."""
+    """Boxes of the local tensor `key`, all of whose elements are filled with `value`, or divided by it."""
 
     key: str
     boxes: tuple[Slices, ...]
@@ -66,7 +66,7 @@ class CellWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Everything that one rank does, in order: fill, then the rounds, then divide.
+    """Everything that one rank does when a plan runs, in order: fill, then the rounds, then divide.
 
     `sources` and `destinations` are the tensors that it stores, by local name. `operations` are pairs (tensor,
     operation) that it computes: folds, "fill" and "divide". `keeps_order` says whether the addends of
@@ -86,11 +86,11 @@ class RankProgram:
 
     @property
     def steps(self) -> int:
-        """The number of steps: filling, the rounds, dividing."""
+        """The number of steps that the rank does: filling, each round, and dividing."""
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Local names of destinations that may be neither old nor new when the first `begun` steps have begun.
+        """The local names of destination tensors that may be partly written after the first `begun` steps began.
 
         `begun` is more than `steps` when everything is done. None stands for any number of steps.
         """
@@ -110,12 +110,12 @@ def _list_written(posted: Round) -> set[str]:
 
 
 def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
-    """The plan itself, or the plan of a program."""
+    """The given plan itself, or the plan of a Program."""
     return plan.plan if isinstance(plan, Program) else plan
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
-    """The tensors that the rank stores of this side of a plan, by local name."""
+    """The tensors that `rank` stores on one side of a plan, by local name."""
     stored: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
@@ -124,7 +124,7 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """The local positions that runs cover, as boxes; a scalar has the one box ().
+    """The local positions that are not holes, as boxes of slices; a scalar has the one box ().
 
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
@@ -146,7 +146,7 @@ def _join_slices(runs: Runs) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A rank's part before ranks have agreed on its pace.
+    """The transfers that one rank sends, keeps and receives, not yet cut into the messages of a Pace.
 
     `pieces` are all that the rank sends, keeps and receives. A plan's pieces are not cut yet, and `peers` is
     the most ranks to which it sends, or from which it receives. A program's pieces are already in `rounds`.
@@ -160,7 +160,7 @@ class Outline:
 
     @property
     def operations(self) -> frozenset[tuple[str, str]]:
-        """The pairs (tensor, operation) that the rank computes: folds, "fill" and "divide"."""
+        """The pairs (tensor, operation) that the rank computes: reductions, "fill" and "divide"."""
         plan = self.given
         computed = set()
         stored = stored_on(plan.dst, self.rank)
@@ -177,7 +177,7 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """The rank's part.
+        """The rank's RankProgram, cut by limits that all ranks have in common.
 
         `peers` is the largest of any rank's. With `by_addend` one addend goes after the other, which
         a plan needs if otherwise some rank's part does not keep their order. The limit applies to a
@@ -214,7 +214,7 @@ class Outline:
 
 
 def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
-    """The rank's part in the plan or program, without the pace."""
+    """The Outline of what `rank` does in the plan or program."""
     if isinstance(plan, Program):
         rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))
@@ -237,7 +237,7 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """The parts of all ranks, as the ranks would agree on them."""
+    """The RankProgram of every rank, cut by the limits that the ranks would agree on."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((outline.peers for outline in outlines), default=0)
     # One addend after the other takes more rounds, so it is done only if the order requires it.

@@ -80,12 +80,12 @@ class Program:
         return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
 
     def word_nodes(self) -> str:
-        """The size of the program's nodes, and whether they are assumed, in words."""
+        """A text that says how many ranks a node of the program has, and whether that is assumed."""
         nodes = f"nodes of {plural(self.topology.ranks_per_node, 'rank')}"
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
-        """A picture as an SVG document: a tensor before and after, and bytes by sender and receiver, relays included.
+        """A picture of the program as an SVG document: a tensor before and after, and bytes sent, relays included.
 
         `tensor` is the one drawn (default: the first). Raises PlanError for one that the plan does not have.
         """
@@ -96,22 +96,22 @@ class Program:
 
     @property
     def src(self) -> Mapping[str, Windows]:
-        """Each tensor's windows at the source, by name."""
+        """The windows of each tensor at the source, by name."""
         return self.plan.src
 
     @property
     def dst(self) -> Mapping[str, Windows]:
-        """Each tensor's windows at the destination, by name."""
+        """The windows of each tensor at the destination, by name."""
         return self.plan.dst
 
     @property
     def is_tree(self) -> bool:
-        """Whether tensors have names."""
+        """Whether the tensors have names, as in a plan of mappings instead of two Layouts."""
         return self.plan.is_tree
 
     @property
     def in_part(self) -> tuple[str, ...]:
-        """The tensors, ascending, of which no rank of the destination holds some element."""
+        """The names, ascending, of tensors that the destination does not hold completely."""
         return self.plan.in_part
 
     @property
@@ -126,31 +126,31 @@ class Program:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks of either side, ascending."""
+        """The ranks of both sides, ascending."""
         return self.plan.ranks
 
     def fill(self, name: str) -> complex | None:
-        """The value of the tensor's destination cells before anything arrives: the plan's (`Plan.fill`)."""
+        """The value with which the tensor `name` is filled at its destination before bytes arrive (`Plan.fill`)."""
         return self.plan.fill(name)
 
     def divisor(self, name: str) -> int:
-        """The number that divides the tensor's destination cells at the end: the plan's (`Plan.divisor`)."""
+        """The number that divides the tensor `name` at its destination at the end (`Plan.divisor`)."""
         return self.plan.divisor(name)
 
     @property
     def collectives(self) -> dict[str, Collective]:
-        """The tensors whose move is one textbook operation within groups of ranks, by name."""
+        """The Collective of each tensor whose move is one, such as an all-gather, by name."""
         return recognize_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
-        """The rank's rounds, in order; none for a rank of neither side."""
+        """The rounds of messages of `rank`, in order; () for a rank that is on neither side."""
         rank = as_integer(rank, "a rank", PlanError)
         messages = _spell_messages(self, _list_posted(self, rank))
         return gather_rounds(messages, rank)
 
 
 def digest_program(prog: Program) -> str:
-    """The digest of the plan, the topology, the legs and the rounds."""
+    """A digest of everything that the program sends: plan, topology, hops and rounds."""
     bands = prog.legs.bands
     columns = [
         bands.first,
@@ -238,7 +238,7 @@ def _make_messages(
 
 
 class Slices(NamedTuple):
-    """Slices of streams: `stream[i]` sends bytes lo..hi-1 of the content of its block in slot `slot[i]`."""
+    """Slices of streams: of stream `stream[i]`, bytes lo[i]..hi[i]-1 are sent in slot `slot[i]`."""
 
     stream: Ints
     slot: Ints
@@ -247,7 +247,7 @@ class Slices(NamedTuple):
 
 
 def list_slices(prog: Program, streams: Streams) -> Slices:
-    """All slices of streams that are not empty."""
+    """All slices of `streams` (bytes from rank to rank) that are not empty, with the slots in which they are sent."""
     slices = cut_streams(prog, streams)
     line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
@@ -257,7 +257,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """All slices of streams that are not empty, in the slots that they would have in leg 1 of line 0."""
+    """All slices of `streams` that are not empty, with slots as if each stream were in hop 1 of line 0."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1
@@ -363,7 +363,7 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """The turn of a stream between two ranks in a leg, to be taken modulo the number of turns.
+    """The turn, modulo the number of turns, in which two ranks exchange bytes; `places` is the sum of their positions.
 
     `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.

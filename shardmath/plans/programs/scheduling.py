@@ -91,9 +91,9 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """The program that carries out a plan on a topology (default: the plan's own). Without either it
-    assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
+    """Schedule a plan: a Program of rounds of messages, on `topology` (default: the plan's own).
 
+    Without either it assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
     Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.
     `max_inflight_bytes` bounds the bytes that a rank has in flight in a round, both directions together;
     `max_ops_per_group` bounds its messages. Raises PlanError if the plan is an adjoint, or if no cut can
@@ -154,7 +154,7 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """The program that runs when the plan itself is compiled.
+    """The Program that runs when `plan` itself is compiled.
 
     It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
@@ -171,7 +171,7 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """The program of `as_planned` with limits of 1: enough to time it, since its time does not depend on them."""
+    """The Program of `as_planned` with all limits at 1, which do not change its estimated time."""
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)
@@ -200,7 +200,7 @@ class _Way(NamedTuple):
 
     @property
     def by_rank(self) -> Ints:
-        """Bytes by phase and rank: all legs, both directions."""
+        """The bytes of each phase and rank, over all hops and both directions."""
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 

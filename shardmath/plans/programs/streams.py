@@ -44,7 +44,7 @@ class _Entries(NamedTuple):
 
     @property
     def number(self) -> Ints:
-        """The number of each entry."""
+        """The number of each entry: 0, 1, 2, ..."""
         return np.arange(len(self.rank))
 
 
@@ -107,7 +107,7 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """Items that go straight from the holders of lines to entries.
+    """Bytes that go straight from holders to the ranks (entries) that relay them, or need them, in columns.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.
@@ -121,7 +121,7 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """The items that go straight from the holders of lines, in their order on the lines."""
+    """The bytes that go straight from the holders of `lines`, in their order on the lines."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
@@ -144,7 +144,7 @@ MOST_KEPT = 1 << 20
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """All streams of a line: the first leg, and its relays."""
+    """All streams (bytes from one rank to another) of `line`: the first hop from its holders, and the relays."""
     bundles = _divide_lines(legs)
     number = bisect.bisect_right(bundles, line, key=_find_first) - 1
     found = _keep_bundle(legs, number)
@@ -159,7 +159,7 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """All streams, one bundle of lines at a time; with `some`, only bundles that have one of these lines."""
+    """Yield the streams (bytes from rank to rank) of all lines, or of bundles that have some of the lines `some`."""
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
     if some is not None:
@@ -171,7 +171,7 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """The lines in bundles of about the same number of streams."""
+    """Divide `lines` into runs of neighbors with about equally many streams."""
     demands = legs.lines
     # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()

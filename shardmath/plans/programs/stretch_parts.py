@@ -33,7 +33,7 @@ _Column: TypeAlias = NDArray[Any]
 
 
 class Stretches(NamedTuple):
-    """Stretches in columns: bytes lo..hi-1 of the content of a block, from one rank to another (or the same)."""
+    """Stretches in columns: bytes lo..hi-1 of a block's content that go from one rank to another, or stay."""
 
     block: Ints
     sender: Ints
@@ -43,7 +43,7 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Part i belongs to stretch `stretch[i]`, and to `copies[i]` tensors of a batch from tensor `tensor[i]` on.
+    """Parts of stretches: part i has equal elements of `copies[i]` tensors, and is of stretch `stretch[i]`.
 
     In each of these tensors it is elements lo..hi-1 of the unit of row `row[i]`.
     """
@@ -56,12 +56,12 @@ class StretchParts(NamedTuple):
     hi: Ints
 
     def take(self, some: Ints) -> StretchParts:
-        """Some of the parts, in this order."""
+        """The parts with the indices `some`, in the order of `some`."""
         return StretchParts(*(column[some] for column in self))
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """The parts of stretches of these lines, stretch by stretch."""
+    """Cut the stretches `given` into parts, each with equal elements of neighboring tensors of a batch."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

@@ -32,8 +32,7 @@ Pair: TypeAlias = tuple[Layout, Layout]
 
 
 def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
-    """The bytes that source rank i and destination rank j, both by their places among `ranks`, have
-    in common: an array (i, j).
+    """An array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold.
 
     `pairs` says how many tensors have each pair of windows.
     """
@@ -66,7 +65,7 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """Ranks and their classes, as something that can be looked up."""
+        """A dictionary key made of the ranks on both sides and their classes."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

@@ -56,11 +56,10 @@ MOST_BYTES = 1 << 62
 @public
 @dataclass(frozen=True, slots=True)
 class Relabeling:
-    """New names for the ranks of a destination: `pairs` (old, new), ascending, are a permutation of
-    them.
+    """A renumbering of a destination's ranks: `pairs` (old, new), ascending, which are a permutation.
 
     `kept_before` and `kept_after` are the bytes that stay where they are under the old and the new
-    names.
+    numbers.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -75,12 +74,12 @@ class Relabeling:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Old -> new rank, what `relabeled` and `Mesh.relabel` take."""
+        """The new number of each rank by its old number, as `relabeled` and `Mesh.relabel` take it."""
         return dict(self.pairs)
 
     @property
     def saving(self) -> int:
-        """Bytes that a plan need not move any more."""
+        """The number of bytes that a plan saves by using the new numbers."""
         return self.kept_after - self.kept_before
 
     @overload
@@ -94,7 +93,7 @@ class Relabeling:
     @overload
     def apply(self, dst: Mapping[str, LayoutOrWindows]) -> dict[str, LayoutOrWindows]: ...
     def apply(self, dst: Side) -> Side:
-        """The destination under the new names: a Layout, windows, or a mapping of either.
+        """The destination `dst` with its ranks renumbered: a Layout, windows, or a mapping of either.
 
         Raises PlanError for anything else.
         """
@@ -114,7 +113,7 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """The renaming of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
+    """The renumbering of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
     addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes

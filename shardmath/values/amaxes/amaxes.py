@@ -77,7 +77,7 @@ class _RankPart(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of a rank's part, which can be quantized separately once the amaxes of its blocks are known.
+    """A box of a rank's part that can be quantized by itself, given its blocks' amaxes (largest magnitudes).
 
     `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
     the rank touches, and `targets` its data and scales in the rank's.
@@ -92,7 +92,7 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """How ranks that cut blocks of a tensor quantize their parts; made by `plan_amaxes`.
+    """A plan for quantizing a tensor of which ranks cut blocks, so that they agree on scales; from `plan_amaxes`.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
@@ -107,7 +107,7 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """The amax of each block that the rank touches, within its part `x`, a local float32 array of the layout.
+        """The amax (largest magnitude) of each block that the rank touches, within its local float32 array `x`.
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
@@ -124,14 +124,14 @@ class Amaxes:
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """The amax of each block that the rank touches, if the format knows it; None if it must be measured."""
+        """The amax of each block that `rank` touches if the format fixes it; None if it must be measured."""
         shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """The boxes of the rank's part, for backends that measure and cast with their own kernels."""
+        """Yield the boxes of the rank's part, for backends that measure and cast with their own kernels."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -147,7 +147,7 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """The slots that the rank sends, by local name, given its measured amaxes `own`. Raises PlanError."""
+        """The amaxes that `rank` sends, by local name: its `own` amaxes of blocks that ranks cut. Raises PlanError."""
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
         slots = [amaxes.reshape(-1)[share.sources] for share, amaxes in _pair_kinds(part, own)]
@@ -156,7 +156,7 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """The format to cast with, which knows the tensor's amax if it needs it, and the amax of each touched block.
+        """The format to cast with, and each touched block's amax: the largest of the `own` and the `arrived` amaxes.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -173,7 +173,7 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """The rank's data and the scales of all blocks that it touches, as `layouts` have them.
+        """The quantized data of the rank's `x`, and the scales of all blocks that it touches, as `layouts` have them.
 
         `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
         PlanError.
@@ -196,12 +196,12 @@ class Amaxes:
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """`settle`, then `cast`."""
+        """Call `settle`, then `cast`: the rank's quantized data and scales, given the amaxes that `arrived`."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 
     def list_local(self, end: str, rank: int) -> list[str]:
-        """The local name of the rank's slots at an end, "source" or "destination"; empty if the rank has no slots."""
+        """The local name of the amaxes that `rank` has at an end ("source": sends, else receives); [] if none."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []
@@ -209,11 +209,11 @@ class Amaxes:
         return [key for key, _ in windows.locals(self.name, rank)]
 
     def count_blocks(self, rank: int) -> tuple[int, ...]:
-        """The number of blocks that the rank touches in each dimension: the shape of its measured amaxes."""
+        """The number of blocks that `rank` touches in each dimension, which is the shape of its measured amaxes."""
         return self._find_part(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:
-        """The number of slots that the rank holds at an end."""
+        """The number of amaxes that `rank` sends (`end` "source") or receives (`end` "destination")."""
         shares = self._find_part(rank).shares
         if end == "source":
             return sum(len(share.sent) for share in shares)
@@ -286,7 +286,7 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan how the ranks of a layout, which may cut blocks, quantize their parts of the tensor `name`.
+    """Plan how ranks quantize their parts of the tensor `name` if its `layout` cuts blocks of the format.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -38,18 +38,18 @@ Stretches: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class PartStretches(NamedTuple):
-    """A part, as the stretches of each dimension."""
+    """The positions of a tensor that a rank holds, as ascending ranges in each dimension."""
 
     dims: tuple[Stretches, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the part has no positions."""
+        """Whether the part holds no positions."""
         ends = [spans[-1][1] for spans in self.dims]
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Each box for blocks of these sizes: its positions in the tensor, and those in the packed part."""
+        """Yield the part's boxes for blocks of these sizes: as slices of the tensor, and of the packed local array."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)
@@ -57,7 +57,7 @@ class PartStretches(NamedTuple):
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """The part that `held` describes, with one Runs for each dimension."""
+    """The positions in `held`, which has one Runs for each dimension, as PartStretches."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -87,7 +87,7 @@ def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, in
 
 
 class TouchedBlocks(NamedTuple):
-    """The blocks that a part touches: ascending numbers in each dimension, and whether the part has all of each."""
+    """The numbers of the blocks that a part touches, by dimension, and whether the part has all of each block."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
@@ -99,19 +99,19 @@ class TouchedBlocks(NamedTuple):
 
     @property
     def cut(self) -> Bools:
-        """Whether the part cuts each block."""
+        """For each touched block, whether the part has only some of its positions."""
         inside = np.ones(self.shape, np.bool_)
         for has_all in _spread(self.has_all):
             inside &= has_all
         return ~inside
 
     def flat(self, count: tuple[int, ...]) -> Ints:
-        """The number of each block in the tensor, row by row; `count` gives the tensor's blocks in each dimension."""
+        """The row-major number of each touched block, in a tensor with `count` blocks in each dimension."""
         numbers: Ints = np.ravel_multi_index(_spread(self.numbers), count)
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """The indices, among the touched blocks, of a box of consecutive blocks."""
+        """The slices of the touched blocks that are the consecutive blocks `cover`."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))
@@ -126,7 +126,7 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
-    """The blocks of a tensor of that shape that the part touches."""
+    """The blocks of a tensor of this `shape` of which `part` has any position."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

@@ -35,7 +35,7 @@ FEW = 16
 
 
 class Found(NamedTuple):
-    """Matches of cells and boxes: the index of the cell, the box, and the cell's number in the box, row by row."""
+    """Matches of cells (positions of elements) and boxes: a cell's index, the box, and the cell's number in the box."""
 
     cell: Ints
     box: Ints
@@ -56,7 +56,7 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """Boxes of a tensor of this shape; `low` and `size` have a row per box and a column per dimension."""
+    """An index of boxes in a tensor of this shape, from which `find` looks up the boxes that contain an element."""
 
     shape: Shape
     low: Ints
@@ -64,7 +64,7 @@ class Boxes:
     grids: tuple[_Grid, ...]
 
     def find(self, cells: Ints) -> Found:
-        """Find the boxes that cover these cells."""
+        """Find the boxes that contain each of `cells`, the row-major numbers of elements of the tensor."""
         along = unravel(cells, self.shape)
         matches = [self._find_in(grid, along) for grid in self.grids]
         cell, box, place = zip(*matches, strict=True)
@@ -97,7 +97,7 @@ class Boxes:
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
-    """Index the boxes [low, low + size) of a tensor for searches."""
+    """A searchable index of the boxes with first positions `low` and sizes `size` in a tensor of this `shape`."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
     grids = _make_grids(numbers, low, low + size)
@@ -105,7 +105,7 @@ def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
 
 
 def unravel(cells: Ints, shape: Shape) -> list[Ints]:
-    """The coordinates of cells, by dimension."""
+    """The coordinates, one array per dimension, of the row-major numbers `cells` in a tensor of this `shape`."""
     along = []
     rest = cells
     for n in reversed(shape[1:]):

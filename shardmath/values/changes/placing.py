@@ -35,7 +35,7 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """A tensor's position in memory: the row, the tensor's first cell in it, and strides in cells by dimension."""
+    """The place of a tensor in memory: the row that it is in, its first position there, and strides by dimension."""
 
     row: int
     start: int
@@ -43,7 +43,7 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """A row of memory, the indices of the elements that are written to it, and their cells in it."""
+    """Elements to write to one `row` of memory: their indices, and the position (cell) of each in the row."""
 
     row: int
     which: Ints
@@ -76,13 +76,13 @@ class _Arriving(NamedTuple):
 
 
 class Receivers:
-    """Places, in a rank's destination tensors, of the elements of these messages."""
+    """Finds the places, in a rank's destination tensors, of elements that arrive in these messages."""
 
     def __init__(self, lying: Mapping[str, Lying], messages: Sequence[Message]) -> None:
         self._arriving = [_index_arriving(lying, message) for message in messages]
 
     def place(self, message: int, elements: Ints) -> Iterator[PlacedRow]:
-        """Yield the cells, by row, for these elements of the message, whose numbers ascend."""
+        """Yield, by row of memory, the places of the `elements` (ascending numbers) of message number `message`."""
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)

@@ -43,14 +43,14 @@ _Borders: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class AskedCells(NamedTuple):
-    """Cells of a source tensor, numbered row by row in its local shape."""
+    """Elements of the source tensor `key` to be sent, by their row-major numbers in its local shape."""
 
     key: str
     cells: Ints
 
 
 class Routed(NamedTuple):
-    """The index of each routed cell, the piece that it goes into, and its element number in that piece's message.
+    """For each routed element: its index, the piece of a message that it goes into, and its number in the message.
 
     Pieces are numbered message by message.
     """
@@ -61,17 +61,17 @@ class Routed(NamedTuple):
 
 
 def count_elements(message: Message) -> int:
-    """The number of elements in all pieces of the message."""
+    """The number of elements in all pieces of `message`."""
     return sum(math.prod(piece.shape) for piece in message.pieces)
 
 
 def as_row(numbers: Sequence[int]) -> Ints:
-    """The numbers as an int64 array, even if there are none."""
+    """The `numbers` as an int64 array, even if there are none."""
     return np.array(numbers, np.int64)
 
 
 def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
-    """The smallest box that contains all sent pieces of a source tensor, for each tensor that has some."""
+    """For each source tensor with pieces in `messages`, the smallest box that contains all of them."""
     listed: dict[str, list[Slices]] = {}
     for message in messages:
         for piece in message.pieces:
@@ -118,7 +118,7 @@ class _CellBatch(NamedTuple):
 
 
 class Senders:
-    """Routes of cells from a rank's source tensors, of these local shapes, into these messages.
+    """Finds the messages into which elements of a rank's source tensors go.
 
     `pieces` has the range of piece numbers of each message.
     """
@@ -160,7 +160,7 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Route these cells, which are numbered end to end, in batches of any order.
+        """Yield, in batches, the message piece and the number in the message of each element in `asked`.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

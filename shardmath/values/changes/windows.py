@@ -32,7 +32,7 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor of this shape; `steps` leads through the tensor's cell numbers, beginning at `first`."""
+    """A box of a tensor whose elements may change, with steps that lead through the elements' row-major numbers."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -42,7 +42,7 @@ class ChangedWindow:
 
     @property
     def count(self) -> int:
-        """The number of cells."""
+        """The number of elements in the window."""
         return math.prod(size for size, _ in self.steps)
 
     @property
@@ -51,7 +51,7 @@ class ChangedWindow:
         return step == 1 and not others
 
     def number(self, places: Ints) -> Ints:
-        """The tensor's cell numbers, given the window's (`places`)."""
+        """The row-major numbers in the tensor of the elements with numbers `places` in the window."""
         if self._is_interval:
             return places + self.first
         cells = np.full(len(places), self.first)
@@ -62,7 +62,7 @@ class ChangedWindow:
         return cells
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Return the indices of the given cells that lie in the window, and these cells' numbers in the window."""
+        """Return the indices of those `cells` that lie in the window, and their numbers in the window."""
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)
@@ -92,7 +92,7 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
-    """The window on a box of a tensor of this shape, its cells numbered in that order of dimensions."""
+    """The window on `box` of a tensor of this `shape`; its elements are numbered with dimensions in this `order`."""
     steps = []
     first = 0
     for k in order:
@@ -104,7 +104,7 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """The same cells in the fewest dimensions, at least one."""
+    """The fewest (size, step) dimensions, at least one, that lead through the same numbers as `steps`."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

@@ -64,7 +64,7 @@ Given: TypeAlias = Mapping[int, _Array] | Mapping[int, Mapping[str, _Array]]
 
 @public_in("content")
 class Difference(NamedTuple):
-    """The first tensor that differs ("" if unnamed), and the smallest box that contains every difference."""
+    """The first tensor that differs between two sides, and the smallest box that contains all its differences."""
 
     name: str
     box: Box
@@ -77,7 +77,7 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """The digest of a tensor, 0 to 2^61 - 2, computed from all ranks' local arrays; of several tensors, by name.
+    """The digest of a tensor (0 to 2^61 - 2) or of several by name, computed from the local arrays of all ranks.
 
     `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
     window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
@@ -94,7 +94,7 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Each tensor's windows. Raises DigestError for values that are not layouts, or that have no digest."""
+    """The Windows of each tensor in `held`, by name. Raises DigestError for tensors that have no digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
@@ -119,7 +119,7 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Find the first difference between two sides with tensors of the same names, shapes and dtypes.
+    """The first tensor, and the box in it, in which two sides with tensors of equal names and shapes differ; or None.
 
     Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
     if the sides cannot be compared.
@@ -238,7 +238,7 @@ BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
-    """View the array as bits of the layout's elements. Raises DigestError if their sizes or byte order differ."""
+    """View `array` as the bits of the layout's elements. Raises DigestError if their sizes or byte order differ."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each; {layout} has "

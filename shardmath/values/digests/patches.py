@@ -46,21 +46,21 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank, and the window through which it holds a patch."""
+    """A rank that holds a patch of a tensor, and the number of the window in which it holds it."""
 
     window: int
     rank: int
 
 
 class Patch(NamedTuple):
-    """A product of ranges, and all its holders."""
+    """Elements of a tensor (a product of ranges) that are all held by the same ranks, and these holders."""
 
     ranges: tuple[Ranges, ...]
     holders: tuple[Holder, ...]
 
 
 class Portion(NamedTuple):
-    """A patch at one holder: the patch's number, the window, and the local positions of its elements."""
+    """A patch as one rank holds it: the patch's number, the window, and the local positions of its elements."""
 
     patch: int
     window: int
@@ -69,7 +69,7 @@ class Portion(NamedTuple):
 
 @memo(512)
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
-    """All patches of a tensor's windows; they share no element, and none is empty."""
+    """The patches of a tensor: disjoint sets of elements, each held by one set of ranks, that are together all."""
     patches: list[Patch] = []
     for group in _group_sharing(windows):
         patches += _divide_group(windows, group)
@@ -159,7 +159,7 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """(patch, window) of every patch that a rank holds, in order, by rank; without ranks that hold nothing."""
+    """The (patch, window) of each patch that a rank holds, in order, by rank; ranks that hold nothing are left out."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:
@@ -169,7 +169,7 @@ def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """The rank's portion of each patch that it holds, in the order of `list_held`."""
+    """The patches that `rank` holds, as Portions with local positions, in the order of `list_held`."""
     patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):
@@ -194,7 +194,7 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
-    """The portion with holes outside of the box."""
+    """The portion without its elements outside `box`, which become holes."""
     pairs = zip(portion.runs, box, strict=True)
     return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 

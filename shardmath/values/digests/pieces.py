@@ -32,7 +32,7 @@ MOST = 256 * ROW
 
 
 class DimensionPart(NamedTuple):
-    """The local positions start .. stop - 1 of a dimension, and the segments of global positions that lie there.
+    """Local positions start..stop-1 of a dimension, and the ranges of global positions that lie there.
 
     If `inner` is not 0, the part is one range, whose global start and length are multiples of 2^`inner`.
     """
@@ -44,7 +44,7 @@ class DimensionPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Local positions, holes included."""
+        """The number of local positions in the part, holes included."""
         return self.stop - self.start
 
 
@@ -53,8 +53,10 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """The pieces of a local array of `words` words per element; `order` lists its dimensions, the closest in memory
-    first."""
+    """Yield the pieces, products of DimensionParts, in which a local array is weighed.
+
+    The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
+    """
     if all(dim_runs.segments for dim_runs in runs):
         parts: list[DimensionPart | None] = [None] * len(runs)
         yield from _extend(runs, order, words, parts)
@@ -132,7 +134,7 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """The weights along the part's axis, or along its outer and its inner axis."""
+    """The random weights of the part's positions, in one array, or in two whose products they are (outer, inner)."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

@@ -49,12 +49,12 @@ Shares = Mapping[int, Sequence[int]]
 
 
 def label(name: str) -> str:
-    """The tensor's name in error messages."""
+    """The text that names a tensor in error messages: "tensor 'w'", or "the tensor" without a name."""
     return f"tensor {name!r}" if name else "the tensor"
 
 
 def check_digestible(name: str, windows: Windows) -> None:
-    """Raise DigestError for a Partial tensor, and for one with an element that no rank holds."""
+    """Raise DigestError if the tensor `name` is Partial, or has an element that no rank holds."""
     for layout in windows:
         if layout.partial:
             raise DigestError(
@@ -75,7 +75,7 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """The rank's share of each patch that it holds, given its arrays by window."""
+    """For each patch that `rank` holds, its share of the digest: the weighted sum of the patch's elements."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -84,7 +84,7 @@ def list_shares(
 
 
 class Unlike(NamedTuple):
-    """A patch whose replicas differ: the holders that agree with the first one, and those that do not."""
+    """A patch of a tensor whose replicas differ: the holders that agree with the first one, and the others."""
 
     patch: int
     alike: tuple[Holder, ...]
@@ -92,7 +92,7 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """The first patch whose replicas differ; None if all agree."""
+    """The first patch (elements held by the same ranks) for which the ranks' shares differ; None if all agree."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
@@ -116,7 +116,7 @@ def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder],
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """The sum of the shares of all patches, each from its first holder."""
+    """The sum of the shares of all patches (elements held by the same ranks), each counted once."""
     by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):
@@ -125,7 +125,7 @@ def add_patches(windows: Windows, shares: Shares) -> int:
 
 
 def seal(windows: Windows, total: int) -> int:
-    """The digest of a tensor whose patches add up to `total`: 0 to 2^61 - 2."""
+    """The digest, 0 to 2^61 - 2, of a tensor for which the shares of all patches add up to `total`."""
     return (total + _draw_seal(windows[0].dtype, windows[0].shape)) % PRIME
 
 
@@ -143,7 +143,7 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """The rank's portions of the patches whose first holder it is."""
+    """The patches that `rank` holds as their first holder, which together count every element once."""
     patches = list_patches(windows)
     counted = []
     for portion in list_portions(windows, rank):
@@ -159,7 +159,7 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """The weighted sum of the portions' elements in each box."""
+    """For each of `boxes`, the weighted sum of the elements in it that these portions of a tensor hold."""
     sums = []
     for box in boxes:
         total = 0
@@ -174,7 +174,7 @@ MAKE_ALIKE = "make replicas alike, or lay them out as addends by Partial"
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """The error message for replicas that differ."""
+    """The error message that says that replicas of the tensor `name` differ in `box`, and how to `fix` it."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"
@@ -185,7 +185,7 @@ def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> s
 
 
 def show_box(box: Box) -> str:
-    """The box as slices.
+    """The box as text, such as "[0:4, 2:3]".
 
     >>> show_box(((0, 4), (2, 3)))
     '[0:4, 2:3]'

@@ -56,28 +56,28 @@ Array: TypeAlias = Any
 
 
 class Library(Protocol):
-    """The functions that weighing needs from a library, besides operators, `shape`, `reshape`, `sum` and slices."""
+    """The protocol of an array library (such as numpy) for `weigh`: functions that arrays themselves do not have."""
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """The distance between elements along each axis, in any unit."""
+        """The distance between neighbors along each axis of `array`, in any unit."""
 
     def transpose(self, array: Array, order: Sequence[int]) -> Array:
-        """The axes in another order, without a copy."""
+        """A view of `array` with its axes in the given `order`."""
 
     def words(self, array: Array) -> Array:
-        """The words of all elements in row-major order, in float64."""
+        """The 16-bit (or 8-bit) words of all elements of `array`, in row-major order, as float64."""
 
     def products(self, rows: Array, weights: Array) -> Array:
-        """The matrix product of rows and weights, computed exactly in float64, as int64."""
+        """The matrix product of `rows` and `weights`, computed exactly in float64 and returned as int64."""
 
     def integers(self, array: Array) -> Array:
-        """The numbers in int64."""
+        """The numbers in `array` as int64."""
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """Arrays of one axis end to end."""
+        """The one-dimensional `arrays` joined end to end."""
 
     def constant(self, array: NDArray[Any], like: Array) -> Array:
-        """A numpy array as one of the library's, on the device of `like`."""
+        """The numpy `array` as an array of the library, on the device of `like`."""
 
 
 class _Numpy:
@@ -116,7 +116,7 @@ NUMPY: Library = _Numpy()
 
 
 def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
-    """The weighted sum of an array's elements, whose global positions `runs` gives, one Runs per dimension."""
+    """The weighted sum, modulo 2^61 - 1, of the elements of a local array at the global positions in `runs`."""
     if 0 in array.shape:
         return 0
     words = max(1, array.itemsize // WORD_BYTES)

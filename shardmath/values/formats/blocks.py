@@ -43,7 +43,7 @@ Sliced: TypeAlias = tuple[int | slice | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Positions of a block in each of the last dimensions, and in each of the `others` before them.
+    """The size of blocks of a tensor: `sizes` in its last dimensions, and `others` in each one before them.
 
     Raises FormatError for sizes below 1.
     """
@@ -62,18 +62,18 @@ class Blocks:
         return " x ".join("all" if n is None else str(n) for n in self.sizes) or "1"
 
     def per_dimension(self, ndim: int, name: str = "") -> Sizes:
-        """The sizes in each of `ndim` dimensions. Raises FormatError if the block has more."""
+        """The block's size in each of `ndim` dimensions, None for all. Raises FormatError if it has more dimensions."""
         if len(self.sizes) > ndim:
             what = f"{label(name)}blocks of {self} have {plural(self.sizes, 'dimension')}"
             raise FormatError(f"{what}, the tensor {ndim}; give it {len(self.sizes)} or more")
         return (self.others,) * (ndim - len(self.sizes)) + self.sizes
 
     def positions(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Positions of a full block in each dimension of a tensor of that shape."""
+        """The number of positions of a full block in each dimension of a tensor of this `shape`."""
         return tuple(map(_resolve_size, self.per_dimension(len(shape)), shape))
 
     def count(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks in each dimension, which is the shape of the scales."""
+        """The number of blocks in each dimension of a tensor of this `shape`: the shape of its scales."""
         sizes = self.per_dimension(len(shape))
         counts = []
         for size, n in zip(sizes, shape, strict=True):
@@ -81,12 +81,12 @@ class Blocks:
         return tuple(counts)
 
     def cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The positions at which each dimension may be cut without cutting a block, both ends included."""
+        """The positions, by dimension, at which a cut of a tensor of this `shape` cuts no block; both ends included."""
         pairs = zip(self.positions(shape), shape, strict=True)
         return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index of the scales that belong to an index of the tensor.
+        """The index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
 
         Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
@@ -102,7 +102,7 @@ class Blocks:
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index of the part of the tensor that belongs to an index of the scales; `shape` is the tensor's.
+        """The index into a tensor of this `shape` that belongs to the index `scale_slice` of its scales.
 
         An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """
@@ -134,12 +134,12 @@ def _resolve_size(size: int | None, n: int) -> int:
 
 
 def label(name: str) -> str:
-    """The beginning of error messages about a tensor."""
+    """The beginning of error messages about the tensor `name`: "tensor 'w': ", or "" without a name."""
     return f"tensor {name!r}: " if name else ""
 
 
 def read_shape(shape: object) -> tuple[int, ...]:
-    """The shape as Python's integers. Raises FormatError for anything but sizes."""
+    """The `shape` as a tuple of ints. Raises FormatError for anything but sizes."""
     given = listed(shape, "sizes", FormatError)
     sizes = tuple(as_integer(n, f"a size of shape {given}", FormatError) for n in given)
     if min(sizes, default=0) < 0:
@@ -148,7 +148,7 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """The nearest legal cuts before and after a position inside a block, in a dimension of n positions."""
+    """The nearest block borders at or before `position`, and after it, in a dimension of `n` positions."""
     below = position - position % block
     return below, min(below + block, n)
 

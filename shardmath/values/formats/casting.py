@@ -36,12 +36,12 @@ SHORT = ("bfloat16", "float16")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether this is a float dtype that can be cast."""
+    """Whether `dtype` is a float dtype that can be cast."""
     return dtype in EXACT_BITS
 
 
 def refuse_cast(src: str, dst: str, lossy: bool) -> str:
-    """The reason why one dtype is not cast to the other, as the end of an error message; "" if it is cast."""
+    """The end of an error message that says why `src` cannot be cast to `dst`; "" if it can."""
     if src == dst:
         return ""
     for dtype in (src, dst):
@@ -79,7 +79,7 @@ def _value_bits(dtype: str) -> int:
 
 
 def cast_array(array: Array, src: str, dst: str) -> Array:
-    """Cast elements of the dtype `src` to `dst`; return the array itself if the dtypes are equal."""
+    """Cast `array`, with elements of dtype `src`, to `dst`; return `array` itself if the dtypes are equal."""
     if src == dst:
         return array
     values = _widen(array) if src == "bfloat16" else array

@@ -27,14 +27,14 @@ WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
-    """numpy's dtype of that canonical name, or the dtype of its words."""
+    """The numpy dtype of arrays with elements of the dtype `name`: itself, or its bits if numpy lacks it."""
     if hasattr(np, name):
         return np.dtype(name)
     return np.dtype(WORDS[ITEMSIZE[name]])
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """The array viewed in the dtype `numpy_type(name)`. Raises PlanError, beginning with `what`, for other dtypes."""
+    """`given` viewed in the dtype `numpy_type(name)`. Raises PlanError, beginning with `what`, for other dtypes."""
     array = np.asarray(given)
     wanted = numpy_type(name)
     if array.dtype == wanted:
@@ -48,7 +48,7 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """The dtype of an array as part of an error message: about its byte order if that is foreign, else `otherwise`."""
+    """The end of an error message about the dtype of `array`: its byte order if that is foreign, else `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

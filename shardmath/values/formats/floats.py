@@ -50,7 +50,7 @@ NAN_BITS = 0x7FC0_0000
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float type of few bits: sign, exponent, fraction. `largest` is the code of its largest finite number.
+    """A float type of few bits, such as E4M3: its bits, exponent bias, and the code of its largest finite number.
 
     `dtype` is its name in torch; an element of `float4_e2m1fn_x2` is a byte of two numbers. Codes above the largest are
     NaN, except the first of them if the type has an infinity.
@@ -66,17 +66,17 @@ class Float:
 
     @property
     def nan(self) -> int:
-        """The code of NaN without a sign; of the largest number if the type has no NaN."""
+        """The code of the NaN without a sign; of the largest number if the type has no NaN."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def most(self) -> float:
-        """The largest finite number."""
+        """The largest finite number of the type."""
         return float(_decode_all(self)[self.largest])
 
     @property
     def exponent(self) -> int:
-        """The exponent of the largest finite number."""
+        """The exponent of the type's largest finite number."""
         return (self.largest >> self.fraction) - self.bias
 
 
@@ -86,7 +86,7 @@ E2M1 = Float("e2m1", "float4_e2m1fn_x2", 4, 1, 1, 0x7)
 
 
 def encode(kind: Float, values: Floats) -> Codes:
-    """The codes of float32 numbers, of the same shape."""
+    """The codes (bit patterns) in the float type `kind` of float32 `values`, rounded, in an array of equal shape."""
     bits: _Bits = values.view(np.uint32)
     magnitude: _Bits = bits & np.uint32(0x7FFF_FFFF)
     codes = _round_magnitude(kind, magnitude)
@@ -120,7 +120,7 @@ def _round_magnitude(kind: Float, magnitude: _Bits) -> _Bits:
 
 
 def decode(kind: Float, codes: Codes) -> Floats:
-    """The float32 numbers of codes."""
+    """The float32 numbers that `codes` stand for in the float type `kind`."""
     return _decode_all(kind)[codes]
 
 
@@ -145,7 +145,7 @@ def _decode_all(kind: Float) -> Floats:
 
 
 def decode_e8m0(codes: Codes) -> Floats:
-    """2^(b - 127) for each byte b, exactly; NaN for 255."""
+    """The float32 numbers 2^(b - 127) for each byte b of `codes`, exactly; NaN for 255."""
     bits = codes.astype(np.uint32)
     bits <<= FRACTION
     # 2^-127 is a subnormal float32; exponent 255 without a fraction would be an infinity.
@@ -156,7 +156,7 @@ def decode_e8m0(codes: Codes) -> Floats:
 
 
 def pack_pairs(codes: Codes) -> Codes:
-    """Codes of 4 bits, two per byte along the last dimension, the first in the low bits."""
+    """Pack 4-bit `codes` two per byte along the last dimension, the first in the low bits."""
     low = codes[..., ::2]
     high = codes[..., 1::2] << 4
     packed: Codes = np.bitwise_or(low, high)
@@ -164,7 +164,7 @@ def pack_pairs(codes: Codes) -> Codes:
 
 
 def unpack_pairs(packed: Codes) -> Codes:
-    """The codes of 4 bits that `pack_pairs` packed."""
+    """The 4-bit codes that `pack_pairs` packed."""
     pairs = np.stack((packed & 0xF, packed >> 4), axis=-1)
     *outer, count, _ = pairs.shape
     return pairs.reshape(*outer, 2 * count)

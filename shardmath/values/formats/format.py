@@ -33,7 +33,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 class Part(NamedTuple):
-    """One of the arrays that stand for a tensor, with one element per block of positions.
+    """One of the arrays that a quantized tensor consists of, such as its scales: one element per block of positions.
 
     `kind` is torch's name of the elements' type; `dtype` is the dtype of arrays, in which elements travel.
     """
@@ -55,26 +55,26 @@ class Format(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The format's name for people."""
+        """The format's name for people, with its options."""
 
     @property
     @abstractmethod
     def element(self) -> Float:
-        """The type of the data."""
+        """The float type in which the data are encoded."""
 
     @property
     @abstractmethod
     def blocks(self) -> Blocks:
-        """The positions that share a scale."""
+        """The size of the blocks whose positions share a scale."""
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The arrays that stand for a tensor, as `quantize` returns them: data, scales, and any others."""
+        """The arrays that a quantized tensor consists of, as `quantize` returns them: data, scales, and any others."""
 
     @property
     def per_element(self) -> int:
-        """Numbers per element of the data, along the last dimension."""
+        """How many numbers one element of the data array holds, along the last dimension."""
         sizes = self.parts[0].blocks.sizes
         return 1 if not sizes or sizes[-1] is None else sizes[-1]
 
@@ -103,11 +103,11 @@ class Format(ABC):
     # Shapes, slices and layouts
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of that shape, without padding."""
+        """The shape of the scales of a tensor of this `shape`, without padding."""
         return self.blocks.count(read_shape(shape))
 
     def padded_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of that shape, with padding."""
+        """The shape of the scales of a tensor of this `shape`, padded as kernels store them."""
         return self._pad_shape(self.scale_shape(shape))
 
     def _pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -121,14 +121,14 @@ class Format(ABC):
         return multiples[len(multiples) - ndim :]
 
     def pad_scales(self, scales: Array) -> Array:
-        """The scales as kernels store them, followed by zeros in the last two dimensions."""
+        """The `scales` padded with zeros in the last two dimensions, as kernels store them."""
         padded = np.zeros(self._pad_shape(scales.shape), scales.dtype)
         inside = tuple(map(slice, scales.shape))
         padded[inside] = scales
         return padded
 
     def unpad_scales(self, padded: Array, shape: tuple[int, ...]) -> Array:
-        """The scales of a tensor of that shape without their padding. Raises FormatError for another shape."""
+        """The scales of a tensor of this `shape` without padding. Raises FormatError if `padded` has another shape."""
         expected = self.padded_scale_shape(shape)
         if padded.shape != expected:
             what = f"padded scales have shape {padded.shape}, those of a tensor {tuple(shape)}"
@@ -136,22 +136,22 @@ class Format(ABC):
         return padded[tuple(map(slice, self.scale_shape(shape)))]
 
     def legal_cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The positions, by dimension, between which parts of a tensor of that shape can be quantized separately."""
+        """The positions, by dimension, at which a tensor of this `shape` may be cut to quantize parts separately."""
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index of the scales that belongs to an index of a tensor of that shape.
+        """The index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index of a tensor of that shape that belongs to an index of its scales. Raises FormatError."""
+        """The index into a tensor of this `shape` that belongs to `scale_slice` of its scales. Raises FormatError."""
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
-        """Raise FormatError if the last element of a row of the data would not be full."""
+        """Raise FormatError if rows of a tensor of this `shape` do not fill whole bytes of the data."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}a tensor of shape {tuple(shape)}"
@@ -161,7 +161,7 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """The packed layout of each part of a tensor with this layout; `kinds` uses the parts' types instead of uint8.
+        """The layout of data, scales and other parts of a tensor with this `layout`, packed; `kinds` sets their dtypes.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
@@ -183,11 +183,11 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """The packed layout of the scales of a tensor with this layout; arguments and errors are as of `layouts`."""
+        """The packed layout of the scales of a tensor with this `layout`; arguments and errors are as in `layouts`."""
         return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
-        """The layout of scales if each rank pads its own as `pad_scales` does; `layout` has no padding.
+        """The layout of scales in which each rank pads its own scales as `pad_scales` does; `layout` has no padding.
 
         Padding is holes: it is never sent or stored, and is zeros when scales are loaded.
         """
@@ -196,15 +196,15 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the scales of all blocks that a box touches, including those that it cuts."""
+        """The slices of the scales of all blocks that the box `where` touches, including blocks that it cuts."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Whether each block that a box touches extends beyond it, so that its amax must be reduced over ranks."""
+        """For each block that the box `where` touches, whether some of its positions are outside the box."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """The largest magnitude inside the box `where`, for each block that the box touches.
+        """The largest magnitude within the box `where` of each block that the box touches.
 
         `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
         """
@@ -220,7 +220,7 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """The parts of a float32 array: the data of `x`, and the scales of all blocks that it touches.
+        """Quantize the float32 array `x`: return its data, the scales of all blocks that it touches, and other parts.
 
         `x` has the numbers of the box `where` of a tensor of that shape; by default it is the whole tensor. `amax` has
         the largest magnitudes of the blocks, if known. Raises FormatError if the box cuts blocks and `amax` is not
@@ -258,7 +258,7 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """The float32 numbers that data and scales stand for, for a box or the whole tensor as in `quantize`.
+        """The float32 numbers that data and scales stand for, for the box `where`, or the whole tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -301,7 +301,7 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """The array. Raises FormatError, which begins with `what`, for another dtype or if it has no dimension."""
+    """`given` as an array of `dtype`. Raises FormatError, beginning with `what`, for other dtypes and scalars."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
@@ -311,7 +311,7 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Normalize the field of a format to one of the choices. Raises FormatError for anything else."""
+    """Set a format's `field` to the equal one of `choices`. Raises FormatError if it equals none."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:
@@ -321,7 +321,7 @@ def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
 
 
 def read_flag(value: Format, field: str) -> None:
-    """Normalize the field of a format to True or False. Raises FormatError for anything else."""
+    """Set a format's `field` to True or False. Raises FormatError if it is not a bool."""
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"

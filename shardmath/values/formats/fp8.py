@@ -50,12 +50,12 @@ class _Scaled(Format):
 
     @property
     def element(self) -> Float:
-        """E4M3 or E5M2."""
+        """The float type of the data: E4M3 or E5M2."""
         return ELEMENTS[self.data]
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Data as uint8, and float32 scales."""
+        """The arrays of a quantized tensor: data as uint8, and float32 scales."""
         return (
             Part("data", self.element.dtype, "uint8", Blocks(())),
             Part("scales", "float32", "float32", self.blocks),
@@ -84,7 +84,7 @@ class _Scaled(Format):
 
 
 def divide_amax(amax: Floats, most: np.float32) -> Floats:
-    """The scales that map each amax to the largest number."""
+    """The scales that map each largest magnitude in `amax` to `most`, the largest number of the format."""
     scales: Floats = np.maximum(amax / most, LEAST)
     return scales
 
@@ -101,7 +101,7 @@ def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FP8Blocks(_Scaled):
-    """A float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
+    """FP8 with a float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
 
     The last tile of a dimension may be shorter. Raises FormatError for an empty tile, sizes below 1, and other values.
     """
@@ -121,19 +121,19 @@ class FP8Blocks(_Scaled):
 
     @property
     def name(self) -> str:
-        """The format, its elements and its scales."""
+        """The format's name for people, with its elements and its scales."""
         kind = " powers of two" if self.power_of_two else ""
         return f"FP8 {self.data} per {self.blocks}{kind}"
 
     @property
     def blocks(self) -> Blocks:
-        """The tile."""
+        """The tile whose positions share a scale."""
         return Blocks(self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class FP8(_Scaled):
-    """A float32 scale per "tensor", or per "channel": one for the whole last dimension.
+    """FP8 numbers with a float32 scale per "tensor", or per "channel", which is a row along the last dimension.
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it, as for calibrated activations; then
     every part can be quantized separately. Raises FormatError for other values, and for a tensor_amax per channel.
@@ -154,14 +154,14 @@ class FP8(_Scaled):
 
     @property
     def name(self) -> str:
-        """The format, its elements and its scales."""
+        """The format's name for people, with its elements and its scales."""
         kind = " powers of two" if self.power_of_two else ""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"FP8 {self.data} per {self.per}{kind}{known}"
 
     @property
     def blocks(self) -> Blocks:
-        """All positions, or all of the last dimension."""
+        """The positions that share a scale: the whole tensor, or a row along the last dimension."""
         return GRANULARITIES[self.per]
 
     def _find_amax(self, values: Floats, window: Window) -> Floats:
@@ -172,7 +172,7 @@ class FP8(_Scaled):
 
 
 def read_amax(given: object) -> float | None:
-    """A largest magnitude, rounded to float32. Raises FormatError unless it is a finite number >= 0."""
+    """`given` as a largest magnitude rounded to float32, or None. Raises FormatError unless it is finite and >= 0."""
     if given is None:
         return None
     try:

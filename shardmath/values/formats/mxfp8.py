@@ -45,7 +45,7 @@ SUBNORMAL = 0x40_0000
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Format):
-    """Data "e4m3" or "e5m2", scales E8M0 by "rceil" or "floor", blocks of 32 along `axis` -1 or -2.
+    """Data "e4m3" or "e5m2" with power-of-two scales, by "rceil" or "floor", of 32 numbers along `axis`, -1 or -2.
 
     Raises FormatError for anything else.
     """
@@ -65,25 +65,25 @@ class MXFP8(Format):
 
     @property
     def name(self) -> str:
-        """The format, its elements, its rule and its direction."""
+        """The format's name for people, with its elements, its rounding and its axis."""
         along = "rowwise" if self.axis == -1 else "columnwise"
         return f"MXFP8 {self.data} {self.rounding} {along}"
 
     @property
     def element(self) -> Float:
-        """E4M3 or E5M2."""
+        """The float type of the data: E4M3 or E5M2."""
         return ELEMENTS[self.data]
 
     @property
     def blocks(self) -> Blocks:
-        """32 in a row, or 32 rows of one column."""
+        """The positions that share a scale: 32 in a row, or 32 rows of one column."""
         if self.axis == -1:
             return Blocks((BLOCK,))
         return Blocks((BLOCK, 1))
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Data and scales, both uint8."""
+        """The arrays of a quantized tensor: data and scales, both uint8."""
         return (
             Part("data", self.element.dtype, "uint8", Blocks(())),
             Part("scales", "float8_e8m0fnu", "uint8", self.blocks),
@@ -91,12 +91,12 @@ class MXFP8(Format):
 
     @property
     def nan_magnitude(self) -> float:
-        """Infinite with "floor", which treats a block with NaN as one with an infinity."""
+        """The magnitude of NaN in amaxes: infinite if scales round by "floor", so that NaN spoils its block; else 0."""
         return 0 if self.rounding == "rceil" else np.inf
 
     @property
     def padding(self) -> tuple[int, int]:
-        """The multiples of TransformerEngine, with which scales fill tiles."""
+        """The multiples to which TransformerEngine pads the last two dimensions of the scales."""
         return (128, 4) if self.axis == -1 else (4, 128)
 
     def _make_scales(self, amax: Floats) -> Codes:
@@ -112,7 +112,7 @@ class MXFP8(Format):
 
 
 def round_up(element: Float, amax: Floats) -> Codes:
-    """TransformerEngine's bytes (`float_to_e8m0`): amax / most in float32, rounded up to a power of two."""
+    """The scales' bytes by TransformerEngine's rule (`float_to_e8m0`): amax / largest, rounded up to a power of two."""
     inverse = np.float32(1) / np.float32(element.most)
     bits = (amax * inverse).view(np.uint32)
     field = bits >> 23
@@ -124,7 +124,7 @@ def round_up(element: Float, amax: Floats) -> Codes:
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """OCP's bytes: the exponent of amax minus the exponent of the largest number; 255 for infinities."""
+    """The scales' bytes by OCP's rule: exponent of amax minus exponent of the largest number; 255 for infinities."""
     bits = amax.view(np.uint32)
     field = (bits >> 23).astype(np.int32)
     codes = np.maximum(field - element.exponent, 0)

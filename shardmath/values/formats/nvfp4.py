@@ -49,7 +49,7 @@ MOST_OF_ALL = np.float32(E2M1.most * E4M3.most)
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
-    """Blocks of 16 in a row, or of 16 x 16 with `two_d`.
+    """Two 4-bit numbers per byte, and an FP8 scale per 16 numbers in a row, or per 16 x 16 with `two_d`.
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it; without it, a part of a tensor cannot be
     quantized separately. Raises FormatError for other values.
@@ -64,23 +64,23 @@ class NVFP4(Format):
 
     @property
     def name(self) -> str:
-        """The format and its blocks."""
+        """The format's name for people, with its blocks."""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"NVFP4 {'2-D' if self.two_d else '1-D'}{known}"
 
     @property
     def element(self) -> Float:
-        """E2M1."""
+        """The float type of the data: E2M1."""
         return E2M1
 
     @property
     def blocks(self) -> Blocks:
-        """16 in a row, or 16 x 16."""
+        """The positions that share a scale: 16 in a row, or 16 x 16."""
         return Blocks((BLOCK, BLOCK) if self.two_d else (BLOCK,))
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Data, two numbers per byte; scales as uint8; the float32 global scale, an array of one element."""
+        """The arrays of a quantized tensor: data (two numbers per byte), scales as uint8, a float32 global scale."""
         return (
             Part("data", E2M1.dtype, "uint8", Blocks((2,))),
             Part("scales", E4M3.dtype, "uint8", self.blocks),
@@ -89,7 +89,7 @@ class NVFP4(Format):
 
     @property
     def padding(self) -> tuple[int, int]:
-        """The multiples of TransformerEngine, with which scales fill tiles."""
+        """The multiples to which TransformerEngine pads the last two dimensions of the scales."""
         return 128, 4
 
     def _make_scales(self, amax: Floats) -> Floats:

@@ -55,7 +55,7 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """The packed layout of one number per block, of that dtype, for a tensor with this layout.
+    """The packed layout of one element of `dtype` per block, such as its scale, for a tensor with this `layout`.
 
     Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such blocks are `duplicated`;
     the message says `what` the numbers of the tensor `name` are.
@@ -76,7 +76,7 @@ def lay_blocks(
 
 
 def spread_last(layout: Layout, factor: int) -> Layout:
-    """The layout of a tensor with `factor` numbers instead of each one, along the last dimension."""
+    """The layout of a tensor that has `factor` elements for each one of `layout`, along the last dimension."""
     *others, last = layout.dims
     size = last.size * factor
     held = []
@@ -117,7 +117,7 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
 
 
 def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
-    """The layout in which each rank's local size is padded with holes to a multiple in each dimension."""
+    """The layout in which each rank pads its local size with holes to a multiple of `multiples`, by dimension."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
         if multiple > 1:
@@ -136,7 +136,7 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
 
 
 def list_stretches(runs: Runs) -> list[tuple[int, int]]:
-    """The positions as ascending (start, stop), merged if adjacent, however far apart they lie in the local tensor."""
+    """The global positions of `runs` as ascending ranges (start, stop), merged if adjacent."""
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
 

@@ -64,7 +64,7 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def swizzle(scales: Array) -> Array:
-    """The scales as consecutive tiles of 512 elements, padded with zeros.
+    """The `scales` in the order of tensor cores: consecutive tiles of 512 elements, padded with zeros.
 
     Raises FormatError unless scales have two dimensions.
     """
@@ -79,7 +79,7 @@ def swizzle(scales: Array) -> Array:
 
 
 def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
-    """The scales of that shape, without padding. Raises FormatError for storage of another size."""
+    """The scales of this `shape` in swizzled `storage`, without padding. Raises FormatError for another size."""
     down, across = _count_tiles(shape)
     size = down * across * ROWS * COLUMNS
     if storage.shape != (size,):
@@ -96,13 +96,13 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """The row-major position in the scales of each element of swizzled storage: `stored={0: ...}` of a layout."""
+    """For each element of swizzled storage, its row-major position in scales of this `shape`, as Runs."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
 
 def flattened(layout: Layout) -> Layout:
-    """The one-dimensional layout of each rank's flattened local array, for any tensor.
+    """The layout, with one dimension, in which each rank stores its local array of `layout` flattened.
 
     Raises FormatError for a Partial layout.
     """
@@ -110,7 +110,7 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """The one-dimensional layout of each rank's swizzled local array of scales.
+    """The layout, with one dimension, in which each rank stores its local array of scales swizzled.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

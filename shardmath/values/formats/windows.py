@@ -34,7 +34,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The box from `starts` to `stops` (exclusive) of a tensor of that shape.
+    """A box, from `starts` to `stops` (exclusive), of a tensor of this shape, whose blocks share scales.
 
     `blocks` has the positions of a block in each dimension; `whole` says whether the block is the whole dimension.
     """
@@ -52,7 +52,7 @@ class Window:
 
     @property
     def spans(self) -> str:
-        """The box as text, such as [0:4, 2:3]."""
+        """The box as text, such as "[0:4, 2:3]"."""
         pairs = zip(self.starts, self.stops, strict=True)
         return f"[{', '.join(f'{start}:{stop}' for start, stop in pairs)}]"
 
@@ -63,7 +63,7 @@ class Window:
 
     @property
     def cover(self) -> tuple[slice, ...]:
-        """The slice of the scales of all blocks that the box touches."""
+        """The slices of the scales of all blocks that the box touches."""
         return tuple(map(self._slice_blocks, range(len(self.shape))))
 
     def _slice_blocks(self, d: int) -> slice:
@@ -88,7 +88,7 @@ class Window:
         return inside - start
 
     def straddles(self) -> NDArray[np.bool_]:
-        """Whether positions of a block lie outside the box, for each block that it touches."""
+        """For each block that the box touches, whether some of its positions lie outside the box."""
         out = np.zeros(self.count, np.bool_)
         for d in range(out.ndim):
             # Move dimension d to the end, where flags broadcast; this is a view, so `out` itself changes.
@@ -108,7 +108,7 @@ class Window:
         return is_cut
 
     def amax(self, part: Floats, nan: float = 0) -> Floats:
-        """The largest magnitude inside the box, for each block that it touches; NaN counts as `nan`."""
+        """The largest magnitude, within `part`, of each block that the box touches; NaN counts as `nan`."""
         out = np.abs(part)
         out[np.isnan(out)] = nan
         for d in range(part.ndim):
@@ -121,7 +121,7 @@ class Window:
         return out
 
     def spread(self, numbers: NDArray[_Number]) -> NDArray[_Number]:
-        """Repeat each block's number at all of the block's positions in the box."""
+        """An array of the box's shape that has each block's entry of `numbers` at all of the block's positions."""
         for d in range(numbers.ndim):
             if self.blocks[d] > 1:
                 numbers = np.repeat(numbers, np.diff(self._borders(d)), axis=d)
@@ -129,7 +129,7 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """The window that an index selects. Raises FormatError unless the index is a box; a step, for one, is not."""
+    """The Window that the index `where` selects. Raises FormatError unless it selects a box, without steps."""
     # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []

@@ -32,7 +32,7 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """Each tensor with its companions at both ends, and the chosen transforms by tensor name."""
+    """The layouts of each tensor and its companions (such as scales) at both ends, and the tensors' transforms."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]
@@ -40,7 +40,7 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Pair each tensor's layouts at both ends, with its companions, and choose transforms by the rules.
+    """Group each tensor with its companions, such as scales, at both ends, and choose transforms by `rules`.
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """
@@ -97,7 +97,7 @@ def _find_companions(
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
-    """The transform of each tensor that a rule takes. Raises PlanError for an invalid or an idle rule."""
+    """The transform of each of `names` that a pattern of `rules` matches. Raises PlanError for an unused pattern."""
     by_pattern = _read_rules(rules)
     chosen = {}
     used_patterns = set()

@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """At which ends the tensor travels exactly as it is held: no function is called there, and nothing is copied."""
+    """The ends at which a tensor is sent, or arrives, exactly as it is held: no function is called there."""
 
     source: bool
     destination: bool
@@ -68,7 +68,7 @@ Grain: TypeAlias = tuple[int, ...] | Blocks
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A wire tensor of a transform: its name and dtype, and how many positions of the tensor each position stands for.
+    """A tensor that a transform sends: its name, its dtype, and the block of positions that each element stands for.
 
     `grain` gives those counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
     `at_destination` gives another. `Blocks` can also say that a position stands for a whole dimension. `spread` is the
@@ -102,7 +102,7 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """The block that a position stands for. Raises PlanError if it has more dimensions than the tensor."""
+        """The block that an element stands for at `end`. Raises PlanError if it has over `ndim` dimensions."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -113,11 +113,11 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """The size of that block in each of `ndim` dimensions; None for a whole dimension."""
+        """The size in each of `ndim` dimensions of the block that an element stands for; None for a whole dimension."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
-        """The global shape of the wire tensor, given the tensor's form at one end."""
+        """The global shape of the component for a tensor of this `form` at one `end`."""
         count = self.blocks(len(form.shape), end).count(form.shape)
         spread = self.spread_at(end)
         if spread == 1:
@@ -126,7 +126,7 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Positions of the component per position of the tensor, in the last dimension."""
+        """The number of the component's positions for each position of the tensor at `end`, in the last dimension."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -150,7 +150,7 @@ def _write_grain(grain: Grain) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor that goes with another one, such as its scales: its name is the other's name followed by `suffix`.
+    """A tensor that goes with another one, such as its scales; its name is the other's name followed by `suffix`.
 
     `grain` means the same as in a Component. Raises PlanError for an empty suffix, and for a grain below 1.
     """
@@ -171,28 +171,28 @@ class Companion:
 
     @property
     def component(self) -> Component:
-        """A component with the same dtype and grain."""
+        """A Component with the companion's dtype and grain."""
         return Component("companion", self.dtype, self.grain)
 
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """A transform that does not support every layout at the end where it computes something."""
+    """A transform that supports only some layouts at the end where it computes something."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if its functions cannot work on what ranks hold under the layout."""
+        """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
         ...
 
 
 def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
-    """The companions that a transform declares at an end, by its optional method `companions(end)`."""
+    """The companions, such as scales, that a tensor with this `transform` has at `end`."""
     # A runtime protocol instead of getattr takes 40 us, once for each expert of each layer.
     companions = getattr(transform, "companions", None)
     return tuple(companions(end)) if callable(companions) else ()
 
 
 def read_end(given: object, what: str) -> End:
-    """Return `given` if it is an end. Raises PlanError, which says that `what` has it, if not."""
+    """Return `given` if it is "source" or "destination". Raises PlanError, which says that `what` has it, if not."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]
@@ -200,24 +200,24 @@ def read_end(given: object, what: str) -> End:
 
 @runtime_checkable
 class Transform(Protocol):
-    """How a tensor changes on its way; hashable. Ranks compare its `str`, which therefore has to say all it does.
+    """A change of tensors on their way, made by functions at the source, the destination or both; hashable.
 
     `components` lists the wire tensors of a tensor that has these forms at its ends, and raises PlanError for forms
     that the transform does not support. At an end that `as_held` names, that end's function is never called.
     """
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One or more wire tensors, with distinct names."""
+        """The tensors (components) to send for a tensor of form `src` that arrives as `dst`; at least one."""
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends at which nothing is computed."""
+        """The ends at which a tensor of these forms is sent, or arrives, as it is held."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """An array for each component, made from some blocks of the source's tensor."""
+        """Make the components to send, one array each, from `array`, which has some blocks of the source's tensor."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The blocks of the destination's tensor that these parts of the components stand for."""
+        """Compute the destination's blocks from `arrays`: for each component, the part that these blocks need."""
         ...

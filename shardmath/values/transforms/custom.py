@@ -36,7 +36,7 @@ Beside: TypeAlias = tuple[tuple[Companion, ...], tuple[Companion, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """A transform of two functions: one makes an array per component, the other the destination's array from these.
+    """A custom transform: a function at the source makes the components, one at the destination makes the tensor.
 
     Both work block by block on arrays without holes (see `components`); None leaves the tensor as it is held there.
     `name` stands for the functions: ranks compare it. `on_tensors` are the same two for torch's tensors. `beside` are
@@ -75,25 +75,25 @@ class Custom:
         return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{names})"
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The companions given for that end."""
+        """The companions, such as scales, that were given for `end`."""
         at_source, at_destination = self.beside
         return at_source if end == "source" else at_destination
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components given."""
+        """The components that the transform was given; they do not depend on the forms."""
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends for which no function is given."""
+        """The ends for which the transform has no function."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The arrays that the function at the source makes."""
+        """The arrays of the components, made from `array` by the function at the source."""
         assert self.at_source is not None, "sent as held"
         return self.at_source(array)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The array that the function at the destination makes."""
+        """The destination's array, made from the components' `arrays` by the function at the destination."""
         assert self.at_destination is not None, "arrives as held"
         return self.at_destination(arrays)
 

@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A local tensor of a rank with its companions, and the wire tensors that stand for it, by local name.
+    """A local tensor of a rank with its companions, and the tensors that are sent or received for it.
 
     `wired` is None if the tensor travels as it is, under the same name."""
 
@@ -41,17 +41,17 @@ class WireJob(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The tensor's local name."""
+        """The local name of the tensor."""
         return self.held[0][0]
 
     @property
     def layout(self) -> Layout:
-        """The tensor's layout."""
+        """The layout of the tensor."""
         return self.held[0][1]
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """The local array of that name. Raises PlanError if it is missing."""
+    """The local array named `key`. Raises PlanError, which names the rank, if it is missing."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:
@@ -61,7 +61,7 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
 
 
 def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """The wire tensors of a local array and its companions."""
+    """The arrays that `rank` sends for a tensor, by local name, made from `given`: the tensor and its companions."""
     wired = job.wired
     names = [key for key, _ in job.wires]
     made = given
@@ -127,7 +127,7 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """The local array made from the wire tensors, and its companions; written into the arrays of `into` if given."""
+    """The tensor and its companions, by local name, made from the received arrays `given`; written to `into`."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:

@@ -28,7 +28,7 @@ Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
 
 
 def find_cells(layout: Layout, rank: int) -> Cells:
-    """The local positions of what the rank holds, in ascending order of the tensor's positions."""
+    """The local positions of the elements that `rank` holds, in ascending order of global positions."""
     return tuple(map(_find_positions, layout.runs(rank)))
 
 
@@ -43,13 +43,13 @@ def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
 
 
 def pack(layout: Layout, rank: int, local: Array) -> Array:
-    """The packed array: a view if no dimension has several stretches."""
+    """The elements of `local` without holes, in ascending order of global positions; a view if possible."""
     packed: Array = local[_index(find_cells(layout, rank), local.shape)]
     return packed
 
 
 def unpack(layout: Layout, rank: int, packed: Array, out: Array) -> None:
-    """Write a packed array into the local array `out`, whose holes stay as they are."""
+    """Write the array `packed` into the local array `out`; its holes stay as they are."""
     out[_index(find_cells(layout, rank), out.shape)] = packed
 
 

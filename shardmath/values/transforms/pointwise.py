@@ -31,7 +31,7 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Rounds to `dtype`, to nearest even, at the source or at the destination.
+    """A transform that rounds numbers to `dtype`, to nearest even, at the source or at the destination.
 
     Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
     their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
@@ -49,11 +49,11 @@ class Cast:
             raise PlanError(f"Cast({self.dtype!r}) has lossy={self.lossy!r}; give True or False")
 
     def path(self, src: Form, dst: Form) -> tuple[str, str, str]:
-        """The dtypes that each number has in turn."""
+        """The dtypes that each number has one after the other: the source's, `dtype`, the destination's."""
         return src.dtype, self.dtype, dst.dtype
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One component, with a position for each of the tensor's."""
+        """The one component to send: all numbers, in `dtype` if cast at the source, else in the dtype of the source."""
         first, middle, last = self.path(src, dst)
         for old, new in ((first, middle), (middle, last)):
             why = refuse_cast(old, new, self.lossy)
@@ -62,18 +62,18 @@ class Cast:
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends that hold the dtype that travels."""
+        """The ends that hold the tensor in the dtype in which it is sent."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
         return AsHeld(True, first == middle == last)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The array, rounded to `dtype`."""
+        """The array to send: `array` rounded to `dtype`."""
         return (cast_array(array, src.dtype, self.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The array in the destination's dtype, rounded to `dtype` first if the source did not."""
+        """The array in the destination's dtype, rounded to `dtype` first if the source did not do so."""
         (array,) = arrays
         if self.at == "destination":
             array = cast_array(array, src.dtype, self.dtype)
@@ -82,7 +82,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class NegativeExp:
-    """Computes -exp of the source's numbers, rounded to float32 and then to the destination's dtype.
+    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype.
 
     Engines store A of a state-space model, trainers store A_log. Raises PlanError for tensors that are not floats.
     """
@@ -93,7 +93,7 @@ class NegativeExp:
         read_end(self.at, "NegativeExp")
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """One component: the source's numbers, or the destination's."""
+        """The one component to send: the destination's numbers if -exp is computed at the source, else the source's."""
         for form in (src, dst):
             if not is_float(form.dtype):
                 raise PlanError(f"{self} of {src} to {dst}: {form.dtype} has no exp; give floats")
@@ -104,11 +104,11 @@ class NegativeExp:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """-exp of the array."""
+        """The array to send: -exp of `array`."""
         return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """-exp of the array."""
+        """The destination's array: -exp of the array that was sent."""
         (array,) = arrays
         return _negate_exp(array, src.dtype, dst.dtype)
 

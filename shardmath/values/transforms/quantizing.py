@@ -152,7 +152,7 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """Rounds numbers to `wire` and quantizes them, at the source or at the destination.
+    """A transform that rounds numbers to `wire` and quantizes them, at the source or at the destination.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
     checkpoints' suffixes. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
@@ -173,16 +173,16 @@ class Quantize:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The scales at the destination."""
+        """The companions of the tensor at `end`: its scales at the destination, none at the source."""
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if a rank cannot quantize its part."""
+        """Raise PlanError if ranks quantize at `end` but some holds only a part of a dimension that shares a scale."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Data and scales, or the numbers."""
+        """The components to send: data and scales if quantized at the source, else the numbers in the dtype `wire`."""
         what = f"{self.format.name} of {src}"
         _check_numbers(src, what)
         _check_data(self.format, dst, src.shape, what)
@@ -191,20 +191,20 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Data and scales at the destination, or `wire` numbers at the source."""
+        """The ends at which a tensor of these forms is sent, or arrives, as it is held."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Data and scales, or numbers rounded to `wire`."""
+        """The arrays to send: quantized data and scales, or `array` rounded to the dtype `wire`."""
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
         return self.format.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """Data and scales."""
+        """The destination's arrays, data and scales, quantized from the numbers that were sent."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
         return self.format.quantize(numbers)
@@ -212,7 +212,7 @@ class Quantize:
 
 @dataclass(frozen=True, slots=True)
 class Dequantize:
-    """Turns the source's data and scales into numbers, at the source or at the destination.
+    """A transform that turns quantized data and scales into numbers, at the source or at the destination.
 
     Arguments are as of Quantize. `transformed` raises PlanError for sides that do not fit.
     """
@@ -228,11 +228,11 @@ class Dequantize:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The scales at the source."""
+        """The companions of the tensor at `end`: its scales at the source, none at the destination."""
         return _list_scales(self.format, self.suffixes) if end == "source" else ()
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Data and scales, or the numbers."""
+        """The components to send: data and scales if dequantized at the destination, else the numbers."""
         what = f"{self.format.name} to {dst}"
         _check_numbers(dst, what)
         _check_data(self.format, src, dst.shape, what)
@@ -241,15 +241,15 @@ class Dequantize:
         return _list_numbers(self.format, dst.dtype, (True, False))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """At the end where nothing is done."""
+        """The end at which nothing is computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The numbers."""
+        """The array to send: the numbers that the data and scales in `array` stand for."""
         return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The numbers."""
+        """The destination's array: the numbers that the data and scales in `arrays` stand for."""
         return self._dequantize_to(arrays, dst)
 
     def _dequantize_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
@@ -261,7 +261,7 @@ class Dequantize:
 
 @dataclass(frozen=True, slots=True)
 class Requantize:
-    """Converts data and scales from one format to another, by way of float32 numbers, at either end.
+    """A transform of quantized data and scales from one format to another, by way of float32, at either end.
 
     `suffixes` are the suffixes of scales at the source, and at the destination. Raises PlanError for equal formats,
     which need no rule; `transformed` raises it for sides that do not fit.
@@ -285,19 +285,19 @@ class Requantize:
         object.__setattr__(self, "suffixes", (first, last))
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The scales of each end."""
+        """The companions of the tensor at `end`: its scales there."""
         at_source, at_destination = self.suffixes
         if end == "source":
             return _list_scales(self.old, at_source)
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if a rank cannot quantize its part."""
+        """Raise PlanError if ranks quantize at `end` but some holds only a part of a dimension that shares a scale."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Data and scales of the format that travels."""
+        """The components to send: data and scales, in the new format if converted at the source, else in the old."""
         what = f"{self.old.name} to {self.new.name}"
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)
@@ -309,15 +309,15 @@ class Requantize:
         return _list_parts(self.old, src.dtype, (True, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """At the end where nothing is done."""
+        """The end at which nothing is computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Data and scales of the new format."""
+        """The arrays to send: data and scales in the new format, made from data and scales in the old one."""
         numbers = self.old.dequantize(*array)
         return self.new.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """Data and scales of the new format."""
+        """The destination's arrays: data and scales in the new format, made from data and scales in the old one."""
         numbers = self.old.dequantize(*arrays)
         return self.new.quantize(numbers)

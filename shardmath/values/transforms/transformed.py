@@ -55,7 +55,7 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """Two sides and the wire tensors between them; made by `transformed`.
+    """Two sides that hold tensors in different forms, and the tensors to move between them; made by `transformed`.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
@@ -85,7 +85,7 @@ class Transformed:
 
     @property
     def digest(self) -> str:
-        """64 hexadecimal digits, equal on every rank for equal layouts and transforms, however spelled."""
+        """A digest of 64 hexadecimal digits, equal on every rank for equivalent layouts and equal transforms."""
         held = []
         for side in (self.held_src, self.held_dst):
             for name in sorted(side):
@@ -105,7 +105,7 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """The tensors, without companions, that these wire tensors stand for."""
+        """The names of the source's tensors, without companions, for which the tensors named in `wires` are sent."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -115,7 +115,7 @@ class Transformed:
         return names
 
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
-        """Every local tensor that the rank holds at an end, with its wire tensors."""
+        """Yield a WireJob for each local tensor of `rank` at `end`: with companions, and the tensors sent for it."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
             held, wires, number = self.held_dst, self.dst, 1
@@ -133,7 +133,7 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """The rank's wire tensors at the source, made from its local arrays; untransformed tensors as given.
+        """The local arrays that `rank` sends, made from its local `arrays`; tensors without a transform as given.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -147,7 +147,7 @@ class Transformed:
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
-        """The rank's local arrays at the destination, made from its wire tensors; written into `out` if it is given.
+        """The rank's local arrays at the destination, made from the received `arrays`; written to `out` if given.
 
         Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """
@@ -165,7 +165,7 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """The wire tensors that let `rules` turn the source's tensors into the destination's.
+    """The tensors to send so that `rules` (pattern -> transform) turn the source's tensors into the destination's.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

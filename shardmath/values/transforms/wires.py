@@ -44,7 +44,7 @@ Held: TypeAlias = tuple[LayoutOrWindows, ...]
 
 
 class Wired(NamedTuple):
-    """A tensor and the components that travel for it: `sent` and `received` are their layouts at the two ends.
+    """A transformed tensor: the components that are sent for it, and their layouts at both ends (`sent`, `received`).
 
     `suffixes` has the suffixes of the tensor's companions at each end.
     """
@@ -64,7 +64,7 @@ class Wired(NamedTuple):
 
 
 def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
-    """The components of the tensor `name`, given its layouts and its companions' at the two ends.
+    """The components to send for the tensor `name`, with their layouts, given the tensor's layouts at both ends.
 
     Raises PlanError if the transform does not fit the tensor, or a layout cuts a block.
     """
@@ -192,7 +192,7 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """The packed layout of a component of the tensor `name`. Raises PlanError for a cut inside a block."""
+    """The packed layout of a component for a tensor with this `layout`. Raises PlanError for a cut inside a block."""
     blocks = component.blocks(layout.ndim, end)
     what = f"component {str(component)!r}"
     try:

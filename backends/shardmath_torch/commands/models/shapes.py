@@ -64,7 +64,7 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A tensor whose name ends in `stacked`, (E, ...), is E tensors for each name of `parts`.
+    """A rule: a tensor of shape (E, ...) whose name ends in `stacked` is split into E tensors per name in `parts`.
 
     Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
     {e} is another name for the unchanged tensor.

@@ -39,7 +39,7 @@ def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def name_given(plan: Plan | Transposed | Program) -> str:
-    """The name of a plan or a program in claims."""
+    """The plan or program in words: its kind ("plan" or "program") and the beginning of its digest."""
     kind = "program" if isinstance(plan, Program) else "plan"
     return f"{kind} {plan.digest[:DIGEST_SHOWN]}"
 

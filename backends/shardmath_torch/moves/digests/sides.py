@@ -52,7 +52,7 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """The share of this rank's portions of a tensor in each box."""
+        """For each box, the weighted sum of the elements in it that these portions of a tensor have."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)

@@ -72,7 +72,7 @@ class Meter:
             self._tell()
 
     def expect(self, total: int) -> None:
-        """Replace the bytes in all."""
+        """Set the total number of bytes to `total`, and report the progress."""
         self._total = total
         self._tell()
 

@@ -98,7 +98,7 @@ class _Counts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the latest move."""
+        """The latest move or copy in words: "move 3", or "copy 2 after move 3"."""
         copy = f"copy {self.copies} after " if self.copies else ""
         return f"{copy}move {self.moves}"
 

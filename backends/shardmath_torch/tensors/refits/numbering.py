@@ -165,7 +165,7 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """The pieces of all logical tensors in the target."""
+        """All pieces of logical tensors that were identified in the target's written cells."""
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:
