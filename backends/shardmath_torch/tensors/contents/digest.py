@@ -105,9 +105,9 @@ def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
     numbers = gather_numbers(party, own_shares, counts)
     unread = {rank: iter(shares) for rank, shares in numbers.items()}
     shares = divide_shares(side.windows, unread)
-    odd = find_odd_replica(party, side, shares)
-    if odd:
-        return odd
+    difference = find_odd_replica(party, side, shares)
+    if difference:
+        return difference
     return {
         name: seal(windows, add_patches(windows, shares[name]))
         for name, windows in side.windows.items()

@@ -358,12 +358,12 @@ class Refit(Leaves):
         """The given tensors of every engine that has this rank."""
         engines = self.planned.engines
         rank = self._party.rank
-        mine = [name for name, bound in engines.items() if rank in bound.ranks]
+        own_engines = [name for name, bound in engines.items() if rank in bound.ranks]
         if len(engines) > 1 or is_by_name(dst, engines):
-            return dict(check_named(rank, mine, dst))
-        if not mine and name_natives(dst):  # type: ignore[arg-type]
+            return dict(check_named(rank, own_engines, dst))
+        if not own_engines and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
-        return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
+        return dict.fromkeys(own_engines, dst)  # type: ignore[arg-type]
 
     def _bind_side(
         self,
