@@ -178,12 +178,12 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
 
 def _list_ours(folder: Place) -> list[tuple[Place, str]]:
     """Files in the folder that saves wrote, each with the save's digits."""
-    found: list[tuple[Place, str]] = []
+    ours: list[tuple[Place, str]] = []
     for file in folder.glob(f"{OURS}*"):
         match = FILE.fullmatch(file.name)
         if match:
-            found.append((file, match["save"]))
-    return found
+            ours.append((file, match["save"]))
+    return ours
 
 
 def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
