@@ -118,7 +118,7 @@ class GlooWire:
 
     def __init__(self, group: Group, patience: float) -> None:
         self._group = group
-        self._own_patience = self._patience = patience
+        self._default_patience = self._patience = patience
         self._is_late = False
         self._ranks = ranks_of(group)
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
@@ -128,7 +128,7 @@ class GlooWire:
     def begin(self, turn: int, patience: float | None = None) -> None:
         """Mark the following messages with this turn; they wait `patience` seconds, None for the wire's default."""
         self._tag = OURS + turn % TURNS * STEPS
-        self._patience = self._own_patience if patience is None else patience
+        self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:

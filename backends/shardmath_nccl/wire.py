@@ -122,11 +122,11 @@ class NcclWire:
         _check_handling()
         _check_offered(group)
         self._group = group
-        self._own_patience = self._patience = patience
+        self._default_patience = self._patience = patience
         self._ranks = compat.ranks_of(group)
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
         self._batch = _Batch()
-        self._started: deque[_Batch] = deque()
+        self._started_batches: deque[_Batch] = deque()
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -135,7 +135,7 @@ class NcclWire:
 
     def begin(self, turn: int, patience: float | None = None) -> None:
         """Set the turn's patience. The number has no use: NCCL pairs messages by order, which votes keep equal."""
-        self._patience = self._own_patience if patience is None else patience
+        self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
         """Add a receive of bytes from `rank` into `memory` to the next group."""
@@ -154,23 +154,23 @@ class NcclWire:
         if not batch.ops:
             return
         assert len(batch.ops) <= MOST_OPS, "rounds are cut to this size, equally at both ends"
-        if len(self._started) == MOST_AHEAD:
+        if len(self._started_batches) == MOST_AHEAD:
             self._finish_first()
         compat.check_there(self._group)
         compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
         with _converting_errors(), compat.closing_group(self._group, self.device):
             batch.works = start_batch(self._group, self.device, batch.ops)
-        self._started.append(batch)
+        self._started_batches.append(batch)
 
     def finish(self) -> None:
         """Wait until all started messages have been sent and received. Raises PeerFailure."""
-        while self._started:
+        while self._started_batches:
             self._finish_first()
 
     def _finish_first(self) -> None:
         # The group before is done by now, so the patience is for this group only.
-        _settle(self._started[0].works, self._patience)
-        self._started.popleft()
+        _settle(self._started_batches[0].works, self._patience)
+        self._started_batches.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Gather every rank's record, all of one size, in the group's order. Raises PeerFailure."""

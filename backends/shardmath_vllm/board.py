@@ -107,12 +107,12 @@ class Board:
 
     def decline(self, what: str, error: BaseException) -> None:
         """Say that this rank does not come, to the ranks that wait for its vote, or for place 0's decision."""
-        said = word_objection(error)
+        objection = word_objection(error)
         # Where place 0 is gone, nobody waits.
         with suppress(ExchangeError):
             if self.place == 0:
-                self._post(what, f"place 0 could not {what}: {said}")
-            self._post(f"{what}/{self.place}", said)
+                self._post(what, f"place 0 could not {what}: {objection}")
+            self._post(f"{what}/{self.place}", objection)
         if not isinstance(error, ExchangeError):
             self.excuse(what)
 
@@ -131,10 +131,10 @@ class Board:
         votes: dict[int, str] = {}
 
         def has_voted(place: int) -> bool:
-            said = notes.read(self.store, f"{what}/{place}")
-            if said is not None:
-                votes[place] = said
-            return said is not None
+            vote = notes.read(self.store, f"{what}/{place}")
+            if vote is not None:
+                votes[place] = vote
+            return vote is not None
 
         def word_faults() -> str:
             faults = [
@@ -178,16 +178,16 @@ class Board:
 
         `why` is what is wrong here, "" where it is what others have done.
         """
-        heard = ""
+        reason = ""
         try:
             # Place 0 may be gone, and the store with it.
             with suppress(RuntimeError):
                 if why:
                     self._write(what, f"place {self.place}: {why}")
                 # Also of what this rank has set: it is there by the answer, and only then do others find it gone.
-                said = self._read(what) or ""
+                report = self._read(what) or ""
                 if not why:
-                    heard = said
+                    reason = report
                 self._confirm(what)
         finally:
             # Also after another Ctrl-C: nobody may go on with this rank.
@@ -196,7 +196,7 @@ class Board:
             # Others hear of it as this rank leaves; the store is there for as long as it is held here.
             with suppress(RuntimeError):
                 self._await_heard(what, range(1, self.size), HEARD_S)
-        return heard
+        return reason
 
     def _word_late(self, what: str, late: set[int]) -> str:
         places = ", ".join(map(str, sorted(late)))
@@ -221,7 +221,7 @@ class Board:
         seconds = self.timeout + LATER_S
         until = time.monotonic() + seconds
         try:
-            while (said := self._read(what, until - time.monotonic())) is None:
+            while (report := self._read(what, until - time.monotonic())) is None:
                 if time.monotonic() > until:
                     raise ExchangeError(f"place 0 did not {what} in {seconds:g} s")
                 time.sleep(LOOK_AGAIN_S)
@@ -229,9 +229,9 @@ class Board:
             raise ExchangeError(
                 f"place 0 left, has stopped or is gone, as it was to {what}: {error}"
             ) from error
-        if said:
+        if report:
             self._confirm(what)
-        return said
+        return report
 
     def _confirm(self, what: str) -> None:
         """Note that this rank has heard of that."""

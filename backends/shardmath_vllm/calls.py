@@ -48,7 +48,7 @@ class _Call:
         self._act = act
         self._give_up = give_up
         # Not the thread's end, for which CPython 3.11 takes a `join` that Ctrl-C has ended.
-        self._over = threading.Event()
+        self._end_event = threading.Event()
         # A daemon: a call that never ends does not keep the process.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -63,16 +63,16 @@ class _Call:
             with suppress(Exception):
                 self._give_up(self.fault)
         finally:
-            self._over.set()
+            self._end_event.set()
 
     def join(self, seconds: float) -> None:
         """Wait for its end."""
-        self._over.wait(seconds)
+        self._end_event.wait(seconds)
 
     @property
     def is_open(self) -> bool:
         """Whether it has not ended."""
-        return not self._over.is_set()
+        return not self._end_event.is_set()
 
 
 class Calls:

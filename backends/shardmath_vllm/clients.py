@@ -51,26 +51,26 @@ class LLMClient:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._turn = _turns.setdefault(llm, threading.Lock())
+        self._turn_lock = _turns.setdefault(llm, threading.Lock())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have its workers join."""
-        with self._turn:
+        with self._turn_lock:
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Before an update."""
-        with self._turn:
+        with self._turn_lock:
             self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Have its workers receive."""
-        with self._turn:
+        with self._turn_lock:
             self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """After an update."""
-        with self._turn:
+        with self._turn_lock:
             self._llm.finish_weight_update(weight_version)
 
 

@@ -57,35 +57,35 @@ def convert(
         for name in parts:
             waiting.setdefault(name, []).append((native, parts))
     # What only a later tensor completes is kept until then; mostly that is nothing.
-    come: dict[str, Tensor] = {}
+    arrived: dict[str, Tensor] = {}
     for name, tensor in pairs:
-        come[name] = tensor
-        for native, left in waiting.get(name, ()):
-            left.remove(name)
-            if not left:
-                yield native.name, _make(native, come)
-        if not any(left for _, left in waiting.get(name, ())):
-            del come[name]
+        arrived[name] = tensor
+        for native, missing in waiting.get(name, ()):
+            missing.remove(name)
+            if not missing:
+                yield native.name, _make(native, arrived)
+        if not any(missing for _, missing in waiting.get(name, ())):
+            del arrived[name]
 
 
-def _make(native: Native, come: Mapping[str, Tensor]) -> Tensor:
+def _make(native: Native, arrived: Mapping[str, Tensor]) -> Tensor:
     """The checkpoint's tensor, of the pieces in it."""
     first, *others = native.pieces
     if not others and _is_whole(first, native):
         # A view, at least of equal elements: these are followed as they are recorded, and need no memory.
-        return _take(first, come).reshape(native.shape)
-    like = come[first.tensor]
-    made = torch.empty(native.shape, dtype=like.dtype, device=like.device)
+        return _take(first, arrived).reshape(native.shape)
+    like = arrived[first.tensor]
+    joined = torch.empty(native.shape, dtype=like.dtype, device=like.device)
     for piece in native.pieces:
         counts = [count for count, _, _ in piece.blocks]
         across = [stride for _, stride, _ in piece.blocks]
-        made.as_strided(counts, across, piece.cell).copy_(_take(piece, come))
-    return made
+        joined.as_strided(counts, across, piece.cell).copy_(_take(piece, arrived))
+    return joined
 
 
-def _take(piece: Piece, come: Mapping[str, Tensor]) -> Tensor:
+def _take(piece: Piece, arrived: Mapping[str, Tensor]) -> Tensor:
     """The elements of a piece."""
-    source = come[piece.tensor].contiguous()
+    source = arrived[piece.tensor].contiguous()
     counts = [count for count, _, _ in piece.blocks]
     along = [stride for _, _, stride in piece.blocks]
     return source.as_strided(counts, along, piece.element)

@@ -37,20 +37,20 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
     """
     if group is None:
         return act()
-    made: list[_T] = []
+    results: list[_T] = []
     fault = ""
     try:
-        made.append(act())
+        results.append(act())
     except Exception as error:
         # Said, whatever it is: the others wait to hear of this rank.
         fault = word_objection(error)
     faults = []
-    for place, said in enumerate(gather(fault, group, what)):
-        if said:
-            faults.append(f"place {place} could not {what}: {said}")
+    for place, reported in enumerate(gather(fault, group, what)):
+        if reported:
+            faults.append(f"place {place} could not {what}: {reported}")
     if faults:
         raise ExchangeError("\n".join(faults))
-    return made[0]
+    return results[0]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Link:
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
-    `beside` are groups of some of the ranks, which end with this one. `said` are the numbers of updates that this rank
+    `beside` are groups of some of the ranks, which end with this one. `update_numbers` are updates that this rank
     has begun and of which the board may still say something; the last one is in it.
     """
 
@@ -72,7 +72,7 @@ class Link:
     timeout: float
     acknowledges: bool = False
     beside: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    said: list[int] = field(default_factory=list)
+    update_numbers: list[int] = field(default_factory=list)
 
     def leave(self) -> None:
         """End the group, and the groups in `beside`."""
@@ -162,20 +162,20 @@ class Life:
 
     def _note(self) -> None:
         """Begin no update twice. Raises ExchangeError for one that others are done with: they would not come."""
-        last = max(self._link.said, default=0)
+        last = max(self._link.update_numbers, default=0)
         if self.update.number <= last:
             raise ExchangeError(
                 f"update {self.update.number} comes after update {last} was begun: what asked for it was late, or "
                 f"asked twice; send_weights begins another"
             )
-        self._link.said.append(self.update.number)
+        self._link.update_numbers.append(self.update.number)
 
     def _forget(self) -> None:
         """Have the board say nothing of updates before this one: all ranks have come to it."""
-        *old, number = self._link.said
+        *old, number = self._link.update_numbers
         if self._link.place == 0:
             self._board.forget(old)
-        self._link.said[:] = [number]
+        self._link.update_numbers[:] = [number]
 
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:

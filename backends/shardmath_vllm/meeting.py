@@ -84,11 +84,11 @@ ALIKE = ("workers", "dtype", "own", "timeout", "max_inflight_bytes", "transport"
 """What all ranks of a trainer have to be told. Each may have an address of its own by which it reaches rank 0."""
 
 
-def _check_alike(told: list[TrainerInfo]) -> None:
+def _check_alike(infos: list[TrainerInfo]) -> None:
     """Raise ExchangeError where two ranks were told otherwise."""
-    for info in told[1:]:
+    for info in infos[1:]:
         for name in ALIKE:
-            first, other = getattr(told[0], name), getattr(info, name)
+            first, other = getattr(infos[0], name), getattr(info, name)
             if first != other:
                 raise ExchangeError(
                     f"rank 0 has {name}={first!r} in its TrainerInfo, and rank {info.rank} {name}={other!r}; "
@@ -135,9 +135,9 @@ class Meeting:
 
 def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link:
     """What all ranks of the group have planned. Collective."""
-    said = gather(given.told, group, "say what trainers hold")
-    told = _find_told(said)
-    trainers = sum(one is not None for one in said)
+    by_place = gather(given.told, group, "say what trainers hold")
+    told = _find_told(by_place)
+    trainers = sum(entry is not None for entry in by_place)
     recorded = together(group, "record its loader", lambda: _record(given, told))
     text = None if recorded is None else recorded.to_json()
     stores = gather((given.engine, text, given.is_joint), group, "say what engines store")
@@ -162,9 +162,9 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     )
 
 
-def _find_told(said: list[Told | None]) -> Told:
+def _find_told(by_place: list[Told | None]) -> Told:
     """What all trainers say. Raises ExchangeError where two say otherwise: all ranks have heard the same."""
-    first, *others = [one for one in said if one is not None]
+    first, *others = [entry for entry in by_place if entry is not None]
     for place, other in enumerate(others, 1):
         for what in ("shapes", "served", "checkpoint", "side"):
             if getattr(first, what) != getattr(other, what):

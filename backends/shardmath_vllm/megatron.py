@@ -46,9 +46,9 @@ def read_megatron(
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Typed by what Megatron says of them alone.
-    first: Any = modules[0]
-    trained = first.config
-    own = canonical(trained.params_dtype)
+    first_chunk: Any = modules[0]
+    trained = first_chunk.config
+    params_dtype = canonical(trained.params_dtype)
     vocab = Config(config).get("vocab_size")
     if not isinstance(vocab, int):
         raise StoreError(
@@ -71,16 +71,16 @@ def read_megatron(
     shapes = logical_shapes(
         trained,
         vocab=vocab,
-        tied=first.share_embeddings_and_output_weights,
-        pattern=getattr(first, "hybrid_override_pattern", None),
-        dtype=own,
+        tied=first_chunk.share_embeddings_and_output_weights,
+        pattern=getattr(first_chunk, "hybrid_override_pattern", None),
+        dtype=params_dtype,
     )
     tensors = [_list_own(module) for module in modules]
-    said = _gather_said(shapes, side, tensors)
-    held = _correct(shapes, said)
-    served = _serve(held, said, dtype)
+    reports = _gather_reports(shapes, side, tensors)
+    held_shapes = _correct(shapes, reports)
+    served = _serve(held_shapes, reports, dtype)
     checkpoint = declare_conversion(config, served)
-    return Source(tensors, side, held, served, checkpoint, modules, dist.get_rank())
+    return Source(tensors, side, held_shapes, served, checkpoint, modules, dist.get_rank())
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -94,18 +94,18 @@ def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]
 
 def _unwrap(chunk: nn.Module) -> nn.Module:
     """The model itself: wrappers have what they wrap as `module`. Raises TypeError where that is none of Megatron's."""
-    found: Any = chunk
-    while isinstance(getattr(found, "module", None), nn.Module):
-        found = found.module
-    if not hasattr(getattr(found, "config", None), "tensor_model_parallel_size"):
+    model_or_wrapper: Any = chunk
+    while isinstance(getattr(model_or_wrapper, "module", None), nn.Module):
+        model_or_wrapper = model_or_wrapper.module
+    if not hasattr(getattr(model_or_wrapper, "config", None), "tensor_model_parallel_size"):
         raise TypeError(
-            f"{type(found).__name__} has no configuration of Megatron-Core's; give its GPTModel"
+            f"{type(model_or_wrapper).__name__} has no configuration of Megatron-Core's; give its GPTModel"
         )
-    model: nn.Module = found
+    model: nn.Module = model_or_wrapper
     return model
 
 
-class _Said(NamedTuple):
+class _TensorReport(NamedTuple):
     """Of a rank's tensors: which dtypes are not the trainer's usual one, and which tensors are buffers."""
 
     dtypes: dict[str, str]
@@ -114,44 +114,44 @@ class _Said(NamedTuple):
 
 def _list_own(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, as the bias of a router."""
-    own: dict[str, Tensor] = dict(module.named_parameters())
-    kept = module.state_dict(keep_vars=True)
-    own |= {name: buffer for name, buffer in module.named_buffers() if name in kept}
-    return own
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    persistent = module.state_dict(keep_vars=True)
+    tensors |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return tensors
 
 
-def _gather_said(
+def _gather_reports(
     shapes: Shapes, side: Stored, tensors: Sequence[Mapping[str, Tensor]]
-) -> list[_Said]:
+) -> list[_TensorReport]:
     """What all ranks say of their tensors. Collective."""
-    said = _Said({}, set())
+    report = _TensorReport({}, set())
     for name, slot in bind(side, shapes).slots(dist.get_rank()).items():
         tensor = tensors[slot.chunk].get(slot.native)
         if tensor is None:
             # Named by the refit, with all else that does not fit.
             continue
-        found = canonical(tensor.dtype)
-        if found != shapes[name][1]:
-            said.dtypes[name] = found
+        dtype = canonical(tensor.dtype)
+        if dtype != shapes[name][1]:
+            report.dtypes[name] = dtype
         if not isinstance(tensor, nn.Parameter):
-            said.buffers.add(name)
-    return gather(said, None, "say of which dtypes tensors are")
+            report.buffers.add(name)
+    return gather(report, None, "say of which dtypes tensors are")
 
 
-def _correct(shapes: Shapes, said: Sequence[_Said]) -> Shapes:
+def _correct(shapes: Shapes, reports: Sequence[_TensorReport]) -> Shapes:
     """The shapes with the dtypes of what ranks hold: some tensors are float32 in models of any type."""
     corrected = dict(shapes)
-    for one in said:
-        for name, dtype in one.dtypes.items():
+    for report in reports:
+        for name, dtype in report.dtypes.items():
             corrected[name] = shapes[name][0], dtype
     return corrected
 
 
-def _serve(shapes: Shapes, said: Sequence[_Said], dtype: str | None) -> Shapes:
+def _serve(shapes: Shapes, reports: Sequence[_TensorReport], dtype: str | None) -> Shapes:
     """What engines get: parameters in this dtype, and buffers as they are."""
     if dtype is None:
         return shapes
-    buffers: set[str] = set().union(*(one.buffers for one in said))
+    buffers: set[str] = set().union(*(report.buffers for report in reports))
     served = dict(shapes)
     for name, (shape, _) in shapes.items():
         if name not in buffers:

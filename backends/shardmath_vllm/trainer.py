@@ -61,7 +61,7 @@ class Trainer:
         self.link = link
         self._clients = _list_clients(client) if self.is_sender else []
         self._calls = calls or Calls()
-        self._number = 0
+        self._update_count = 0
         self._watched = watch_modules(source)
 
     @classmethod
@@ -81,18 +81,18 @@ class Trainer:
         """
         with among_trainers(init_info) as ranks:
             clients = together(ranks, "name its engines", lambda: _check_clients(client, init_info))
-            own = together(ranks, "read its source", lambda: _read(source, init_info))
+            this_source = together(ranks, "read its source", lambda: _read(source, init_info))
             # Drawn, not counted: a process that was started again would count from 0.
             name = gather(secrets.token_hex(8), ranks)[0] if ranks else secrets.token_hex(8)
             meeting = Meeting(init_info, name, init_info.rank)
             acts = []
             for engine, one in enumerate(clients):
-                told = init_info.tell(engine, name)
-                acts.append(partial(one.init_weight_transfer_engine, told))
+                joining = init_info.tell(engine, name)
+                acts.append(partial(one.init_weight_transfer_engine, joining))
             calls = Calls()
             calls.ask(acts, meeting.call_off)
             with calls.explain():
-                link = meeting.join(Given(own.tell()))
+                link = meeting.join(Given(this_source.tell()))
             try:
                 # All have met; an engine may yet say that it has not joined.
                 wait = partial(calls.answer, init_info.timeout)
@@ -100,7 +100,7 @@ class Trainer:
             except BaseException:
                 link.leave()
                 raise
-        return cls(client, own, link, name, calls)
+        return cls(client, this_source, link, name, calls)
 
     @property
     def is_sender(self) -> bool:
@@ -114,8 +114,8 @@ class Trainer:
         Raises ExchangeError on all ranks if a worker or a trainer fails. If that is before any weight has moved,
         engines continue with the weights that they had.
         """
-        self._number += 1
-        life = Life(self.link, Update(self._number))
+        self._update_count += 1
+        life = Life(self.link, Update(self._update_count))
         with life.failing():
             self._send(life)
 
@@ -136,7 +136,7 @@ class Trainer:
     def _begin(self) -> None:
         """Have engines begin an update, and then receive. Raises ExchangeError where one does not begin."""
         self._calls.tell([partial(_start, client) for client in self._clients], self.link.timeout)
-        updating = vars(Updating(self._number, self._name))
+        updating = vars(Updating(self._update_count, self._name))
         self._calls.ask([partial(client.update_weights, updating) for client in self._clients])
 
     def _list_ends(self) -> list[Callable[[], None]]:

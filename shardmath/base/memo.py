@@ -56,20 +56,20 @@ class _Account:
     def __init__(self) -> None:
         self.cache: _Wrapper[object] | None = None
         self.nbytes = 0
-        self._last = 0
-        self._allowed = 1e-9  # seconds for weighing: the first entry is weighed
+        self._last_nbytes = 0
+        self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
         """Add the size of a cache entry, computed in `seconds`, to the total; empty all caches if it grows too big."""
-        self._allowed += seconds * SHARE
-        if self._allowed > 0:
+        self._allowed_s += seconds * SHARE
+        if self._allowed_s > 0:
             start = perf_counter()
-            self._last = _weigh(arguments, None) + _weigh(result, set())
-            self._allowed -= perf_counter() - start
-        if _Account.total + self._last > MOST_BYTES:
+            self._last_nbytes = _weigh(arguments, None) + _weigh(result, set())
+            self._allowed_s -= perf_counter() - start
+        if _Account.total + self._last_nbytes > MOST_BYTES:
             clear_caches()
-        self.nbytes += self._last
-        _Account.total += self._last
+        self.nbytes += self._last_nbytes
+        _Account.total += self._last_nbytes
 
     def empty(self) -> None:
         """Empty this function's cache, and subtract its bytes from the total."""

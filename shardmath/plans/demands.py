@@ -118,13 +118,13 @@ class _Requests(NamedTuple):
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
     """The bytes that all `batches` of tensors send, as lines that are not yet divided among their holders."""
     sets = Sets()
-    asked = _stack(_list_requests(batches, sets))
+    requests = _stack(_list_requests(batches, sets))
     if topology is not None:
-        asked = _split_by_node(asked, sets, topology)
+        requests = _split_by_node(requests, sets, topology)
     listed, place = sets.in_order()
-    holders = place[asked.holders]
-    receivers = place[asked.receivers]
-    renumbered = asked._replace(holders=holders, receivers=receivers)
+    holders = place[requests.holders]
+    receivers = place[requests.receivers]
+    renumbered = requests._replace(holders=holders, receivers=receivers)
     return _gather(batches, listed, renumbered)
 
 
@@ -155,29 +155,29 @@ def _ask_for_all(
     """The requests of a template of which every destination cell receives: each batch asks for all units."""
     holders = []
     receivers = []
-    for number in numbers:
-        batch = batches[number]
+    for batch_number in numbers:
+        batch = batches[batch_number]
         holding = sets.add_all(batch.src, t.holders)
         asking = sets.add_all(batch.dst, t.receivers)
         holders.append(holding[t.unit_class])
         receivers.append(asking[t.unit_cell])
     units = len(t.unit_size)
     unit = np.tile(np.arange(units), len(numbers))
-    none = np.zeros_like(unit)
+    zeros = np.zeros_like(unit)
     return _Requests(
         batch=np.array(numbers, np.int64).repeat(units),
         unit=unit,
         order=t.unit_order[unit],
         addend=unit_addends(t)[unit],
-        lo=none,
+        lo=zeros,
         hi=t.unit_size[unit],
         holders=np.concatenate(holders),
         receivers=np.concatenate(receivers),
-        near=none,
+        near=zeros,
     )
 
 
-def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Requests:
+def _ask_for_one_each(batch_number: int, batch: Batch, sets: Sets) -> _Requests:
     """The requests of a batch of which one destination addend may receive: the addend of which most ranks
     hold the unit already, or all addends, a stripe each.
 
@@ -188,7 +188,7 @@ def _ask_for_one_each(number: int, batch: Batch, sets: Sets) -> _Requests:
     unit, lo, hi, receivers = np.array(rows, np.int64).reshape(-1, 4).T
     holders = sets.add_all(batch.src, t.holders)
     return _Requests(
-        batch=np.full_like(unit, number),
+        batch=np.full_like(unit, batch_number),
         unit=unit,
         order=t.unit_order[unit],
         addend=unit_addends(t)[unit],
@@ -238,17 +238,17 @@ def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
     return [addends[local.index(most)]] if most else addends
 
 
-def _split_by_node(asked: _Requests, sets: Sets, topology: Topology) -> _Requests:
+def _split_by_node(requests: _Requests, sets: Sets, topology: Topology) -> _Requests:
     """The requests divided by node: receivers whose node has a holder ask the holders there."""
     # Each pair of sets as one number, so that it is split once.
     count = len(sets.number)
-    codes = asked.holders * count + asked.receivers
+    codes = requests.holders * count + requests.receivers
     pairs, pair = np.unique(codes, return_inverse=True)
     parts, first = _split_pairs(pairs // count, pairs % count, sets, topology.node)
     # Every row is repeated for each part of its pair.
     part, row = ranges(first[pair], first[pair + 1])
     holders, receivers, near = parts[part].T
-    rows = asked.take(row)
+    rows = requests.take(row)
     return rows._replace(holders=holders, receivers=receivers, near=near)
 
 
@@ -282,9 +282,9 @@ def _split_pair(
     there = _group_by_node(receivers, node)
     parts = []
     far: list[int] = []
-    for number, ranks in sorted(there.items()):
-        if number in here:
-            parts.append((tuple(here[number]), tuple(ranks), True))
+    for node_number, ranks in sorted(there.items()):
+        if node_number in here:
+            parts.append((tuple(here[node_number]), tuple(ranks), True))
         else:
             far += ranks
     if far:
@@ -300,74 +300,74 @@ def _group_by_node(ranks: Ranks, node: Callable[[int], int]) -> dict[int, list[i
     return groups
 
 
-def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Requests) -> Demands:
+def _gather(batches: Sequence[Batch], sets: tuple[Ranks, ...], requests: _Requests) -> Demands:
     """The requests in order, gathered into blocks and lines."""
-    _check_total(batches, sets, asked)
-    order, rows = _sort(asked, len(sets))
-    asked = asked.take(order)
+    _check_total(batches, sets, requests)
+    order, rows = _sort(requests, len(sets))
+    requests = requests.take(order)
     # The first row of a block has the values that all its rows have in common.
-    heads = asked.take(rows.first[:-1])
+    heads = requests.take(rows.first[:-1])
     blocks = Offsets.of_sorted(heads.lines())
     line_heads = heads.take(blocks.first[:-1])
-    each, row_bytes = _measure_rows(batches, asked)
+    each, row_bytes = _measure_rows(batches, requests)
     nbytes = rows.sums(row_bytes)
     count = _count_receivers(sets, heads)
-    none = np.zeros(0, np.int64)
+    no_cuts = np.zeros(0, np.int64)
     return Demands(
         sets=sets,
         holders=line_heads.holders,
         near=line_heads.near > 0,
         first=blocks.first,
-        cut_first=none,
-        cuts=none,
+        cut_first=no_cuts,
+        cuts=no_cuts,
         receivers=heads.receivers,
         addend=heads.addend,
         count=count,
         nbytes=nbytes,
         start=blocks.begin(nbytes * count),
         row_first=rows.first,
-        batch=asked.batch,
-        unit=asked.unit,
-        lo=asked.lo,
-        hi=asked.hi,
+        batch=requests.batch,
+        unit=requests.unit,
+        lo=requests.lo,
+        hi=requests.hi,
         at=rows.begin(row_bytes),
         each=each,
     )
 
 
-def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], asked: _Requests) -> None:
+def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], requests: _Requests) -> None:
     """Raise PlanError if all bytes together do not fit 64-bit integers."""
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
-    elements = asked.hi - asked.lo
+    elements = requests.hi - requests.lo
     # Floats are not exact here, but cannot overflow.
     of_batch = np.array(per_element, np.float64)
-    nbytes = elements * of_batch[asked.batch]
-    total = float(nbytes @ lengths(sets)[asked.receivers])
+    nbytes = elements * of_batch[requests.batch]
+    total = float(nbytes @ lengths(sets)[requests.receivers])
     if total > MOST_BYTES:
         what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
         raise PlanError(f"{what}; plan fewer tensors at a time")
 
 
-def _sort(asked: _Requests, sets: int) -> tuple[Ints, Offsets]:
+def _sort(requests: _Requests, sets: int) -> tuple[Ints, Offsets]:
     """The order of the rows, and the blocks as ranges of them in that order."""
     # A block is all rows of one line, addend and receivers. Sorting by two numbers of mixed radix is
     # faster than by six columns.
-    addends = int(asked.addend.max(initial=0)) + 1
-    block = asked.lines() * addends + asked.addend
-    block = block * sets + asked.receivers
-    orders = int(asked.order.max(initial=0)) + 1
-    within = asked.batch * orders + asked.order
-    order = np.lexsort((asked.lo, within, block))
+    addends = int(requests.addend.max(initial=0)) + 1
+    block = requests.lines() * addends + requests.addend
+    block = block * sets + requests.receivers
+    orders = int(requests.order.max(initial=0)) + 1
+    within = requests.batch * orders + requests.order
+    order = np.lexsort((requests.lo, within, block))
     return order, Offsets.of_sorted(block[order])
 
 
-def _measure_rows(batches: Sequence[Batch], asked: _Requests) -> tuple[Ints, Ints]:
+def _measure_rows(batches: Sequence[Batch], requests: _Requests) -> tuple[Ints, Ints]:
     """The bytes of each row in one tensor, and in all tensors of its batch."""
     itemsize = np.array([batch.template.src.itemsize for batch in batches], np.int64)
     tensors = lengths(batch.names for batch in batches)
-    elements = asked.hi - asked.lo
-    each = elements * itemsize[asked.batch]
-    return each, each * tensors[asked.batch]
+    elements = requests.hi - requests.lo
+    each = elements * itemsize[requests.batch]
+    return each, each * tensors[requests.batch]
 
 
 def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
@@ -375,13 +375,13 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
     count = lengths(sets)[heads.receivers]
     holders = np.unique(heads.holders).tolist()
     sending: set[int] = set()
-    for number in holders:
-        sending.update(sets[number])
+    for set_number in holders:
+        sending.update(sets[set_number])
     # Sets are compared one by one only if some of the receivers holds anything at all.
     asking: dict[int, frozenset[int]] = {}
-    for number in np.unique(heads.receivers).tolist():
-        if not sending.isdisjoint(sets[number]):
-            asking[number] = frozenset(sets[number])
+    for set_number in np.unique(heads.receivers).tolist():
+        if not sending.isdisjoint(sets[set_number]):
+            asking[set_number] = frozenset(sets[set_number])
     some_hold = np.isin(heads.receivers, list(asking))
     for block in np.flatnonzero(some_hold).tolist():
         holding = sets[heads.holders[block]]

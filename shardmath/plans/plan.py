@@ -378,7 +378,7 @@ def _name_pieces(
     sources = plan.src[names[0]]
     targets = plan.dst[names[0]]
     new = tuple.__new__  # the same as Transfer(...) in half the time
-    # Most tensors are one window on both sides, whose local name is the tensor's.
+    # Most tensors are one window on both sides, whose local name is the tensor's. `at` are global slices.
     if sources.is_single and targets.is_single:
         return [
             new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))

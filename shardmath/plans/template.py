@@ -83,7 +83,7 @@ class Sets:
 
     def __init__(self) -> None:
         self.number: dict[Ranks, int] = {}
-        self._known: dict[tuple[int, int], Ints] = {}
+        self._cached_numbers: dict[tuple[int, int], Ints] = {}
 
     def add(self, ranks: Ranks) -> int:
         """Add the set `ranks` unless it is there already; return its number."""
@@ -92,10 +92,10 @@ class Sets:
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
         """Add the ranks of `mesh` at each set of positions in `members`; return the sets' numbers."""
         key = id(mesh), id(members)
-        if key not in self._known:
+        if key not in self._cached_numbers:
             numbers = list(map(self.add, members.name(mesh)))
-            self._known[key] = np.array(numbers, np.int64)
-        return self._known[key]
+            self._cached_numbers[key] = np.array(numbers, np.int64)
+        return self._cached_numbers[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
         """All sets in ascending order, and the place in that order of each number."""

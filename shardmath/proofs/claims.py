@@ -290,9 +290,9 @@ def _check_complete(tensor: _ClaimedTensor, boxes: _Boxes) -> None:
     for window in range(len(tensor.dst)):
         _check_window(tensor, window, boxes)
     for choice in tensor.choices.values():
-        chosen_boxes = [box for box, _ in choice]
-        addends = [addend for _, addend in choice]
-        _check_replicas(tensor, chosen_boxes, addends)
+        global_boxes = [box for box, _ in choice]
+        dst_addends = [addend for _, addend in choice]
+        _check_replicas(tensor, global_boxes, dst_addends)
 
 
 def _check_window(tensor: _ClaimedTensor, window: int, boxes: _Boxes) -> None:
@@ -311,15 +311,19 @@ def _check_window(tensor: _ClaimedTensor, window: int, boxes: _Boxes) -> None:
             _check_partition(tensor, rank, runs, addend, arrived)
 
 
-def _check_replicas(tensor: _ClaimedTensor, boxes: list[Box], chosen: list[int]) -> None:
-    """Check that replicas of an addend stay equal: no element goes to two addends of the destination."""
-    pair = first_overlap(boxes, chosen)
+def _check_replicas(tensor: _ClaimedTensor, boxes: list[Box], dst_addends: list[int]) -> None:
+    """Check that one source addend enters the same destination addends in all replicas.
+
+    Its global box `boxes[i]` enters `dst_addends[i]` of some replica. No element may enter different destination
+    addends in different replicas.
+    """
+    pair = first_overlap(boxes, dst_addends)
     if pair is None:
         return
     i, j = pair
-    at = _first_common(boxes[i], boxes[j])
-    what = f"tensor {tensor.name!r}: element {at} goes to addend {chosen[i]} of some replicas"
-    raise PlanError(f"{what} and to addend {chosen[j]} of others; replicas have to stay equal")
+    element = _first_common(boxes[i], boxes[j])
+    what = f"tensor {tensor.name!r}: element {element} goes to addend {dst_addends[i]} of some replicas"
+    raise PlanError(f"{what} and to addend {dst_addends[j]} of others; replicas have to stay equal")
 
 
 def _check_partition(

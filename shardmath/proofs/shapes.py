@@ -55,10 +55,10 @@ def require(holds: object, what: str) -> None:
 # Types
 
 
-def _check_kind(value: object, kind: Any, what: str, seen: set[int]) -> None:
+def _check_kind(value: object, kind: Any, what: str, checked_ids: set[int]) -> None:
     """Check that a value, and everything in it, is of a kind: a class, an array, or a tuple of one of these.
 
-    Tables in `seen` are skipped: tensors share them.
+    Tables in `checked_ids` are skipped: tensors share them.
     """
     origin = get_origin(kind) or kind
     expected = kind if origin is UnionType else origin
@@ -69,26 +69,26 @@ def _check_kind(value: object, kind: Any, what: str, seen: set[int]) -> None:
         ndim = 2 if what in MATRICES else 1
         require(value.ndim == ndim, f"{what} has {plural(value.ndim, 'dimension')}, not {ndim}")
     elif isinstance(value, tuple) and origin is tuple:
-        _check_items(value, get_args(kind)[0], what, seen)
+        _check_items(value, get_args(kind)[0], what, checked_ids)
     elif origin in TABLES:
-        _check_fields(value, origin, seen)
+        _check_fields(value, origin, checked_ids)
 
 
-def _check_fields(table: object, kind: type, seen: set[int]) -> None:
-    """Check that the fields of a table that was not seen before are of their kinds."""
-    if id(table) not in seen:
-        seen.add(id(table))
+def _check_fields(table: object, kind: type, checked_ids: set[int]) -> None:
+    """Check that the fields of a table, unless it is in `checked_ids`, are of their kinds."""
+    if id(table) not in checked_ids:
+        checked_ids.add(id(table))
         for field, inner in _list_kinds(kind):
-            _check_kind(getattr(table, field), inner, f"{kind.__name__}.{field}", seen)
+            _check_kind(getattr(table, field), inner, f"{kind.__name__}.{field}", checked_ids)
 
 
-def _check_items(values: tuple[object, ...], kind: Any, what: str, seen: set[int]) -> None:
+def _check_items(values: tuple[object, ...], kind: Any, what: str, checked_ids: set[int]) -> None:
     """Check that all values are of a kind."""
     # Of names and ranks there are tens of thousands, and looking at their types is enough.
     if kind in PLAIN and {*map(type, values)} <= {kind}:
         return
     for i, value in enumerate(values):
-        _check_kind(value, kind, f"{what}[{i}]", seen)
+        _check_kind(value, kind, f"{what}[{i}]", checked_ids)
 
 
 @memo()
@@ -101,18 +101,18 @@ def _list_kinds(table: type) -> list[tuple[str, Any]]:
 
 def check_plan_shapes(plan: Plan) -> None:
     """Raise PlanError unless the plan's tables have the right types and shapes."""
-    seen: set[int] = set()
+    checked_ids: set[int] = set()
     ranks = tuple[int, ...]
     kinds = {"src_ranks": ranks, "dst_ranks": ranks, "lines": Demands, "batches": tuple[Batch, ...]}
     for field, kind in kinds.items():
-        _check_kind(getattr(plan, field), kind, f"Plan.{field}", seen)
+        _check_kind(getattr(plan, field), kind, f"Plan.{field}", checked_ids)
 
 
 def check_program_shapes(prog: Program) -> None:
     """Raise PlanError unless the program's tables, except its plan's, have the right types and shapes."""
-    seen: set[int] = set()
+    checked_ids: set[int] = set()
     for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
-        _check_kind(getattr(prog, field), kind, f"Program.{field}", seen)
+        _check_kind(getattr(prog, field), kind, f"Program.{field}", checked_ids)
 
 
 def check_integers(table: Overlay | Template | Demands) -> None:
@@ -133,18 +133,18 @@ def check_sides(plan: Plan | Transposed) -> None:
     """Raise PlanError unless the plan's sides and rules have the right types, and name the same tensors."""
     if isinstance(plan, Transposed):
         _check_forward(plan.forward)
-    seen: set[int] = set()
-    _check_kind(plan, Plan | Transposed, "the plan of the program", seen)
-    _check_windows(plan.src, "Plan.src", seen)
-    _check_windows(plan.dst, "Plan.dst", seen)
-    _check_values(plan.rules, Reduction, "Plan.rules", seen)
+    checked_ids: set[int] = set()
+    _check_kind(plan, Plan | Transposed, "the plan of the program", checked_ids)
+    _check_windows(plan.src, "Plan.src", checked_ids)
+    _check_windows(plan.dst, "Plan.dst", checked_ids)
+    _check_values(plan.rules, Reduction, "Plan.rules", checked_ids)
     names = list(plan.src)
     same = names == list(plan.dst) and names == list(plan.rules)
     what = "the source, the destination and the rules of the plan"
     require(same, f"{what} are of tensors of other names")
     kinds: dict[str, Any] = {"is_tree": bool, "topology": Topology | None, "digest": str}
     for field, kind in kinds.items():
-        _check_kind(getattr(plan, field), kind, f"Plan.{field}", seen)
+        _check_kind(getattr(plan, field), kind, f"Plan.{field}", checked_ids)
     require(plan.is_tree or names == [""], "a plan of two layouts has tensors by name")
 
 
@@ -156,23 +156,23 @@ def _check_forward(forward: object) -> None:
     check_sides(forward)
 
 
-def _check_windows(side: object, what: str, seen: set[int]) -> None:
+def _check_windows(side: object, what: str, checked_ids: set[int]) -> None:
     """Check that every tensor of a side has windows, and that they are layouts."""
-    _check_values(side, Windows, what, seen)
+    _check_values(side, Windows, what, checked_ids)
     assert isinstance(side, dict)
     # Tens of thousands of tensors share their windows.
     distinct = {id(windows): windows for windows in side.values()}
     for windows in distinct.values():
         require(windows, f"a tensor has no window in {what}")
-        _check_kind(windows, tuple[Layout, ...], f"the windows of {what}", seen)
+        _check_kind(windows, tuple[Layout, ...], f"the windows of {what}", checked_ids)
 
 
-def _check_values(by_name: object, kind: type, what: str, seen: set[int]) -> None:
+def _check_values(by_name: object, kind: type, what: str, checked_ids: set[int]) -> None:
     """Check that values by name are a dict of exactly this class: another mapping may change between two reads."""
-    _check_kind(by_name, dict, what, seen)
+    _check_kind(by_name, dict, what, checked_ids)
     assert isinstance(by_name, dict)
     names = {type(name): name for name in by_name}
     for name in names.values():
-        _check_kind(name, str, f"a name of {what}", seen)
+        _check_kind(name, str, f"a name of {what}", checked_ids)
     for other in {type(value) for value in by_name.values()} - {kind}:
         require(False, f"{what} has a {other.__name__}, not a {kind.__name__}")

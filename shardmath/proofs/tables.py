@@ -343,13 +343,14 @@ class Places:
     """
 
     def __init__(self, sets: Sequence[Ranks]) -> None:
-        self._of_set = Offsets.of_counts(lengths(sets))
+        self._set_offsets = Offsets.of_counts(lengths(sets))
         # A dict and not an array: ranks that someone wrote into a table may be of any size.
         number: dict[int, int] = {}
         which = [number.setdefault(rank, len(number)) for ranks in sets for rank in ranks]
-        self._number = number
-        self._which = np.array(which, np.int64)
-        self._known: dict[Mesh, MemberTable] = {}
+        # Distinct ranks are numbered; `_member_numbers` are the numbers of the sets' ranks, set by set.
+        self._rank_numbers = number
+        self._member_numbers = np.array(which, np.int64)
+        self._by_mesh: dict[Mesh, MemberTable] = {}
         # Equal meshes are many objects, which are quicker to look up by id than to compare. The
         # plan keeps them alive, so that no id is reused.
         self._by_id: dict[int, MemberTable] = {}
@@ -358,17 +359,17 @@ class Places:
         """The positions in `mesh` of the ranks in all sets."""
         table = self._by_id.get(id(mesh))
         if table is None:
-            if mesh not in self._known:
-                self._known[mesh] = self._find(mesh)
-            table = self._by_id[id(mesh)] = self._known[mesh]
+            if mesh not in self._by_mesh:
+                self._by_mesh[mesh] = self._find(mesh)
+            table = self._by_id[id(mesh)] = self._by_mesh[mesh]
         return table
 
     def _find(self, mesh: Mesh) -> MemberTable:
         # A loop over the ranks of the mesh: the sets may have many more, and there may be many meshes.
-        position_of = [-1] * len(self._number)
+        position_of = [-1] * len(self._rank_numbers)
         for position, rank in enumerate(mesh.ranks):
-            number = self._number.get(rank)
+            number = self._rank_numbers.get(rank)
             if number is not None:
                 position_of[number] = position
         positions = np.array(position_of, np.int64)
-        return MemberTable(self._of_set, positions[self._which])
+        return MemberTable(self._set_offsets, positions[self._member_numbers])

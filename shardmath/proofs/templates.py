@@ -129,23 +129,23 @@ def _check_rows(over: Overlay, what: str) -> None:
 
 
 def _check_side(
-    over: Overlay, sets: Parts, number: Ints, held: Partition, at: Ints, what: str
+    over: Overlay, sets: Parts, set_numbers: Ints, held: Partition, local_places: Ints, what: str
 ) -> None:
     """Check that every part of each row's set holds the row, from the local place that the row gives.
 
-    `number` is the set of each row, and `at[row, m]` the row's place in member m of the set.
+    `set_numbers` has the set of each row, `local_places[row, m]` the row's place in member m of the set.
     """
     widest = max(map(len, sets), default=0)
-    fits = widest <= at.shape[1]
+    fits = widest <= local_places.shape[1]
     require(fits, f"{what} has keys or goals of more parts than its rows")
     members = _tabulate(sets, widest)
     segments = _list_segments(held)
     for m in range(widest):
-        part = members[number, m]
+        part = members[set_numbers, m]
         rows = np.flatnonzero(part >= 0)
         start = over.start[rows]
         size = over.size[rows]
-        local = at[rows, m]
+        local = local_places[rows, m]
         inside = _are_inside(segments, part[rows], local, start, size)
         outside = rows[~inside]
         for row in outside.tolist():
@@ -218,32 +218,32 @@ def _check_units(t: Template, what: str) -> None:
 class End(NamedTuple):
     """One end of a template: in each dimension, the part that each position holds, and the parts that each unit is in.
 
-    `sets[d]` are sets of parts, `held[d]` is the part that each position holds, and `number[:, d]` the set
+    `sets[d]` are sets of parts, `held[d]` is the part that each position holds, and `set_numbers[:, d]` the set
     of each unit. Units with the same `code` have the same sets in every dimension.
     """
 
     sets: list[Parts]
     held: list[Ints]
-    number: Ints
+    set_numbers: Ints
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
         """For each i, whether position `at[i]` holds unit `units[i]`; False if the position is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
-            number = self.number[units, d]
+            set_numbers = self.set_numbers[units, d]
             part = held[at]
-            out &= _are_members(sets, number, part)
+            out &= _are_members(sets, set_numbers, part)
         return out
 
 
-def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
+def _are_members(sets: Parts, set_numbers: Ints, part: Ints) -> Bools:
     """Whether each part is in the set with its number."""
     every = itertools.chain.from_iterable(sets)
     members = np.fromiter(every, np.int64)
     # Most sets are of one part, and comparing is far quicker than isin.
     if all(len(parts) == 1 for parts in sets):
-        only = members[number]
+        only = members[set_numbers]
         return np.equal(part, only)
     by_set = Offsets.of_counts(lengths(sets))
     owners = by_set.owners()
@@ -253,7 +253,7 @@ def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
     is_asked = (members >= 0) & (members < count)
     code = owners[is_asked] * count
     code += members[is_asked]
-    wanted = number * count + part
+    wanted = set_numbers * count + part
     return (part >= 0) & np.isin(wanted, code)
 
 
@@ -261,7 +261,7 @@ def _are_members(sets: Parts, number: Ints, part: Ints) -> Bools:
 def find_end(t: Template, source: bool) -> End:
     """The source end of the template if `source`, otherwise its destination end."""
     mesh = t.src.mesh if source else t.dst.mesh
-    number = np.zeros_like(t.unit_pairs)
+    set_numbers = np.zeros_like(t.unit_pairs)
     # The numbers of all dimensions as digits of one number.
     code = np.zeros(len(t.unit_pairs), np.int64)
     all_sets = []
@@ -274,6 +274,6 @@ def find_end(t: Template, source: bool) -> End:
         held.append(divided.by_rank(mesh))
         pair = t.unit_pairs[:, d]
         digit = of_pair[pair]
-        number[:, d] = digit
+        set_numbers[:, d] = digit
         code = code * len(sets) + digit
-    return End(all_sets, held, number, code)
+    return End(all_sets, held, set_numbers, code)

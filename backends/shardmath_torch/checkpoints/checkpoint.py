@@ -177,9 +177,9 @@ def _raise_failure(
     failed: CheckpointException, raised: list[BaseException], group: Group | None
 ) -> NoReturn:
     """Raise the error of a save whose failures all ranks know: this rank's interrupt, or a CheckpointError."""
-    number, _ = share_of(group)
-    if number in failed.failures:
-        local_error, _ = failed.failures[number]
+    rank, _ = share_of(group)
+    if rank in failed.failures:
+        local_error, _ = failed.failures[rank]
         if not isinstance(local_error, _ReportedError):  # Ctrl-C between two calls of ours
             raised.append(local_error)
     if raised and not isinstance(raised[-1], Exception):
@@ -221,9 +221,9 @@ def load(
     with shared(group):
         job = on_all("load", prepare, group, claim=functools.partial(_describe_load, verify))
         touched = job.reader.touched
-        number, count = share_of(group)
-        marks = [] if touched is None else gather_all("load", touched, count, group)
-        return on_all("load", lambda: _fill(job, device, marks, number), group)
+        rank, count = share_of(group)
+        packed = [] if touched is None else gather_all("load", touched, count, group)
+        return on_all("load", lambda: _fill(job, device, packed, rank), group)
 
 
 class _LoadJob(NamedTuple):
@@ -285,11 +285,15 @@ def _find_wanted(
 
 
 def _fill(
-    job: _LoadJob, device: torch.device | str, marks: Sequence[bytes], number: int
+    job: _LoadJob, device: torch.device | str, packed: Sequence[bytes], rank: int
 ) -> dict[str, Tensor]:
-    """Read the data, and check this rank's share of the checksums; `marks` are the chunks that each rank reads."""
-    if marks:
-        job.reader.divide_checks(marks, number)
+    """Read the data, and check this rank's share of the checksums.
+
+    `packed` are all ranks' packed marks of the chunks that they read, in the group's order, in which this rank is
+    number `rank`. They are empty if no checksums are checked.
+    """
+    if packed:
+        job.reader.divide_checks(packed, rank)
     job.reader.read_data(job.plan, job.planner).wait()
     return {key: tensor.to(device) for key, tensor in job.tensors.items()}
 

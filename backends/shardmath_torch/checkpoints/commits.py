@@ -164,8 +164,10 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
     """Remove files of dead saves that do not count: the i-th of n shares of them, if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
-    with contextlib.ExitStack() as locked:
-        dead = {save for save in saves if _remove_if_dead(folder / name_draft(save), locked)}
+    # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
+    # in `claim` for this lock, and then creates the draft again; created earlier, it would be removed as a leftover.
+    with contextlib.ExitStack() as handles:
+        dead = {save for save in saves if _remove_if_dead(folder / name_draft(save), handles)}
         # read after the drafts of the dead are removed: from then on none of them can come to count
         dead.discard(find_counting(folder) or "")
         for file, save in files:
@@ -176,16 +178,19 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
 
 def _list_ours(folder: Place) -> list[tuple[Place, str]]:
     """Files in the folder that saves wrote, each with the save's digits."""
-    found: list[tuple[Place, str]] = []
+    ours: list[tuple[Place, str]] = []
     for file in folder.glob(f"{OURS}*"):
         match = FILE.fullmatch(file.name)
         if match:
-            found.append((file, match["save"]))
-    return found
+            ours.append((file, match["save"]))
+    return ours
 
 
-def _remove_if_dead(draft: Place, locked: contextlib.ExitStack) -> bool:
-    """Remove a draft that nobody writes, under a shared lock. Returns whether the save has ended."""
+def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
+    """Remove a draft that nobody writes. Returns whether the save has ended.
+
+    It is removed under a shared lock, which ends as `handles` closes.
+    """
     if isinstance(draft, Remote):
         return not draft.is_file()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -195,7 +200,7 @@ def _remove_if_dead(draft: Place, locked: contextlib.ExitStack) -> bool:
         return True
     except OSError:
         return False
-    locked.callback(locks.close, handle)
+    handles.callback(locks.close, handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

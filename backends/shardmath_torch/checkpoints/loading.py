@@ -194,12 +194,12 @@ def _intersect(local: Slices, held: Slices, table: _BoxTable) -> Iterator[tuple[
     start = np.array([cut.start for cut in held], np.int64)
     stop = np.array([cut.stop for cut in held], np.int64)
     local_start = np.array([cut.start for cut in local], np.int64)
-    first = np.maximum(table.starts, start)
-    last = np.minimum(table.stops, stop)
-    meets = (first < last).all(axis=1)
+    low = np.maximum(table.starts, start)
+    high = np.minimum(table.stops, stop)
+    meets = (low < high).all(axis=1)
     origins = table.starts[meets]
-    first = first[meets]
-    last = last[meets]
-    into = first - start + local_start
-    columns = origins, into, first - origins, last - first
+    low = low[meets]
+    high = high[meets]
+    into = low - start + local_start
+    columns = origins, into, low - origins, high - low
     return zip(*(column.tolist() for column in columns), strict=True)

@@ -210,7 +210,7 @@ class _Files:
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
-        self._found: dict[object, Place] = {}
+        self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
         """The file of a box of the tensor. Raises CheckpointError for a box that extensions of torch transformed."""
@@ -219,9 +219,9 @@ class _Files:
             why = "extensions of torch that are not read here; save it without them"
             raise CheckpointError(f"{self._folder}: {what}, {why}")
         path = info.relative_path
-        if not isinstance(path, str) or path not in self._found:
-            self._found[path] = file_in(self._folder, path)
-        return self._found[path]
+        if not isinstance(path, str) or path not in self._places:
+            self._places[path] = file_in(self._folder, path)
+        return self._places[path]
 
 
 def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> StoredTensor:

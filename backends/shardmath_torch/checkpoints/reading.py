@@ -82,10 +82,11 @@ class Reader(storage.StorageReader):
         self._share = share
         self._tally = Tally(progress)
         self._verify = verify
-        self._found: Checkpoint | None = None
+        self._opened_checkpoint: Checkpoint | None = None
         self._strided: dict[StoredBox, Strided] = {}
         self._chunks = CheckpointChunks(_NOTHING)
-        self._marks: Marks = np.zeros(0, bool)
+        # The chunks whose checksums this rank checks: all that it reads, until `divide_checks` leaves a share of them.
+        self._marks_to_check: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read another checkpoint, if given."""
@@ -101,7 +102,7 @@ class Reader(storage.StorageReader):
         names = tuple(dict.fromkeys(asked))
         found.check(names)
         self._strided = found.check_archives(names, self._share)
-        self._found = found
+        self._opened_checkpoint = found
         self._chunks = CheckpointChunks(found if self._verify else _NOTHING)
         return Metadata({name: _describe(found[name]) for name in names})
 
@@ -115,7 +116,7 @@ class Reader(storage.StorageReader):
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
-        self._marks = self._chunks.mark_touched(touched)
+        self._marks_to_check = self._chunks.mark_touched(touched)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -125,7 +126,7 @@ class Reader(storage.StorageReader):
     @property
     def touched(self) -> bytes | None:
         """Packed marks of the chunks that this rank reads, to send to the others; None without checksums."""
-        return pack_marks(self._marks) if self._chunks.total else None
+        return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
         """Keep this rank's share of the checksums, given every rank's `touched`, in order.
@@ -133,7 +134,7 @@ class Reader(storage.StorageReader):
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
         if isinstance(self._checkpoint.path, Path):
-            self._marks = take_share(packed, rank, self._chunks.total)
+            self._marks_to_check = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
         """Copy the plan's items into the planner's tensors, file by file."""
@@ -150,8 +151,8 @@ class Reader(storage.StorageReader):
 
     @property
     def _checkpoint(self) -> Checkpoint:
-        assert self._found is not None, "metadata are read before data"
-        return self._found
+        assert self._opened_checkpoint is not None, "metadata are read before data"
+        return self._opened_checkpoint
 
     def _list_reads(self, plan: LoadPlan) -> dict[Place, list[_Read]]:
         """The plan's reads, by file."""
@@ -181,7 +182,7 @@ class Reader(storage.StorageReader):
         memory = _map(file)
         unchecked: dict[StoredBox, set[int]] = {}
         for read in reads:
-            unchecked[read.box] = set(self._chunks.list_marked(read.box, self._marks))
+            unchecked[read.box] = set(self._chunks.list_marked(read.box, self._marks_to_check))
         with opened(file, buffering=0) as stream:
             assert isinstance(stream, io.FileIO), "an unbuffered file is a FileIO"
             for read in reads:
@@ -200,7 +201,7 @@ class Reader(storage.StorageReader):
         for read in reads:
             by_box.setdefault(read.box, []).append(read)
         for box, its_reads in by_box.items():
-            numbers = self._chunks.list_marked(box, self._marks)
+            numbers = self._chunks.list_marked(box, self._marks_to_check)
             begin, end = _span_of_reads(box, its_reads, numbers)
             data = self._fetch_part(file, begin, end)
             _check_fetched(box, numbers, memoryview(data), begin)

@@ -99,7 +99,7 @@ class SavePlanner(theirs.SavePlanner):
         self._names = frozenset(layouts)
         self._paths = paths or {}
         self._rank = compat.rank_or_0() if rank is None else rank
-        self._given: Mapping[str, Any] = {}
+        self._state_dict: Mapping[str, Any] = {}
         self._blobs: dict[str, Tensor] = {}
         self._sources: dict[MetadataIndex, Tensor] = {}
 
@@ -110,7 +110,7 @@ class SavePlanner(theirs.SavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the local tensors."""
-        self._given = state_dict
+        self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
         """The boxes that this rank writes, with its report to the others as planner data."""
@@ -118,7 +118,7 @@ class SavePlanner(theirs.SavePlanner):
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
         self._blobs = {}
-        for name, data in self._given.items():
+        for name, data in self._state_dict.items():
             if name in blob_names:
                 self._blobs[name] = as_tensor(name, data)
             else:

@@ -164,23 +164,23 @@ class Checkpoint:
         for name in sorted(set(names)):
             tensor = self[name]
             archives += [(name, box) for box in tensor.pieces if box.archive]
-        number, count = share
-        mine = archives[number::count]
-        return self.describe(mine)
+        index, count = share
+        checked = archives[index::count]
+        return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
         """Return the content of these archives (tensor, box). Raises CheckpointError if the metadata says otherwise."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
-        held: dict[StoredBox, Strided] = {}
+        by_box: dict[StoredBox, Strided] = {}
         for file, stored in by_file.items():
             spans = [(box.start, box.length) for _, box in stored]
-            found = describe_archives(file, spans)
-            for (name, box), strided in zip(stored, found, strict=True):
+            described = describe_archives(file, spans)
+            for (name, box), strided in zip(stored, described, strict=True):
                 _check_archive(name, self[name], box, strided)
-                held[box] = strided
-        return held
+                by_box[box] = strided
+        return by_box
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:

@@ -41,18 +41,19 @@ class CheckpointChunks:
 
     def __init__(self, found: Checkpoint) -> None:
         self.total = 0
-        self._first: dict[tuple[Place, int], int] = {}
+        # The number of each box's first chunk, by the box's file and first byte in it.
+        self._first_numbers: dict[tuple[Place, int], int] = {}
         for tensor in found.tensors.values():
             for box in tensor.pieces:
                 if box.sums:
-                    self._first[box.file, box.start] = self.total
+                    self._first_numbers[box.file, box.start] = self.total
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
         """Marks of the chunks that these reads touch: (box, first byte in it, one past the last)."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
-            first = self._first.get((box.file, box.start))
+            first = self._first_numbers.get((box.file, box.start))
             if first is not None and begin < end:
                 low = first + begin // CHUNK
                 high = first + count_checksums(end)
@@ -61,7 +62,7 @@ class CheckpointChunks:
 
     def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
         """The numbers, in the box, of its marked chunks."""
-        first = self._first.get((box.file, box.start))
+        first = self._first_numbers.get((box.file, box.start))
         if first is None:
             return []
         end = first + count_checksums(box.length)

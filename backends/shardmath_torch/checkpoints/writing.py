@@ -288,19 +288,19 @@ def _finish_file(folder: Place, name: str) -> None:
 def _divide_into_files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]:
     """The items of each file, by the name that the file has for them."""
     files: list[dict[str, WriteItem]] = []
-    seen: Counter[str] = Counter()
-    taken = {item.index.fqn for item in items}
+    counts: Counter[str] = Counter()
+    names = {item.index.fqn for item in items}
     for item in items:
         name = item.index.fqn
-        number = seen[name]
-        seen[name] += 1
-        if number >= MOST_FILES:
-            name = find_unused(f"{name}#{number - MOST_FILES + 1}", taken)
-            taken.add(name)
-            number = MOST_FILES - 1
-        while number >= len(files):
+        file_number = counts[name]
+        counts[name] += 1
+        if file_number >= MOST_FILES:
+            name = find_unused(f"{name}#{file_number - MOST_FILES + 1}", names)
+            names.add(name)
+            file_number = MOST_FILES - 1
+        while file_number >= len(files):
             files.append({})
-        files[number][name] = item
+        files[file_number][name] = item
     return files
 
 

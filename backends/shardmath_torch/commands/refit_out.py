@@ -25,7 +25,7 @@ from shardmath_torch.checkpoints.files.locks import locked
 from shardmath_torch.checkpoints.files.places import Place, sync
 from shardmath_torch.checkpoints.safetensors.weights import Weights
 
-__all__ = ["check_out", "finish", "leave", "reserved", "shard_file", "undo"]
+__all__ = ["check_out", "finish", "reserved", "shard_file", "undo", "write_draft"]
 
 UNFINISHED, LOCK = ".unfinished", ".shardmath-refit.lock"
 NAME = re.compile(rf"rank\d+\.safetensors({re.escape(UNFINISHED)})?")
@@ -88,7 +88,7 @@ def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> Non
             raise ShardError(f"{what} {given}, {why}; give another folder")
 
 
-def leave(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     """Write what arrived at `rank` to a draft, on disk. Raises ShardError if it cannot be written."""
     file = _draft(folder, rank)
     try:

@@ -27,7 +27,7 @@ from shardmath.models.systems.rules import Side
 from shardmath_torch.checkpoints.safetensors.slices import check, load, make_zeros
 from shardmath_torch.checkpoints.safetensors.weights import Weights
 from shardmath_torch.commands.processes import Report
-from shardmath_torch.commands.refit_out import leave
+from shardmath_torch.commands.refit_out import write_draft
 from shardmath_torch.groups.dtypes import flat
 from shardmath_torch.moves.movers.compile import compile
 
@@ -181,5 +181,5 @@ def _check(
     """Compare what arrived with the file, and write it out if requested. Returns the number of bytes compared."""
     checked = check(job.weights, layouts, rank, arriving, progress=partial(report, "check"))
     if job.out:
-        leave(job.out, rank, arriving)
+        write_draft(job.out, rank, arriving)
     return checked

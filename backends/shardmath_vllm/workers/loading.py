@@ -56,8 +56,8 @@ class Loading:
         self._model = model
         self._config = config
         # Asked before anything is taken back: afterwards tied modules have a tensor each.
-        self._tied = _find_tied(model)
-        self._others: dict[nn.Module, dict[str, Any]] = {}
+        self._tied_names = _find_tied(model)
+        self._other_values: dict[nn.Module, dict[str, Any]] = {}
 
     def record(
         self,
@@ -102,14 +102,14 @@ class Loading:
             for holder in (module._parameters, module._buffers):
                 for name, tensor in holder.items():
                     native = f"{prefix}.{name}"
-                    if tensor is not None and name not in hidden and native not in self._tied:
+                    if tensor is not None and name not in hidden and native not in self._tied_names:
                         natives[native] = _Place(holder, name)
         return natives
 
     @torch.no_grad()
     def begin(self) -> None:
         """Take back what vLLM has made of the weights; until `process` or `undo` the model does not run."""
-        self._others = {module: _find_others(module) for module in self._model.modules()}
+        self._other_values = {module: _find_others(module) for module in self._model.modules()}
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
             take_back_bias(module)
@@ -130,7 +130,7 @@ class Loading:
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """
-        made = {}
+        memory = {}
         for module, names in self._find_modules(natives):
             taken_back = {name for name in names.values() if getattr(module, name).is_meta}
             materialize_layer(module, get_layerwise_info(module))
@@ -142,22 +142,22 @@ class Loading:
                     tensor.data = take_like(tensor.data)
                     if natives[native]:
                         tensor.data.zero_()
-                made[native] = tensor.data
-        return made
+                memory[native] = tensor.data
+        return memory
 
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
         """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
-        found = [module for module, _ in self._find_modules(sorted(natives))]
+        modules = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
-        for module in sorted(found, key=_count_bytes):
+        for module in sorted(modules, key=_count_bytes):
             info = get_layerwise_info(module)
             if info.can_load():
                 large = _count_bytes(module) >= LARGE
                 with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
                     _layerwise_process(module, info)
-                self._others.pop(module, None)
+                self._other_values.pop(module, None)
                 if large:
                     free()
 
@@ -176,9 +176,9 @@ class Loading:
             for module in written:
                 process: Any = module.process_weights_after_loading
                 process(self._config.dtype)
-        for module in list(self._others):
+        for module in list(self._other_values):
             self._restore_others(module)
-        process_tied(self._model, self._tied)
+        process_tied(self._model, self._tied_names)
 
     def _put_back(self, module: nn.Module) -> None:
         """What runs, in its place."""
@@ -188,7 +188,7 @@ class Loading:
         self._restore_others(module)
 
     def _restore_others(self, module: nn.Module) -> None:
-        for name, other in self._others.pop(module, {}).items():
+        for name, other in self._other_values.pop(module, {}).items():
             if other is None:
                 module.register_parameter(name, None)
             else:
@@ -249,15 +249,15 @@ def _count_bytes(module: nn.Module) -> int:
 
 def _find_tied(model: nn.Module) -> dict[str, str]:
     """Names of parameters that are another module's, too, and the first name of each."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     tied = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 native = f"{prefix}.{name}"
-                own = first.setdefault(id(parameter), native)
-                if own != native:
-                    tied[native] = own
+                first_name = first_names.setdefault(id(parameter), native)
+                if first_name != native:
+                    tied[native] = first_name
     return tied
 
 
@@ -274,27 +274,27 @@ def _find_others(module: nn.Module) -> dict[str, Any]:
 
 def _keep_others(module: nn.Module, written: set[str]) -> None:
     """Give what has memory, and is not written, the values that run."""
-    for tensor, own in _list_kept(module, written):
-        tensor.data.copy_(own)
+    for tensor, running in _list_kept(module, written):
+        tensor.data.copy_(running)
 
 
 def _list_kept(module: nn.Module, written: set[str]) -> list[tuple[Tensor, Tensor]]:
     """Tensors that are not written, as loaded and as they run. Raises StoreError for one that is made again."""
     parameters, buffers = get_layerwise_info(module).kernel_tensors
     running = parameters | buffers
-    kept = []
+    pairs = []
     for name, tensor in _list_tensors(module).items():
         if name in written or name in module._non_persistent_buffers_set:
             continue
-        own = running.get(name)
-        if own is tensor:
+        run = running.get(name)
+        if run is tensor:
             continue
         # A bias that was made wider has what was loaded, in another type.
-        if own is None or own.shape != tensor.shape or (own.dtype != tensor.dtype and name != BIAS):
+        if run is None or run.shape != tensor.shape or (run.dtype != tensor.dtype and name != BIAS):
             kind = type(module).__name__
             raise StoreError(
                 f"{name!r} of {kind} is written by no tensor of the trainer's, and vLLM has made something else of it; "
                 f"give it too"
             )
-        kept.append((tensor, own))
-    return kept
+        pairs.append((tensor, run))
+    return pairs

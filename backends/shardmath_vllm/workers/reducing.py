@@ -30,7 +30,7 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 """What vLLM's quantization asks for a group, and what `parallel_state` keeps that group in."""
 
 
-def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
+def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
     """A group of several workers for each of vLLM's, by what asks for it. Collective over the engine's workers.
 
     They find each other in the meeting's own store.
@@ -38,18 +38,18 @@ def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
     Raises ExchangeError if one of them does not come.
     """
     groups: dict[str, dist.ProcessGroup] = {}
-    for getter, kept in GETTERS.items():
-        own = getattr(parallel_state, kept)
-        if own is None or own.world_size == 1:
+    for getter, attribute in GETTERS.items():
+        vllm_group = getattr(parallel_state, attribute)
+        if vllm_group is None or vllm_group.world_size == 1:
             continue
-        ranks = ",".join(map(str, own.ranks))
+        ranks = ",".join(map(str, vllm_group.ranks))
         groups[getter] = smt.connect(
             store,
-            own.rank_in_group,
-            own.world_size,
-            backend=told.transport,
-            timeout=told.timeout,
-            name=f"engine {told.engine}/{own.unique_name}/{ranks}",
+            vllm_group.rank_in_group,
+            vllm_group.world_size,
+            backend=joining.transport,
+            timeout=joining.timeout,
+            name=f"engine {joining.engine}/{vllm_group.unique_name}/{ranks}",
         )
     return groups
 
@@ -57,7 +57,7 @@ def join_groups(store: Store, told: Joining) -> dict[str, dist.ProcessGroup]:
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
     """Have vLLM's quantization reduce in these groups. Raises ExchangeError if another worker leaves one."""
-    own = {getter: getattr(quant_utils, getter) for getter in groups}
+    getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:
         # Only what quantization sees: torch does not know these groups, which other parts of vLLM would ask it.
         for getter, group in groups.items():
@@ -73,5 +73,5 @@ def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
             raise ExchangeError(what) from cause
         raise
     finally:
-        for getter, get in own.items():
+        for getter, get in getters.items():
             setattr(quant_utils, getter, get)

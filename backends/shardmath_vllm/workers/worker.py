@@ -84,10 +84,10 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """Join a trainer, and leave the one before. Raises ExchangeError where the ranks cannot plan together."""
         self.shutdown()
         parallel = self.parallel_config
-        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        if not 0 <= number < init_info.workers:
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        if not 0 <= worker < init_info.workers:
             raise ExchangeError(
-                f"worker {number} of an engine that the trainer takes to have {init_info.workers}; "
+                f"worker {worker} of an engine that the trainer takes to have {init_info.workers}; "
                 f"give its number of workers in TrainerInfo"
             )
 
@@ -101,7 +101,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
         is_joint = self.vllm_config.quant_config is not None and parallel.world_size > 1
         given = Given(engine=init_info.engine, record=record, is_joint=is_joint)
-        meeting = Meeting(init_info, init_info.meeting, init_info.first + number)
+        meeting = Meeting(init_info, init_info.meeting, init_info.first + worker)
         link = meeting.join(given)
         try:
             if is_joint:

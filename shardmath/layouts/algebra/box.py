@@ -199,13 +199,13 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     for border in sorted({*begin, *end, *enter, *leave}):
         ending = end.get(border, ())
         beginning = begin.get(border, ())
-        gone = [active.pop(i) for i in ending]
+        ended = [active.pop(i) for i in ending]
         new = {i: boxes[i][1:] for i in beginning}
         active |= new
         inside += len(enter.get(border, ()))
         inside -= len(leave.get(border, ()))
         if inside:
-            differ = gone if was_full else None
+            differ = ended if was_full else None
             new_boxes = list(new.values())
             gap = _find_in_slab(inner_held, active, differ, new_boxes)
             if gap is not None:
@@ -215,13 +215,13 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
 
 
 def _find_in_slab(
-    rest: Ranges, active: dict[int, Box], gone: list[Box] | None, new: list[Box]
+    rest: Ranges, active: dict[int, Box], ended: list[Box] | None, new: list[Box]
 ) -> tuple[int, ...] | None:
     """`first_gap` of the active boxes.
 
-    If `gone` is given, the slab before had no gap, and the active boxes differ from its boxes by `gone` and `new`.
+    If `ended` is given, the slab before had no gap, and the active boxes differ from its boxes by `ended` and `new`.
     """
-    if gone is not None and _is_replaced(rest, gone, new, len(active)):
+    if ended is not None and _is_replaced(rest, ended, new, len(active)):
         return None
     if active and not rest:
         return None

@@ -112,9 +112,9 @@ def _find_in_grid(
     for dim_borders, table in zip(borders, tables, strict=True):
         marks.append(_mark(dim_borders, table, count))
     # Cells of all dimensions but the first as one, so that one matrix product counts them all.
-    first, *others = marks
-    rest = _mark_cells(others, count)
-    counts = first.T @ rest
+    first_marks, *other_marks = marks
+    rest_marks = _mark_cells(other_marks, count)
+    counts = first_marks.T @ rest_marks
     bare = counts == 0
     first_bare = int(bare.argmax())
     if not bare.flat[first_bare]:

@@ -197,7 +197,7 @@ class _ViewFinder:
     """Finds logical tensors in their stored tensors. Layers have equal views, each of which is made once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, RecordedView] = {}
+        self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
         """The part of the tensor `name` in a stored tensor, as a view. Raises StoreError if it is not one view."""
@@ -217,9 +217,9 @@ class _ViewFinder:
         """The view of these pieces, whatever their tensor is called. Raises StoreError as RecordedView."""
         unnamed = tuple((piece.cell, piece.element, piece.blocks) for piece in pieces)
         key = stored, shape, unnamed
-        if key not in self._known:
-            self._known[key] = RecordedView(stored, shape, pieces)
-        return self._known[key]
+        if key not in self._views_by_key:
+            self._views_by_key[key] = RecordedView(stored, shape, pieces)
+        return self._views_by_key[key]
 
 
 def _find_holders(recorded: Recorded, tensors: Shapes) -> dict[str, list[_Holder]]:
@@ -263,7 +263,7 @@ class _LayoutFinder:
         self.faults: list[str] = []
         self.missing: list[str] = []
         # Equal layers share a layout object, which plans read once.
-        self._known: dict[object, Layout] = {}
+        self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
         """Find the layout of the tensor `name`, and add it or an error."""
@@ -277,9 +277,9 @@ class _LayoutFinder:
         shape, dtype = tuple(entry[0]), canonical(entry[1])
         key = shape, dtype, tuple(parts.items())
         try:
-            if key not in self._known:
-                self._known[key] = _find_layout(shape, dtype, parts)
-            self.layouts[name] = self._known[key]
+            if key not in self._layouts_by_key:
+                self._layouts_by_key[key] = _find_layout(shape, dtype, parts)
+            self.layouts[name] = self._layouts_by_key[key]
         except ShardError as error:
             self.faults.append(f"{name!r} has no one layout: {error}")
 

@@ -351,7 +351,7 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
     """An error for the first stored tensor of a rank that has two logical tensors of these rows; "" for none."""
     masks: dict[int, int] = {}
-    taken: dict[tuple[int, str], int] = {}
+    stored_masks: dict[tuple[int, str], int] = {}
     for held in group:
         for block in held.blocks:
             owner = block.owner
@@ -361,12 +361,12 @@ def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
                 masks[meshes] = owner.mask
             for name in owner.list_names(held.row, held.star):
                 native = owner.chunk, name
-                before = taken.get(native, 0)
+                before = stored_masks.get(native, 0)
                 both = before & masks[meshes]
                 fault = _explain_shared(bound, group, native, both) if both else ""
                 if fault:
                     return fault
-                taken[native] = before | masks[meshes]
+                stored_masks[native] = before | masks[meshes]
     return ""
 
 

@@ -279,45 +279,47 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
     """(mesh, position of its end): the ':' before the rules, or the end of the text."""
     sizes: dict[str, int] = {}
     ranks: tuple[int, ...] | None = None
-    seen: set[str] = set()
-    at = ranks_at = _skip(text, 0)
-    while at < len(text) and text[at] != ":":
-        axis, value, start = _read_word(text, at, seen)
-        seen.add(axis)
+    earlier_names: set[str] = set()
+    position = ranks_at = _skip(text, 0)
+    while position < len(text) and text[position] != ":":
+        axis, value, start = _read_word(text, position, earlier_names)
+        earlier_names.add(axis)
         if axis == "ranks":
             ranks = _read_ranks(text, value, start)
-            ranks_at = at
+            ranks_at = position
         else:
             sizes[axis] = _read_number(text, value, start)
             total = math.prod(sizes.values())
             if total > MOST_RANKS:
-                raise NotationError(f"a mesh of more than {MOST_RANKS} ranks", text, at, MESH_FIX)
-        at = _skip(text, start + len(value))
+                raise NotationError(
+                    f"a mesh of more than {MOST_RANKS} ranks", text, position, MESH_FIX
+                )
+        position = _skip(text, start + len(value))
     if not sizes and ranks is None:
-        raise NotationError("no mesh axis", text, at, MESH_FIX)
-    return _make_mesh(text, sizes, ranks, first_rank, ranks_at), at
+        raise NotationError("no mesh axis", text, position, MESH_FIX)
+    return _make_mesh(text, sizes, ranks, first_rank, ranks_at), position
 
 
-def _read_word(text: str, at: int, seen: set[str]) -> tuple[str, str, int]:
+def _read_word(text: str, position: int, earlier_names: set[str]) -> tuple[str, str, int]:
     """(name, value, position of the value) of the word at a position.
 
     An axis has one number as its value, `ranks` any number of spans. Raises NotationError for another word, and for a
     name that was seen before.
     """
-    word = WORD.match(text, at)
+    word = WORD.match(text, position)
     if word is None:
-        found, *_ = text[at:].split()
-        raise NotationError(f"{found!r} is not axis=size", text, at, MESH_FIX)
+        given, *_ = text[position:].split()
+        raise NotationError(f"{given!r} is not axis=size", text, position, MESH_FIX)
     axis, value = word["axis"], word["value"] or ""
-    if axis in seen:
+    if axis in earlier_names:
         raise NotationError(
-            f"{axis!r} appears twice", text, at, "name each mesh axis, and ranks, once"
+            f"{axis!r} appears twice", text, position, "name each mesh axis, and ranks, once"
         )
     start = word.end() - len(value)
     if not value or (axis != "ranks" and not value.isdecimal()):
         after, *_ = text[start:].split(" ")
-        found = value or after or "the end"
-        raise NotationError(f"{axis!r} needs a size, found {found!r}", text, start, MESH_FIX)
+        given = value or after or "the end"
+        raise NotationError(f"{axis!r} needs a size, found {given!r}", text, start, MESH_FIX)
     return axis, value, start
 
 

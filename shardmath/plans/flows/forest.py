@@ -86,15 +86,15 @@ def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[
     place = {root: 0}  # of each node of the path
     while path:
         node = path[-1]
-        came = path[-2] if len(path) > 1 else -1
-        onward = _step(arcs[node], sent, node, came)
+        previous = path[-2] if len(path) > 1 else -1
+        onward = _step(arcs[node], sent, node, previous)
         if onward is None:
             arcs[node].clear()
             path.pop()
             del place[node]
             if path:
-                amount = _pop_edge(sent, node, came)
-                out.append((node, came, amount))
+                amount = _pop_edge(sent, node, previous)
+                out.append((node, previous, amount))
         elif onward in place:
             start = place[onward]
             cycle = path[start:]
@@ -107,22 +107,22 @@ def _cancel_cycles(arcs: dict[int, list[int]], sent: Sent, root: int, out: list[
             path.append(onward)
 
 
-def _step(arcs: list[int], sent: Sent, node: int, came: int) -> int | None:
+def _step(arcs: list[int], sent: Sent, node: int, previous: int) -> int | None:
     """A neighbor along a remaining edge, other than the node that the walk came from; None if there is none.
 
     Drops edges that are gone from `arcs`.
     """
     onward = None
-    back = False
+    saw_previous = False
     while arcs and onward is None:
         other = arcs.pop()
-        if other == came:
-            back = True
+        if other == previous:
+            saw_previous = True
         elif (node in sent[other]) if node < other else (other in sent[node]):
             onward = other
     # Both edges stay, the way back below the way on.
-    if back:
-        arcs.append(came)
+    if saw_previous:
+        arcs.append(previous)
     if onward is not None:
         arcs.append(onward)
     return onward
@@ -136,10 +136,10 @@ def _cancel(sent: Sent, cycle: list[int]) -> None:
     lines = cycle[::2]
     sinks = cycle[1::2]
     after = lines[1:] + lines[:1]  # the line after each sink
-    taken = [sent[sink] for sink in sinks]
-    given = [row[line] for line, row in zip(after, taken, strict=True)]
-    amount = min(given)
-    for before, row, line in zip(lines, taken, after, strict=True):
+    rows = [sent[sink] for sink in sinks]
+    amounts = [row[line] for line, row in zip(after, rows, strict=True)]
+    amount = min(amounts)
+    for before, row, line in zip(lines, rows, after, strict=True):
         row[before] += amount
         take(row, line, amount)
 
@@ -151,11 +151,11 @@ def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
     """
     added: dict[int, int] = defaultdict(int)
     for child, parent, amount in reversed(forest):
-        nbytes, rest = divmod(amount, scale)
-        if rest:
-            up = 2 * (rest - added[parent]) > scale
+        nbytes, remainder = divmod(amount, scale)
+        if remainder:
+            up = 2 * (remainder - added[parent]) > scale
             nbytes += up
-            change = scale * up - rest
+            change = scale * up - remainder
             added[parent] += change
             added[child] += change
         if nbytes:

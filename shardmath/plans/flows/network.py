@@ -308,8 +308,8 @@ def _find_path(
             if flow.spare[node]:
                 return path
             # A push may have emptied the sink's share of a line: that way back is gone.
-            taken = flow.sent[node]
-            while ahead and ahead[-1] not in taken:
+            sent_lines = flow.sent[node]
+            while ahead and ahead[-1] not in sent_lines:
                 ahead.pop()
         if ahead is None:
             ahead = arcs[node] = _list_ahead(network, flow, layers, node)
@@ -336,20 +336,20 @@ def _push(flow: _Flow, path: list[int]) -> None:
     """
     lines = path[::2]
     sinks = path[1::2]
-    first, *later = lines
-    last = sinks[-1]
-    taken = [flow.sent[sink] for sink in sinks]
-    back = list(zip(later, taken, strict=False))
-    amount = min(flow.left[first], flow.spare[last])
-    for line, row in back:
+    first_line, *later = lines
+    last_sink = sinks[-1]
+    rows = [flow.sent[sink] for sink in sinks]
+    reduced = list(zip(later, rows, strict=False))
+    amount = min(flow.left[first_line], flow.spare[last_sink])
+    for line, row in reduced:
         amount = min(amount, row[line])
-    for line, row in zip(lines, taken, strict=True):
+    for line, row in zip(lines, rows, strict=True):
         before = row.get(line, 0)
         row[line] = before + amount
-    for line, row in back:
+    for line, row in reduced:
         take(row, line, amount)
-    take(flow.left, first, amount)
-    flow.spare[last] -= amount
+    take(flow.left, first_line, amount)
+    flow.spare[last_sink] -= amount
 
 
 def take(row: dict[int, int], line: int, amount: int) -> None:

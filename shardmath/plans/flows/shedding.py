@@ -37,17 +37,17 @@ def shed_to_target(
 
     Line i sends `copies[i]` bytes and cannot go below `once[i]`.
     """
-    left = list(copies)
+    remaining = list(copies)
     for _ in range(CORRECTIONS):
-        found = find_levels(left, held)
-        high = [level for level in found if level.nbytes > target * len(level.ranks)]
+        levels = find_levels(remaining, held)
+        high = [level for level in levels if level.nbytes > target * len(level.ranks)]
         if not high:
             break
         grouped = _group_by_level(high, held)
         for level, lines in zip(high, grouped, strict=True):
             room = target * len(level.ranks)
-            _shed_evenly(left, once, lines, room)
-    pairs = zip(copies, left, strict=True)
+            _shed_evenly(remaining, once, lines, room)
+    pairs = zip(copies, remaining, strict=True)
     return [before - after for before, after in pairs]
 
 

@@ -60,10 +60,10 @@ def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
     left = leaving.union(plan.left)
     if left == set(plan.left):
         return plan
-    kept = _keep(whole, left)
+    plan_without = _keep(whole, left)
     if not window:
-        _check_held(plan, kept)
-    return kept
+        _check_held(plan, plan_without)
+    return plan_without
 
 
 def _check_plan(plan: object) -> None:
@@ -80,9 +80,9 @@ def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
     leaving = frozenset(as_integer(rank, "a rank that leaves", PlanError) for rank in given)
     strangers = sorted(leaving.difference(whole.dst_ranks))
     if strangers:
-        gone = show_ranks(strangers, noun=False, joined_from=None, most=16)
+        named = show_ranks(strangers, noun=False, joined_from=None, most=16)
         there = show_ranks(whole.dst_ranks, noun=False, joined_from=None, most=16)
-        what = f"ranks {gone} leave, and the destination has ranks {there}"
+        what = f"ranks {named} leave, and the destination has ranks {there}"
         raise PlanError(f"{what}; name those of it that leave")
     sources = sorted(leaving.intersection(whole.src_ranks))
     if sources:
@@ -123,7 +123,7 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
     tensors = _keep_tensors(whole, staying)
     batches = _keep_batches(whole, staying)
     ascending = tuple(sorted(left))
-    kept = replace(
+    kept_plan = replace(
         whole,
         dst=tensors.dst,
         batches=tuple(batches.values()),
@@ -136,9 +136,9 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
         left=ascending,
     )
     if tensors.src is whole.src:
-        return kept
+        return kept_plan
     rules = {name: whole.rules[name] for name in tensors.src}
-    return replace(kept, src=tensors.src, rules=rules, src_ranks=tensors.src_ranks)
+    return replace(kept_plan, src=tensors.src, rules=rules, src_ranks=tensors.src_ranks)
 
 
 def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
@@ -149,12 +149,12 @@ def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
     incomplete: list[str] = []
     for names in whole.alike:
         name = names[0]
-        kept = staying.keep(name, whole.dst[name])
-        dst.update(dict.fromkeys(names, kept.windows))
-        if not kept.windows:
+        kept_side = staying.keep(name, whole.dst[name])
+        dst.update(dict.fromkeys(names, kept_side.windows))
+        if not kept_side.windows:
             continue
         alike.append(names)
-        if not holds_all(kept.windows):
+        if not holds_all(kept_side.windows):
             incomplete += names
     if not alike:
         raise PlanError("all ranks of the destination leave; there is nothing left to plan")
@@ -171,16 +171,16 @@ _Known: TypeAlias = dict[tuple[Template, Layout], Template]
 
 def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
     """The batches whose destination windows stay, without the ranks that left; by number."""
-    known: _Known = {}
+    templates: _Known = {}
     batches = {}
     for number, batch in enumerate(whole.batches):
-        kept = _keep_batch(whole, batch, staying, known)
-        if kept is not None:
-            batches[number] = kept
+        kept_batch = _keep_batch(whole, batch, staying, templates)
+        if kept_batch is not None:
+            batches[number] = kept_batch
     return batches
 
 
-def _keep_batch(whole: Plan, batch: Batch, staying: Staying, known: _Known) -> Batch | None:
+def _keep_batch(whole: Plan, batch: Batch, staying: Staying, templates: _Known) -> Batch | None:
     """A batch without the ranks that left; None if its destination window is gone."""
     name = batch.names[0]
     before = whole.dst[name]
@@ -192,11 +192,11 @@ def _keep_batch(whole: Plan, batch: Batch, staying: Staying, known: _Known) -> B
     template = batch.template
     if window is not before[batch.target]:
         key = template, window
-        if key not in known:
+        if key not in templates:
             source = whole.src[name][batch.source]
             _check_rule(name, batch, source, window)
-            known[key] = make_template(source, window, template.reduction)
-        template = known[key]
+            templates[key] = make_template(source, window, template.reduction)
+        template = templates[key]
     return Batch(template, batch.names, batch.src, window.mesh, batch.source, target)
 
 
@@ -212,18 +212,18 @@ def _check_rule(name: str, batch: Batch, source: Layout, target: Layout) -> None
         )
 
 
-def _check_held(before: Plan, kept: Plan) -> None:
+def _check_held(before: Plan, after: Plan) -> None:
     """Raise PlanError if the ranks that stay hold less of a tensor than the destination did before."""
     fix = "let fewer leave, or say that this is a window: without(..., window=True)"
-    if len(kept.dst) < len(before.dst):
-        name = next(name for name in before.dst if name not in kept.dst)
-        first = before.dst[name][0]
-        _, element = find_held(first, first.mesh.ranks)
-        raise PlanError(f"tensor {name!r}: all ranks leave that hold {element} of {first}; {fix}")
-    fewer = set(kept.in_part).difference(before.in_part)
+    if len(after.dst) < len(before.dst):
+        name = next(name for name in before.dst if name not in after.dst)
+        layout = before.dst[name][0]
+        _, element = find_held(layout, layout.mesh.ranks)
+        raise PlanError(f"tensor {name!r}: all ranks leave that hold {element} of {layout}; {fix}")
+    fewer = set(after.in_part).difference(before.in_part)
     if fewer:
         name = min(fewer)
-        windows = kept.dst[name]
+        windows = after.dst[name]
         raise PlanError(
             f"tensor {name!r}: of the ranks that stay none holds element {first_unheld(windows)} "
             f"under {windows[0]}; {fix}"

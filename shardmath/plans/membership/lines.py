@@ -36,19 +36,19 @@ def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int
     """
     staying = [_drop_ranks(ranks, left) for ranks in demands.sets]
     size = lengths(staying)
-    gone = lengths(demands.sets) - size
+    left_counts = lengths(demands.sets) - size
     asking = demands.receivers
-    count = demands.count - gone[asking]
+    count = demands.count - left_counts[asking]
     cuts = _move_cuts(demands, left, count)
     stays = size[asking] > 0
-    kept = _keep_blocks(demands, stays, count, cuts)
-    numbered = _number_sets(staying, kept.holders, kept.receivers)
+    kept_demands = _keep_blocks(demands, stays, count, cuts)
+    numbered = _number_sets(staying, kept_demands.holders, kept_demands.receivers)
     return replace(
-        kept,
+        kept_demands,
         sets=numbered.sets,
-        holders=numbered.number[kept.holders],
-        receivers=numbered.number[kept.receivers],
-        batch=_renumber(kept.batch, batches),
+        holders=numbered.number[kept_demands.holders],
+        receivers=numbered.number[kept_demands.receivers],
+        batch=_renumber(kept_demands.batch, batches),
     )
 
 

@@ -103,25 +103,25 @@ def _shorten(mesh: Mesh, left: Iterable[int]) -> _Shorter:
     return _Shorter(Mesh(sizes, ranks=in_grid.tolist()), shorter)
 
 
-def _raise_torn(name: str, layout: Layout, left: frozenset[int]) -> NoReturn:
+def _raise_torn(name: str, layout: Layout, leaving_ranks: frozenset[int]) -> NoReturn:
     """Raise PlanError for an element of a copy of which only some ranks leave."""
     fix = "let whole copies leave, or make a new plan from layouts of the ranks that stay"
     mesh = layout.mesh
     copy_of = mesh.coordinate(layout.free_axes).tolist()
     copies: dict[int, list[int]] = {}
-    for rank, number in zip(mesh.ranks, copy_of, strict=True):
-        copies.setdefault(number, []).append(rank)
+    for rank, copy in zip(mesh.ranks, copy_of, strict=True):
+        copies.setdefault(copy, []).append(rank)
     for ranks in copies.values():
-        gone = sorted(left.intersection(ranks))
-        stay = sorted(set(ranks) - left)
-        if gone and stay:
-            rank, element = find_held(layout, gone)
+        leaving = sorted(leaving_ranks.intersection(ranks))
+        stay = sorted(set(ranks) - leaving_ranks)
+        if leaving and stay:
+            rank, element = find_held(layout, leaving)
             listed = show_ranks(stay, noun=False, joined_from=None, most=16)
             raise PlanError(
                 f"tensor {name!r}: rank {rank} leaves and holds {element} of {layout}, of "
                 f"whose copy ranks {listed} stay; {fix}"
             )
-    stay = sorted(set(mesh.ranks) - left)
+    stay = sorted(set(mesh.ranks) - leaving_ranks)
     listed = show_ranks(stay, noun=False, joined_from=None, most=16)
     raise PlanError(
         f"tensor {name!r}: ranks {listed} stay of {layout}, and do not form a mesh of its axes; let "

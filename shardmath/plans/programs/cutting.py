@@ -133,13 +133,13 @@ def _cut_stream(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     """The stream as lists of pieces, each list of at most `limit` bytes."""
     pieces: list[Transfer] = []
     end = 0
-    left = stream[::-1]  # a stack: the next transfer is the last
-    while left:
-        t = left.pop()
+    uncut = stream[::-1]  # a stack: the next transfer is the last
+    while uncut:
+        t = uncut.pop()
         start = align(end, itemsize_of(t))
         # A row is cut only if even an empty message has no room for it.
         head, tail = _split(t, limit - start, within_rows=not pieces)
-        left.extend(reversed(tail))
+        uncut.extend(reversed(tail))
         if head is None:
             yield pieces
             pieces, end = [], 0
@@ -170,9 +170,9 @@ def _split(t: Transfer, room: int, *, within_rows: bool) -> tuple[Transfer | Non
     if not within_rows:
         return None, [t]
     row = _narrow(t, dim, 0, 1)
-    others = _narrow(t, dim, 1, n)
-    first, rest = _split(row, room, within_rows=True)
-    return first, [*rest, others]
+    other_rows = _narrow(t, dim, 1, n)
+    row_head, row_tail = _split(row, room, within_rows=True)
+    return row_head, [*row_tail, other_rows]
 
 
 def _find_rows(t: Transfer) -> int | None:

@@ -100,20 +100,20 @@ def schedule(
     keep the limits.
     """
     _check_plan(plan, "schedule what plan(src, dst) returns")
-    way = known(fanout, tuple(WAYS))
-    if way is None:
+    known_fanout = known(fanout, tuple(WAYS))
+    if known_fanout is None:
         raise PlanError(f"fanout={shown(fanout)} is unknown; use 'auto', 'none' or 'node'")
     most_bytes = as_integer(max_inflight_bytes, "max_inflight_bytes", PlanError)
     most_ops = as_integer(max_ops_per_group, "max_ops_per_group", PlanError)
     _check_positive("max_inflight_bytes", most_bytes)
     _check_positive("max_ops_per_group", most_ops)
-    chosen = _choose_topology(plan, topology)
-    demands = gather_lines(plan.batches, chosen)
+    used_topology = _choose_topology(plan, topology)
+    demands = gather_lines(plan.batches, used_topology)
     _check_pieces(plan, demands, most_bytes)
     assumes = _assumes_nodes(plan, topology)
     options = [
-        Program(plan, chosen, legs, 1, 1, most_bytes, most_ops, "", assumes)
-        for legs in _list_legs(plan, demands, chosen, way)
+        Program(plan, used_topology, legs, 1, 1, most_bytes, most_ops, "", assumes)
+        for legs in _list_legs(plan, demands, used_topology, known_fanout)
     ]
     fastest = _find_fastest(options)
     return replace(fastest, digest=digest_program(fastest))
@@ -191,7 +191,7 @@ def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:
     raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size} or more")
 
 
-class _Way(NamedTuple):
+class _Undivided(NamedTuple):
     """A program not divided into rounds yet, and the bytes that go from rank to rank in it."""
 
     prog: Program
@@ -213,12 +213,12 @@ def _find_fastest(options: Iterable[Program]) -> Program:
     """
     timed: list[tuple[float, Program]] = []
     failed: list[PlanError] = []
-    for slots, way in _order_by_estimate(options):
-        least = estimate_seconds(way.prog.topology, way.loads.sum(axis=1))
+    for slots, undivided in _order_by_estimate(options):
+        least = estimate_seconds(undivided.prog.topology, undivided.loads.sum(axis=1))
         if any(time <= least for time, _ in timed):
             continue
         try:
-            timed.append(_find_rounds(way, slots))
+            timed.append(_find_rounds(undivided, slots))
         except PlanError as error:
             failed.append(error)
     if not timed:
@@ -227,16 +227,16 @@ def _find_fastest(options: Iterable[Program]) -> Program:
     return fastest
 
 
-def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Way]]:
-    """(best number of slots, way) for all programs, the one that should be fastest first."""
-    estimated: list[tuple[float, int, _Way]] = []
+def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Undivided]]:
+    """(best number of slots, program) for all programs, the one that should be fastest first."""
+    estimated: list[tuple[float, int, _Undivided]] = []
     for prog in options:
         pairs = sum_pairs(prog)
         loads = sum_leg_loads(prog, pairs)
         time, slots = _choose_slots(prog.topology, loads)
-        estimated.append((time, slots, _Way(prog, pairs, loads)))
+        estimated.append((time, slots, _Undivided(prog, pairs, loads)))
     estimated.sort(key=itemgetter(0))
-    return [(slots, way) for _, slots, way in estimated]
+    return [(slots, undivided) for _, slots, undivided in estimated]
 
 
 # Rounds
@@ -254,21 +254,21 @@ def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     return next(option for option in options if option[0] <= least * ABOUT)
 
 
-def _find_rounds(way: _Way, slots: int) -> tuple[float, Program]:
+def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     """The time of a program with the fewest turns and slots that keep its limits; and the program.
 
     It has at least `slots` slots. More slots are tried as long as they help, then more turns.
     """
-    prog = replace(way.prog, turns=_choose_turns(way))
+    prog = replace(undivided.prog, turns=_choose_turns(undivided))
     limit = prog.max_inflight_bytes
-    most = _count_most_slots(prog)
-    way = way._replace(prog=prog)
-    _check_bytes(way, most)
+    most_slots = _count_most_slots(prog)
+    undivided = undivided._replace(prog=prog)
+    _check_bytes(undivided, most_slots)
     # If slices were even, the fullest rank's bytes, all legs and both directions, would need this
     # many slots.
-    fullest = int(way.by_rank.max(initial=0))
+    fullest = int(undivided.by_rank.max(initial=0))
     least = -(-fullest // limit)
-    sized = replace(prog, slots=min(max(least, slots), most))
+    sized = replace(prog, slots=min(max(least, slots), most_slots))
     best = sized
     best_inflight = None
     while sized.slots <= GROWTH * best.slots:
@@ -279,11 +279,11 @@ def _find_rounds(way: _Way, slots: int) -> tuple[float, Program]:
         if improved:
             best = sized
             best_inflight = inflight
-        if sized.slots == most:
+        if sized.slots == most_slots:
             break
         grown = _grow(sized.slots, inflight, limit, improved=improved)
-        sized = replace(prog, slots=min(grown, most))
-    return _add_turns(best, way.pairs)
+        sized = replace(prog, slots=min(grown, most_slots))
+    return _add_turns(best, undivided.pairs)
 
 
 def _grow(slots: int, inflight: int, limit: int, *, improved: bool) -> int:
@@ -306,12 +306,12 @@ def _measure(prog: Program) -> tuple[float, int]:
     return estimate_seconds(prog.topology, loads), most
 
 
-def _choose_turns(way: _Way) -> int:
+def _choose_turns(undivided: _Undivided) -> int:
     """The fewest turns in which no rank has more messages than allowed."""
-    limit = way.prog.max_ops_per_group
-    ranks = len(way.prog.ranks)
-    for turns in _list_turns(way.prog, way.pairs):
-        counts = count_messages(way.pairs, turns, ranks)
+    limit = undivided.prog.max_ops_per_group
+    ranks = len(undivided.prog.ranks)
+    for turns in _list_turns(undivided.prog, undivided.pairs):
+        counts = count_messages(undivided.pairs, turns, ranks)
         count = int(counts.max(initial=0))
         if count <= limit:
             return turns
@@ -345,17 +345,17 @@ def _count_most_slots(prog: Program) -> int:
     return max(most, SLOTS[-1])
 
 
-def _check_bytes(way: _Way, slots: int) -> None:
+def _check_bytes(undivided: _Undivided, slots: int) -> None:
     """Raise PlanError if this many slots leave too many bytes in flight, whatever the turns."""
-    turns = _list_turns(way.prog, way.pairs)[-1]
+    turns = _list_turns(undivided.prog, undivided.pairs)[-1]
     rounds = (slots + LEGS - 1) * turns
     # All slices of a pair are in one turn; those of a rank may be spread over all rounds.
-    pair = int(way.pairs.nbytes.max(initial=0))
-    rank = int(way.by_rank.max(initial=0))
+    pair = int(undivided.pairs.nbytes.max(initial=0))
+    rank = int(undivided.by_rank.max(initial=0))
     least_of_pair = -(-pair // slots)
     least_of_rank = -(-rank // rounds)
     least = max(least_of_pair, least_of_rank)
-    limit = way.prog.max_inflight_bytes
+    limit = undivided.prog.max_inflight_bytes
     if least > limit:
         what = f"{slots} slots and {turns} turns leave {least} bytes in flight at some rank in some round"
         raise PlanError(f"max_inflight_bytes={limit}: {what}; pass {least} or more")

@@ -133,7 +133,7 @@ class Senders:
             firsts += _list_firsts(message)
             numbers = range(before, len(firsts))
             self.pieces.append(numbers)
-        self._firsts = as_row(firsts)
+        self._first_elements = as_row(firsts)
         known: dict[object, int] = {}
         for key, pieces in _group_pieces(messages).items():
             self._index(key, shapes[key], pieces, known)
@@ -201,7 +201,7 @@ class Senders:
         owner = owners[cell]
         pieces = np.array(rows, np.int64)
         piece: Ints = pieces[owner, box]
-        element += self._firsts[piece]
+        element += self._first_elements[piece]
         # Turn indices in the batch into indices among all cells to route.
         starts = as_row([part.start for part in batch])
         ends = counts.cumsum()

@@ -26,7 +26,7 @@ from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.commands.command_line import run_command
 from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import find_bounds
-from shardmath_torch.commands.refit_out import check_out, finish, leave, undo
+from shardmath_torch.commands.refit_out import check_out, finish, undo, write_draft
 from shardmath_torch.commands.refit_report import TextTable
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
@@ -69,7 +69,7 @@ def test_a_folder_where_a_rank_would_write(model: Path, tmp_path: Path, name: st
         check_out(tmp_path / "out", open_weights(model))
     if name == "rank0.safetensors.unfinished":
         with pytest.raises(ShardError, match="cannot be written"):
-            leave(tmp_path / "out", 0, {"w": torch.ones(2)})
+            write_draft(tmp_path / "out", 0, {"w": torch.ones(2)})
     undo(tmp_path / "out", [0])
 
 
@@ -77,7 +77,7 @@ def test_a_draft_that_is_a_link(tmp_path: Path) -> None:
     """What it leads to is not written to."""
     (tmp_path / "precious").write_text("of somebody")
     (tmp_path / "rank0.safetensors.unfinished").symlink_to("precious")
-    leave(tmp_path, 0, {"w": torch.ones(2)})
+    write_draft(tmp_path, 0, {"w": torch.ones(2)})
     assert (tmp_path / "precious").read_text() == "of somebody"
 
 
@@ -93,7 +93,7 @@ def test_one_refit_to_a_folder_at_a_time(
 
     def meanwhile(*_: object, **__: object) -> list[object]:
         for rank in (1, 2):
-            leave(out, rank, {"w": torch.full((3,), float(len(codes)))})
+            write_draft(out, rank, {"w": torch.full((3,), float(len(codes)))})
         if not codes:
             codes.append(1)
             codes.append(command([*job, "--out", str(out)]))
@@ -320,7 +320,7 @@ def test_a_refit_that_fails_leaves_what_was_there(
     out = tmp_path / "out"
 
     def run(*_: object, **__: object) -> None:
-        leave(out, 2, {"w": torch.ones(1)})
+        write_draft(out, 2, {"w": torch.ones(1)})
         raise ShardError("rank 3 ended")
 
     monkeypatch.setattr("shardmath_torch.commands.refit.run", run)
@@ -341,7 +341,7 @@ def test_a_refit_that_is_interrupted_between_two_names(
 
     def refit(value: float) -> int:
         for rank in (0, 1):
-            leave(tmp_path, rank, {"w": torch.full((2,), value)})
+            write_draft(tmp_path, rank, {"w": torch.full((2,), value)})
         return run_command("refit", lambda: finish(tmp_path, (0, 1)))
 
     def replace(*arguments: Path) -> None:

@@ -56,8 +56,8 @@ def _list_tensors(held: Held) -> Iterator[Tensor]:
 
 def _list_wires(refit: smt.Refit) -> Iterator[Tensor]:
     """What travels in the place of this rank's tensors."""
-    if refit._made is not None:
-        for worker in refit._made._workers:
+    if refit._transform_stage is not None:
+        for worker in refit._transform_stage._workers:
             yield from worker.buffers.values()
 
 

@@ -279,7 +279,7 @@ def shared_staging(rank: int, cases: Sequence[Case]) -> tuple[list[int], list[in
     movers = [smt.compile(case.plan, timeout=30.0) for case in cases]
     for move, case in [*zip(movers, cases, strict=True)] * 2:
         move(tensors_of(case.src.get(rank)), out=tensors_of(case.dst.get(rank)))
-    blocks = [block.memory.nbytes for block in movers[0]._carrier._engine._staging._free]
+    blocks = [block.memory.nbytes for block in movers[0]._carrier._engine._staging._free_blocks]
     return [move.staging_bytes for move in movers], blocks
 
 

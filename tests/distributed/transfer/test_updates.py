@@ -99,7 +99,7 @@ class Rank:
     store: Any
     place: int
     barrier: threading.Barrier
-    said: list[int] = field(default_factory=list)
+    update_numbers: list[int] = field(default_factory=list)
     group: None = None
 
     @property
@@ -368,7 +368,7 @@ def test_a_call_that_comes_after_the_next_update() -> None:
     store = dist.HashStore()
     barrier = threading.Barrier(1)
     link: Any = Rank(store, TRAINERS, barrier)
-    link.said.append(2)
+    link.update_numbers.append(2)
     for number in (1, 2):
         life = Life(link, Update(number, writes=CELLS))
         with pytest.raises(ExchangeError, match=f"update {number} comes after update 2 was begun"):

@@ -190,8 +190,8 @@ def _claim_task(given: ExportSource, task: _ExportTask) -> dict[str, str]:
     for file, tensors in task.files.items():
         for name, (shape, dtype) in tensors.items():
             claims[repr(name)] = f"{dtype}{list(shape)} in {file}"
-    for name, kept in given.tied.items():
-        claims[f"the tensor of the name {name!r}"] = repr(kept)
+    for name, kept_name in given.tied.items():
+        claims[f"the tensor of the name {name!r}"] = repr(kept_name)
     for name, windows in given.layouts.items():
         # By what ranks hold: equal layouts may be spelled in several ways.
         held = digest([holdings_digest(layout) for layout in windows])
@@ -226,8 +226,8 @@ def _write_wave(
     tally: Tally,
 ) -> None:
     """Write these files at once, the i-th on the i-th rank, which adds its draft to `drafts`."""
-    number = task.ranks.index(compat.rank_or_0())
-    name = names[number] if number < len(names) else None
+    place = task.ranks.index(compat.rank_or_0())
+    name = names[place] if place < len(names) else None
     draft = on_all("write its file", partial(_open_draft, task, given, name, tally), group)
     if draft is not None:
         drafts.append(draft)
@@ -244,8 +244,8 @@ def _open_draft(
     task: _ExportTask, given: ExportSource, name: str | None, tally: Tally
 ) -> DraftFile | None:
     """The draft of this rank's next file; None if only other ranks write one of the last files."""
-    number = task.ranks.index(compat.rank_or_0())
-    files = list(task.files.values())[number :: len(task.ranks)]
+    place = task.ranks.index(compat.rank_or_0())
+    files = list(task.files.values())[place :: len(task.ranks)]
     tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
     if name is None:
         return None

@@ -182,11 +182,11 @@ def _split_parts(
         return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
     # A part's local tensor is the whole's, with holes around the part.
     local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
-    held = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
+    part_layouts = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
     names = {part.tensor: part.name for part in parts}
-    tied = {name: names.get(kept, kept) for name, kept in tied.items()}
+    tied = {name: names.get(kept_name, kept_name) for name, kept_name in tied.items()}
     shapes = {part.name: part.shape for part in parts}
-    return ExportSource(local, read_windows(held, CheckpointError), tied, shapes)
+    return ExportSource(local, read_windows(part_layouts, CheckpointError), tied, shapes)
 
 
 def _lay_out_dtensors(

@@ -103,9 +103,9 @@ def on_all(
     claims = [each.claim for each in reports]
     difference = _compare_claims(step, claimed, claims, group)
     if difference is not None:
-        odd, what = difference
+        differing, what = difference
         advice = fix if isinstance(fix, str) else fix(what)
-        raise step_failed(step, {odd: f"{what}; {advice}"}, group)
+        raise step_failed(step, {differing: f"{what}; {advice}"}, group)
     return results[0]
 
 
@@ -134,17 +134,17 @@ def _compare_claims(
     step: str, claimed: Claim, claims: Sequence[str], group: Group | None
 ) -> tuple[int, str] | None:
     """The first rank whose claim differs from the first rank's, and the difference in words; None if all agree."""
-    odd = next((i for i, claim in enumerate(claims) if claim != claims[0]), None)
-    if odd is None:
+    differing = next((i for i, claim in enumerate(claims) if claim != claims[0]), None)
+    if differing is None:
         return None
-    what, here, there = "it", repr(claims[odd]), repr(claims[0])
+    what, here, there = "it", repr(claims[differing]), repr(claims[0])
     if not isinstance(claimed, str):
         # Only now are whole claims sent, and only by the two ranks that are compared.
-        number, count = share_of(group)
-        compared = dict(claimed) if number in (0, odd) else {}
+        rank, count = share_of(group)
+        compared = dict(claimed) if rank in (0, differing) else {}
         full = gather_all(step, compared, count, group)
-        what, here, there = _find_difference(full[odd], full[0])
-    return odd, f"{what} is {here} here and {there} on the first rank of the group"
+        what, here, there = _find_difference(full[differing], full[0])
+    return differing, f"{what} is {here} here and {there} on the first rank of the group"
 
 
 def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str]:

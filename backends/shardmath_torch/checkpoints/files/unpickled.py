@@ -115,7 +115,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
-        self._left = _ROOM + _TIMES * len(text)
+        self._characters_left = _ROOM + _TIMES * len(text)
         self.knows_all = True
 
     def find_class(self, module: str, name: str) -> Any:
@@ -170,8 +170,8 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def _spend_work(self, length: int) -> None:
         """Count characters of arguments. Raises UnpicklingError for more than the file's length allows."""
-        self._left -= length
-        if self._left < 0:
+        self._characters_left -= length
+        if self._characters_left < 0:
             raise pickle.UnpicklingError("it calls the same again and again with something long")
 
     dispatch |= {
@@ -239,18 +239,18 @@ def _check_metadata(found: Metadata) -> None:
     _check_all("has a type", dtypes, lambda dtype: isinstance(dtype, torch.dtype))
 
 
-def _check_known(found: object) -> None:
+def _check_known(unpickled: object) -> None:
     """Raise UnpicklingError, with the name, if anything in the value is unknown."""
-    left = [found]
+    unvisited = [unpickled]
     # By identity: a pickle may refer to one value any number of times.
-    seen: set[int] = set()
-    while left:
-        value = left.pop()
+    visited: set[int] = set()
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, _Unknown):
             raise pickle.UnpicklingError(f"it names {shown(f'{value.module}.{value.name}')}")
-        if id(value) not in seen:
-            seen.add(id(value))
-            left += _list_items(value)
+        if id(value) not in visited:
+            visited.add(id(value))
+            unvisited += _list_items(value)
 
 
 def _list_items(value: object) -> Iterable[object]:

@@ -75,7 +75,7 @@ class DraftFile:
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
-        self._known = os.fstat(self._stream.fileno())
+        self._last_stat = os.fstat(self._stream.fileno())
         try:
             self._stream.write(_make_header(tensors, tied))
         except BaseException:
@@ -94,7 +94,7 @@ class DraftFile:
     def close(self) -> None:
         """Flush the file to disk, and close it."""
         synced(self._stream)
-        self._known = os.fstat(self._stream.fileno())
+        self._last_stat = os.fstat(self._stream.fileno())
         self._stream.close()
 
     def discard(self) -> None:
@@ -108,10 +108,10 @@ class DraftFile:
 
     def _is_this_draft(self, found: os.stat_result) -> bool:
         """Whether this is the file that the draft created."""
-        if not os.path.samestat(found, self._known):
+        if not os.path.samestat(found, self._last_stat):
             return False
         # A new file may reuse the inode number of one that is closed and removed, but not its time of change.
-        return not self._stream.closed or found.st_mtime_ns == self._known.st_mtime_ns
+        return not self._stream.closed or found.st_mtime_ns == self._last_stat.st_mtime_ns
 
 
 def discard(drafts: Iterable[DraftFile]) -> None:
@@ -234,8 +234,8 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """
     earlier = [file for file in _list_exported(folder) if not _is_draft(file)]
-    number = 1 + max((_read_number(file.name) for file in earlier), default=0)
-    names = {name: _add_number(name, number) for name in files}
+    export_number = 1 + max((_read_number(file.name) for file in earlier), default=0)
+    names = {name: _add_number(name, export_number) for name in files}
     _clear_drafts(folder, files)
     index = folder / INDEX
     draft = folder / (INDEX + UNFINISHED)

@@ -62,19 +62,19 @@ def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """
-    asked = list(archives)
-    distinct = sorted(set(asked))
+    given = list(archives)
+    distinct = sorted(set(given))
     _check_disjoint(file, distinct)
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
 
     try:
         with opened(file) as stream, FakeTensorMode():
-            found = {archive: _describe_archive(stream, *archive) for archive in distinct}
+            described = {archive: _describe_archive(stream, *archive) for archive in distinct}
     except Exception as error:
         why = str(error)[:MOST_SHOWN]
         what = f"{file} has an archive that is not a tensor of torch.save ({why})"
         raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
-    return [found[archive] for archive in asked]
+    return [described[archive] for archive in given]
 
 
 def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:

@@ -77,14 +77,18 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
     stored: dict[str, str] = {}
-    for first, names in model.names.items():
-        kept = list(dict.fromkeys(saved.names[name] for name in names if name in saved.names))
-        if len(kept) > 1:
-            here, there = ", ".join(names), ", ".join(kept)
-            what = f"{here} are one parameter here, and {len(kept)} in the checkpoint: {there}"
+    for first_name, names in model.names.items():
+        stored_names = list(
+            dict.fromkeys(saved.names[name] for name in names if name in saved.names)
+        )
+        if len(stored_names) > 1:
+            here, there = ", ".join(names), ", ".join(stored_names)
+            what = (
+                f"{here} are one parameter here, and {len(stored_names)} in the checkpoint: {there}"
+            )
             raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")
-        if kept:
-            stored[first] = kept[0]
+        if stored_names:
+            stored[first_name] = stored_names[0]
     return stored
 
 
@@ -213,47 +217,47 @@ def _match_options(
 ) -> dict[str, Any]:
     """The options that the group's parameters had, the same for all that are on this rank; empty if unknown."""
     by_name = saved.options()
-    found = {}
+    saved_options = {}
     for name in group.parameters:
-        kept = stored.get(name)
-        if kept in by_name:
-            found[name] = by_name[kept]
-    here = {name: options for name, options in found.items() if is_here(model, name)}
+        stored_name = stored.get(name)
+        if stored_name in by_name:
+            saved_options[name] = by_name[stored_name]
+    here = {name: options for name, options in saved_options.items() if is_here(model, name)}
     if here:
         _check_same_options(here)
-    elif not found or _find_different(found):
+    elif not saved_options or _find_different(saved_options):
         return {}
-    first, options = next(iter((here or found).items()))
+    first_name, options = next(iter((here or saved_options).items()))
     matched = {}
     for key, value in options.items():
-        what = f"{key!r} of the group of {first}"
+        what = f"{key!r} of the group of {first_name}"
         # A copy: several groups here may have been one.
         matched[key] = fit_option(what, group.options.get(key), copy.deepcopy(value))
     return matched
 
 
-def _check_same_options(found: Mapping[str, Mapping[str, object]]) -> None:
+def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:
     """Raise CheckpointError if these parameters of one group had different options."""
-    different = _find_different(found)
+    different = _find_different(options_by_name)
     if different is not None:
-        first, name, keys = different
-        what = f"{first} and {name} are in one group of the optimizer here"
+        first_name, name, keys = different
+        what = f"{first_name} and {name} are in one group of the optimizer here"
         fix = "give them groups of their own"
         raise CheckpointError(f"{what}, and differ in {', '.join(keys)} there; {fix}")
 
 
 def _find_different(
-    found: Mapping[str, Mapping[str, object]],
+    options_by_name: Mapping[str, Mapping[str, object]],
 ) -> tuple[str, str, list[str]] | None:
     """The first parameter, another that had other options, and the keys that differ; None if all had the same."""
-    first, options = next(iter(found.items()))
-    for name, other in found.items():
+    first_name, options = next(iter(options_by_name.items()))
+    for name, other in options_by_name.items():
         if other is options:  # true if the group has not changed
             continue
         keys = sorted({*options, *other})
         differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
         if differ:
-            return first, name, differ
+            return first_name, name, differ
     return None
 
 
@@ -279,8 +283,8 @@ def fit_option(what: str, held: object, value: object) -> object:
             places = held if isinstance(held, dict) else {}
             return {key: fit_option(what, places.get(key), one) for key, one in value.items()}
         case int() | float() | Tensor() | np.generic() if isinstance(held, Tensor):
-            number = value.item() if isinstance(value, np.generic) else value
-            return _fit_tensor(what, held, number)
+            scalar = value.item() if isinstance(value, np.generic) else value
+            return _fit_tensor(what, held, scalar)
     return value
 
 

@@ -130,32 +130,32 @@ def describe(module: nn.Module) -> Description:
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
-    kept = _unwrap(module.state_dict(keep_vars=True).items())
+    state = _unwrap(module.state_dict(keep_vars=True).items())
     parameters = _unwrap(module.named_parameters(remove_duplicate=False))
     all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
-    buffers = {name: buffer for name, buffer in all_buffers.items() if name in kept}
+    buffers = {name: buffer for name, buffer in all_buffers.items() if name in state}
     tensors = parameters | buffers
     extra = {}
-    for name in kept:
+    for name in state:
         if name not in tensors:
-            extra[name] = pack_extra(_find_owner(module, name), name, kept[name])
+            extra[name] = pack_extra(_find_owner(module, name), name, state[name])
     for name, tensor in tensors.items():
         check_shaped(name, tensor)
-    first, names = _list_names(parameters)
+    first_names, names = _list_names(parameters)
     names |= {name: [name] for name in (*buffers, *extra)}
-    return Description(module, parameters, buffers, extra, names, first)
+    return Description(module, parameters, buffers, extra, names, first_names)
 
 
 def _list_names(
     parameters: Mapping[str, nn.Parameter],
 ) -> tuple[dict[int, str], dict[str, list[str]]]:
     """The first name of each parameter by id, and all its names by the first."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
-        first_name = first.setdefault(id(parameter), name)
+        first_name = first_names.setdefault(id(parameter), name)
         names.setdefault(first_name, []).append(name)
-    return first, names
+    return first_names, names
 
 
 def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
@@ -222,7 +222,7 @@ def model_of(
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
-    module, parameters, buffers, extra, names, first = described
+    module, parameters, buffers, extra, names, first_names = described
     mesh = mesh or _mesh_of_group(module, group)
     laid_out = lay_out(module, mesh, _ask_renamed(ask, _strip_wrappers))
     layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
@@ -233,7 +233,7 @@ def model_of(
     for name in names:
         if name in tensors:
             slots[name] = ModuleSlot(local_part(name, tensors[name]), layouts[name])
-    return Model(slots, extra, names, first)
+    return Model(slots, extra, names, first_names)
 
 
 def _mesh_of_group(module: nn.Module, group: Group | None) -> Mesh | None:
@@ -279,35 +279,39 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
 
     All ranks must have both under the same names. Raises CheckpointError if a rank is lost.
     """
-    mine: dict[str, Shape | LocalRuns] = {}
+    own_parts: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            mine[name] = tuple(local_of(tensor).shape)
+            own_parts[name] = tuple(local_of(tensor).shape)
         elif is_checkpointable(tensor):
-            mine[name] = read_boxes(name, tensor)
-    if not mine or is_alone():
+            own_parts[name] = read_boxes(name, tensor)
+    if not own_parts or is_alone():
         return None
     _, count = share_of(group)
-    gathered = gather_all("find out how its tensors lie", mine, count, group)
+    gathered = gather_all("find out how its tensors lie", own_parts, count, group)
     ranks = ranks_of(compat.group_of(group))
-    held: dict[int, dict[str, Any]] = dict(zip(ranks, gathered, strict=True))
+    parts_by_rank: dict[int, dict[str, Any]] = dict(zip(ranks, gathered, strict=True))
 
     def ask(unsure: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
-        return {name: _find_held(name, tensor, held) for name, tensor in unsure.items()}
+        return {name: _find_held(name, tensor, parts_by_rank) for name, tensor in unsure.items()}
 
     return ask
 
 
-def _find_held(name: str, tensor: Tensor, held: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+def _find_held(
+    name: str, tensor: Tensor, parts_by_rank: Mapping[int, Mapping[str, Any]]
+) -> dict[int, Any]:
     """What each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks one."""
-    found = {}
-    ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else held
+    parts = {}
+    ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else parts_by_rank
     for rank in ranks:
-        if rank not in held:
-            what = f"tensor {name!r} is on rank {rank} too, the group has {sorted(held)[:8]}"
+        if rank not in parts_by_rank:
+            what = (
+                f"tensor {name!r} is on rank {rank} too, the group has {sorted(parts_by_rank)[:8]}"
+            )
             raise CheckpointError(f"{what}; give a group of all ranks that hold it")
-        found[rank] = held[rank][name]
-    return found
+        parts[rank] = parts_by_rank[rank][name]
+    return parts
 
 
 def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:

@@ -124,17 +124,17 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
     """
     groups = []
-    found: set[str] = set()
+    grouped: set[str] = set()
     given = _list_optimizers(optimizer)
     for each in given:
         check_keeps_own(each, given)
         for options in each.param_groups:
             parameters = {_name_of(model, parameter): parameter for parameter in options["params"]}
-            twice = sorted(found & parameters.keys())
+            twice = sorted(grouped & parameters.keys())
             if twice:
                 what = f"{twice[0]!r} is in two parameter groups of the optimizers"
                 raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
-            found |= parameters.keys()
+            grouped |= parameters.keys()
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
     return groups
@@ -243,11 +243,11 @@ def describe_optimizers(
     reported = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
         groups += _split_by_options(model, group, reported)
-        for name, parameter, held in group.states():
+        for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
-                entries[name] = _describe_state(held, parameter, name)
-                slots |= _list_slots(name, held, entries[name], layout)
+                entries[name] = _describe_state(state, parameter, name)
+                slots |= _list_slots(name, state, entries[name], layout)
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)

@@ -164,14 +164,14 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
     """A job for each slot and extra state of the module that the checkpoint has."""
-    for name, kept in stored.items():
+    for name, stored_name in stored.items():
         here = f"model.{name}"
-        there = f"model.{kept}"
+        there = f"model.{stored_name}"
         if name in model.slots:
             slot = model.slots[name]
             yield ReadJob(here, there, slot.layout, partial(fill, slot.local))
         else:
-            put = partial(_set_extra, model.extra[name], saved.extra[kept])
+            put = partial(_set_extra, model.extra[name], saved.extra[stored_name])
             yield ReadJob(here, there, None, put)
 
 
@@ -259,9 +259,9 @@ class OptionsPlan(NamedTuple):
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Plan the options: tensors keep their memory, unless groups share it and get different values."""
     filled = free.options & _find_agreed(goals)
-    kept = [held for held in _list_options(goals) if spot_of(held) in filled]
+    kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
-        plan = OptionsPlan(_copy_defaults(goals, kept), [])
+        plan = OptionsPlan(_copy_defaults(goals, kept_tensors), [])
     for goal in goals:
         options = goal.group.options
         for key, value in goal.options.items():
@@ -323,17 +323,17 @@ def _copy_defaults(
     goals: Sequence[Goal], filled: Sequence[Tensor]
 ) -> list[tuple[dict[str, Any], str, object]]:
     """Assignments that keep optimizers' defaults: those on memory that is filled are replaced by copies."""
-    kept: list[tuple[dict[str, Any], str, object]] = []
+    assignments: list[tuple[dict[str, Any], str, object]] = []
     spots = set(spots_of(filled))
     for defaults in _list_defaults(goals):
         tensors = []
         for key, value in defaults.items():
             what = f"{key!r} of an optimizer's defaults"
-            tensors += [held for held, _ in _zip_tensors(what, value, None)]
+            tensors += [tensor for tensor, _ in _zip_tensors(what, value, None)]
         touched = spots | find_crowded([*tensors, *filled])
         for key, value in defaults.items():
-            kept.append((defaults, key, _clone_touched(value, touched)))
-    return kept
+            assignments.append((defaults, key, _clone_touched(value, touched)))
+    return assignments
 
 
 def _list_defaults(goals: Iterable[Goal]) -> Iterator[dict[str, Any]]:
@@ -366,23 +366,24 @@ def restore(
     jobs: Sequence[ReadJob],
     goals: Sequence[Goal],
     options: OptionsPlan,
-    found: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     """Store what was loaded, extra states last: set_extra_state may look at the module's weights, and may raise."""
-    loaded = [job for job in jobs if job.here in found]  # not a DTensor on a mesh without this rank
+    # Not DTensors on a mesh without this rank.
+    loaded = [job for job in jobs if job.here in tensors]
     with torch.no_grad():
         for job in loaded:
             if job.layout is not None:
-                job.put(found[job.here])
-        for held, value in options.copies:
-            fill(held, value)
+                job.put(tensors[job.here])
+        for current, value in options.copies:
+            fill(current, value)
         for target, key, placed in options.values:
             target[key] = placed
         for goal in goals:
             _finish_state(model, goal)
         for job in loaded:
             if job.layout is None:
-                job.put(found[job.here])
+                job.put(tensors[job.here])
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
@@ -390,14 +391,14 @@ def _finish_state(model: Model, goal: Goal) -> None:
     for name, entries in goal.entries.items():
         parameter = goal.group.parameters[name]
         states = goal.group.optimizer.state
-        held = states.pop(parameter, {})
-        kept = {}
+        old_state = states.pop(parameter, {})
+        new_state = {}
         if is_here(model, name):
             for key, entry in entries.items():
                 if isinstance(entry, Value):
                     # JSON has no devices; torch's own load_state_dict moves tensors in lists here, too.
-                    kept[key] = move_tensors(entry.value, parameter.device)
+                    new_state[key] = move_tensors(entry.value, parameter.device)
                 else:
-                    kept[key] = held[key]
-        if kept:
-            states[parameter] = kept
+                    new_state[key] = old_state[key]
+        if new_state:
+            states[parameter] = new_state

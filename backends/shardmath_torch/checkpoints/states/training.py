@@ -259,23 +259,23 @@ def load_state(
         unmatched, goals, jobs, options, _ = matched
         layouts = {job.here: job.layout for job in jobs}
         names = {job.here: job.there for job in jobs}
-        found = load(
+        loaded = load(
             checkpoint, layouts, names=names, group=group, progress=progress, verify=verify
         )
-        compare = partial(check_one_value, model, found, "model.")
+        compare = partial(check_one_value, model, loaded, "model.")
         on_all("compare what it has found", compare, group)
-        fill = partial(restore, model, jobs, goals, options, found)
+        fill = partial(restore, model, jobs, goals, options, loaded)
         on_all("restore its state", fill, group)
         return unmatched
 
 
 def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
-    found = open_checkpoint(path)
-    if INDEX not in found:
+    checkpoint = open_checkpoint(path)
+    if INDEX not in checkpoint:
         raise CheckpointError(
             f"{path} was not written by save_state; fill the module's weights with load_weights"
         )
-    return found
+    return checkpoint
 
 
 def _match_state(

@@ -237,17 +237,17 @@ def rebuild(like: object, items: object) -> Any:
 
 def list_tensors(value: object) -> list[Tensor]:
     """The tensors in a value, at any depth of lists, tuples and dicts."""
-    found = []
-    seen: dict[int, object] = {}
-    left = [value]
-    while left:
-        part = left.pop()
+    tensors = []
+    visited: dict[int, object] = {}
+    unvisited = [value]
+    while unvisited:
+        part = unvisited.pop()
         if isinstance(part, Tensor):
-            found.append(part)
-        elif id(part) not in seen and isinstance(part, list | tuple | dict):
-            seen[id(part)] = part
-            left += part.values() if isinstance(part, dict) else part
-    return found
+            tensors.append(part)
+        elif id(part) not in visited and isinstance(part, list | tuple | dict):
+            visited[id(part)] = part
+            unvisited += part.values() if isinstance(part, dict) else part
+    return tensors
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

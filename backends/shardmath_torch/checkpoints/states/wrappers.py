@@ -80,10 +80,10 @@ def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Itera
     for attribute, value in list(vars(holder).items()):
         if attribute in STANDARD:
             continue
-        for step, found in _find_optimizers(value, seen):
+        for step, inner in _find_optimizers(value, seen):
             path = _spell(step, f"{start}.{attribute}")
-            yield Inner(path, holder, attribute, found)
-            yield from _list_inner(found, path, seen)
+            yield Inner(path, holder, attribute, inner)
+            yield from _list_inner(inner, path, seen)
 
 
 def _spell(step: _AccessStep | None, start: str) -> str:
@@ -101,9 +101,9 @@ def _find_optimizers(
     value: object, seen: dict[int, object]
 ) -> Iterator[tuple[_AccessStep | None, Optimizer]]:
     """The optimizers in a value that were not yet seen, each with the last step of the way to it."""
-    left: list[tuple[_AccessStep | None, object]] = [(None, value)]
-    while left:
-        step, part = left.pop()
+    unvisited: list[tuple[_AccessStep | None, object]] = [(None, value)]
+    while unvisited:
+        step, part = unvisited.pop()
         if id(part) in seen:
             continue
         if _is_optimizer(part):
@@ -112,7 +112,7 @@ def _find_optimizers(
         elif _is_container(part):
             # Kept, so that no other object gets its id.
             seen[id(part)] = part
-            left += reversed(_extend_path(step, part))
+            unvisited += reversed(_extend_path(step, part))
 
 
 def _extend_path(step: _AccessStep | None, holder: object) -> list[tuple[_AccessStep, object]]:
@@ -184,10 +184,10 @@ def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
     """
     # Kept in a list: if a state is made at each access, its id would be reused.
     states = [each.state for each in given]
-    seen = {id(state) for state in states}
+    state_ids = {id(state) for state in states}
     inner = list(list_inner(optimizer))
     # Some wrappers share the state of what they wrap: then none of it is lost.
-    apart = [each for each in inner if id(each.optimizer.state) not in seen]
+    apart = [each for each in inner if id(each.optimizer.state) not in state_ids]
     if apart:
         raise CheckpointError(_explain_apart(optimizer, apart))
     _check_keeps_state(optimizer)

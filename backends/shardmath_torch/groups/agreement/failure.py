@@ -113,20 +113,20 @@ class FailureDetector:
     answered: bool = False
     bell: threading.Event = field(default_factory=threads.make_bell)
 
-    def detect(self, mine: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
+    def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
         """The rank that failed first and the report against it, or None and the report of a goodbye.
 
         Calls `let_go`, which closes the connections, once this rank has reported.
         """
         deadline = time.monotonic() + self.grace
-        reporting = self.report(mine, let_go)
+        reporting = self.report(own_report, let_go)
         reporting.join(max(0.0, deadline - time.monotonic()))
-        return self._judge(mine)
+        return self._judge(own_report)
 
-    def report(self, mine: Report, let_go: Callable[[], None]) -> threading.Thread:
+    def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
         """Write this rank's report, call `let_go`, and return the thread that still reads the others' reports."""
         reported = threading.Event()
-        reporting = threads.start(lambda: self._exchange_reports(mine, reported))
+        reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:
             # Others can read a store that this process serves only while it runs.
             patience = self.grace if self.host == self.rank else 0.0
@@ -137,36 +137,36 @@ class FailureDetector:
         let_go()
         return reporting
 
-    def _judge(self, mine: Report) -> tuple[int | None, Report]:
+    def _judge(self, own_report: Report) -> tuple[int | None, Report]:
         """The rank that failed first by the reports received, and the report that tells most about it."""
-        reports = {**self.reports, self.rank: mine}
+        reports = {**self.reports, self.rank: own_report}
         for report in reports.values():
             if report.is_goodbye:
                 return None, report
         if self.answered:
             blamed = {rank: report.blames for rank, report in reports.items()}
-            first = find_first_failed(blamed, self.ranks)
-        elif self.host is None or mine.blames == self.rank:
-            first = mine.blames
+            first_failed = find_first_failed(blamed, self.ranks)
+        elif self.host is None or own_report.blames == self.rank:
+            first_failed = own_report.blames
         else:
             # The host may have failed first, or only ended last.
-            first = None
+            first_failed = None
         # The failed rank's own report tells most, then this rank's.
-        own = [reports[first]] if first in reports else []
-        for report in (*own, mine, *reports.values()):
-            if report.blames == first:
-                return first, report
-        return first, mine
+        by_failed = [reports[first_failed]] if first_failed in reports else []
+        for report in (*by_failed, own_report, *reports.values()):
+            if report.blames == first_failed:
+                return first_failed, report
+        return first_failed, own_report
 
-    def _exchange_reports(self, mine: Report, reported: threading.Event) -> None:
+    def _exchange_reports(self, own_report: Report, reported: threading.Event) -> None:
         """Write this rank's report, and read the others'. Runs in its own thread."""
         try:
             if self.store is not None:
                 store = apart_from(self.store)
-                line = json.dumps([self.rank, asdict(mine)])
+                line = json.dumps([self.rank, asdict(own_report)])
                 notes.add_line(store, self._key_of("failed"), line)
                 reported.set()
-                self._collect(store, mine)
+                self._collect(store, own_report)
                 self._wait_for_readers(store)
         except RuntimeError:
             # The store's host is gone; `answered` tells whether it ever answered.
@@ -177,12 +177,12 @@ class FailureDetector:
         """The store's key for a note with one line per rank."""
         return f"shardmath/{self.key}/{topic}"
 
-    def _collect(self, store: Store, mine: Report) -> None:
+    def _collect(self, store: Store, own_report: Report) -> None:
         """Read reports until all that can be expected are there."""
         start = time.monotonic()
         # Early on, a silent rank may only be slow. But ranks report before they close connections:
         # if there is only one other rank, and its connection has ended, it is not going to report.
-        is_gone = len(self.ranks) == 2 and says_ended(mine.cause)
+        is_gone = len(self.ranks) == 2 and says_ended(own_report.cause)
         settled = start if is_gone else start + self.grace / 4
         until = start + self.grace * 0.8
         while time.monotonic() < until and not self.bell.is_set():

@@ -68,20 +68,20 @@ def _make_describe(what: str) -> Describe:
     return lambda failure, rank: f"ranks were to {what}"
 
 
-def _gather(party: Party, mine: _T, what: str) -> list[_T]:
+def _gather(party: Party, item: _T, what: str) -> list[_T]:
     """Vote with the pickled objects, and gather in pieces those that no ballot has room for."""
     pickled = b""
     objection = ""
     # An error here becomes an objection: the others wait for this rank's vote.
     try:
         check_thread(party.turns, None)
-        pickled = pickle.dumps(mine)
+        pickled = pickle.dumps(item)
     except ExchangeError as error:
         objection = message_of(error)
     except Exception as error:
         objection = f"its object cannot be pickled: {word_error(error)}"
-    said = LENGTH.pack(len(pickled)) + pickled
-    mine_ballot = Ballot(what + in_thread(None), objection=objection, said=said)
+    content = LENGTH.pack(len(pickled)) + pickled
+    mine_ballot = Ballot(what + in_thread(None), objection=objection, said=content)
     # A wait with an explicit time reacts to Ctrl-C: a rank may wait long for a late one.
     ballots = party.vote(mine_ballot, party.patience)
     sizes: list[int] = []
@@ -96,13 +96,13 @@ def _gather(party: Party, mine: _T, what: str) -> list[_T]:
 
 def _gather_pieces(party: Party, pickled: bytes, sizes: list[int]) -> list[bytes]:
     """Gather each rank's pickled object, whose sizes are known, piece by piece."""
-    most = max(sizes)
+    longest = max(sizes)
     objects = [bytearray() for _ in sizes]
-    for start in range(0, most, PIECE):
-        stop = min(start + PIECE, most)
+    for start in range(0, longest, PIECE):
+        stop = min(start + PIECE, longest)
         # Pieces are of one size on all ranks; shorter objects are padded.
-        mine = pickled[start:stop].ljust(stop - start, b"\0")
-        for gathered, piece in zip(objects, party.gather(mine), strict=True):
+        padded_piece = pickled[start:stop].ljust(stop - start, b"\0")
+        for gathered, piece in zip(objects, party.gather(padded_piece), strict=True):
             gathered += piece
     return [bytes(padded[:size]) for padded, size in zip(objects, sizes, strict=True)]
 

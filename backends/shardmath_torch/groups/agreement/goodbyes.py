@@ -74,22 +74,23 @@ class Goodbyes:
         self._ranks = ranks
         self._serves = serves
         self._is_lost = False
-        self._heard: dict[int, Goodbye] = {}
-        self._is_over = threads.make_bell()
-        self._listening: threading.Thread | None = None
+        # The goodbyes that this rank has written or read, by their numbers in the store.
+        self._by_number: dict[int, Goodbye] = {}
+        self._end_bell = threads.make_bell()
+        self._listener: threading.Thread | None = None
 
     def say(self, key: str, after: int, why: str) -> None:
         """Announce that this rank leaves the mover of this key after the vote of that number.
 
         Never raises, and waits at most LINGER_S for the store, and as long for other ranks if it is served here.
         """
-        mine = Goodbye(self._rank, key, after, why, self._serves)
+        goodbye = Goodbye(self._rank, key, after, why, self._serves)
 
         def write() -> None:
             store = self._open()
             number = store.add(self._key("goodbyes"), 1)
-            self._heard[number] = mine
-            store.set(self._key(f"goodbye/{number}"), json.dumps(mine))
+            self._by_number[number] = goodbye
+            store.set(self._key(f"goodbye/{number}"), json.dumps(goodbye))
             until = time.monotonic() + LINGER_S * self._serves
             while time.monotonic() < until:
                 self._read(store)
@@ -105,7 +106,7 @@ class Goodbyes:
 
     def _has_heard(self, store: Store, number: int, rank: int) -> bool:
         """Whether the rank has read goodbye `number`, or has left the group."""
-        has_left = any(goodbye[:2] == (rank, WHOLE_GROUP) for goodbye in self._heard.values())
+        has_left = any(goodbye[:2] == (rank, WHOLE_GROUP) for goodbye in self._by_number.values())
         return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
@@ -118,7 +119,7 @@ class Goodbyes:
         A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
         """
         reasons = {}
-        for goodbye in list(self._heard.values()):
+        for goodbye in list(self._by_number.values()):
             if goodbye.rank == self._rank:
                 continue
             is_of_mover = goodbye.key in (key, WHOLE_GROUP)
@@ -134,16 +135,16 @@ class Goodbyes:
         """Start a thread that reads goodbyes and calls `act` in turn, until `act` returns False or `end` is called."""
 
         def loop() -> None:
-            while act() and not self._is_over.wait(LOOK_AGAIN_S):
+            while act() and not self._end_bell.wait(LOOK_AGAIN_S):
                 self._read(self._open())
 
-        self._listening = self._beside(loop)
+        self._listener = self._beside(loop)
 
     def end(self) -> None:
         """Stop reading and writing, in a store that answers at once: the last rank to leave removes its notes."""
-        self._is_over.set()
-        if self._listening is not None and not self._is_lost:
-            self._listening.join(LINGER_S)
+        self._end_bell.set()
+        if self._listener is not None and not self._is_lost:
+            self._listener.join(LINGER_S)
 
     def _beside(self, act: Callable[[], None]) -> threading.Thread:
         """Run `act` in a thread, since a store may take long; errors end the thread silently."""
@@ -171,10 +172,10 @@ class Goodbyes:
         for number in range(1, int(store.get(count)) + 1):
             key = self._key(f"goodbye/{number}")
             # A goodbye is numbered before it is written, and `get` would wait for it.
-            if number in self._heard or not store.check([key]):
+            if number in self._by_number or not store.check([key]):
                 continue
             goodbye = Goodbye(*json.loads(store.get(key)))
-            self._heard[number] = goodbye
+            self._by_number[number] = goodbye
             if goodbye.lingers:
                 store.set(self._key(f"heard/{number}/{self._rank}"), "")
 

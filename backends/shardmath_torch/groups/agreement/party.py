@@ -229,8 +229,8 @@ class Party:
             if self.turns.protocol.state is not State.IDLE:
                 self.leave(error)
             if isinstance(error, Exception) and not compat.is_there(self.group):
-                gone = compat.word_gone(self.group)
-                what = f"the process group was {gone} while a call on it was under way"
+                ended = compat.word_gone(self.group)
+                what = f"the process group was {ended} while a call on it was under way"
                 raise ExchangeError(f"{what}; wait for background moves first") from error
             raise
 
@@ -300,18 +300,18 @@ class Party:
 
     def _explain(self, failure: PeerFailure, describe: Describe) -> str:
         """The error's text: who failed first, if the reports tell, and the work that this stopped."""
-        mine = Report(failure.rank, failure.tensor, failure.cause)
+        own_report = Report(failure.rank, failure.tensor, failure.cause)
         detector = self._make_detector()
-        first, report = detector.detect(mine, self.wire.abandon)
+        first_failed, report = detector.detect(own_report, self.wire.abandon)
         if report.is_goodbye:
             return report.cause
-        if first == self.rank:
-            what = f"rank {first} (this one) failed or was given up by the others"
+        if first_failed == self.rank:
+            what = f"rank {first_failed} (this one) failed or was given up by the others"
             return f"{what}: {_word_fix(report.cause)}"
         reported = PeerFailure(report.blames, report.cause, report.tensor)
-        if first is not None:
-            stopped = describe(reported, first)
-            return f"rank {first} failed while {stopped}: {_word_fix(report.cause)}"
+        if first_failed is not None:
+            stopped = describe(reported, first_failed)
+            return f"rank {first_failed} failed while {stopped}: {_word_fix(report.cause)}"
         peer = "a rank" if report.blames is None else f"rank {report.blames}"
         stopped = describe(reported, report.blames)
         what = f"the exchange with {peer} broke while {stopped}: {report.cause}"

@@ -59,15 +59,15 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
     Raises any exception of `make`, and RuntimeError after `limit` seconds. On Ctrl-C, first gives the thread `settle`
     seconds to end.
     """
-    made: list[_T] = []
-    failed: list[BaseException] = []
+    results: list[_T] = []
+    errors: list[BaseException] = []
 
     def act() -> None:
         try:
-            made.append(make())
+            results.append(make())
         except BaseException as error:
             # Raised below, in the caller's thread.
-            failed.append(error)
+            errors.append(error)
 
     try:
         thread = start(act)
@@ -75,17 +75,17 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
     except BaseException:
         until = time.monotonic() + settle
         # Not joined again: CPython 3.11 would take the thread for ended.
-        while not (made or failed) and time.monotonic() < until:
+        while not (results or errors) and time.monotonic() < until:
             time.sleep(SETTLE_AGAIN_S)
         raise
-    if failed:
+    if errors:
         # Popped to break a cycle: the error's frames hold this list.
-        raise failed.pop()
-    if not made:
+        raise errors.pop()
+    if not results:
         # A call that does not answer now will not at exit either.
         _started.discard(thread)
         raise RuntimeError(f"no answer in {limit:.0f} s")
-    return made.pop()
+    return results.pop()
 
 
 def make_bell() -> threading.Event:
@@ -142,10 +142,10 @@ class Errand:
         # Before the check: the errand's end rings all bells that are listed then.
         self._bells.append(bell)
         while not self.is_over:
-            left = min(LOOK_AGAIN_S, until - time.monotonic())
-            if left <= 0:
+            seconds = min(LOOK_AGAIN_S, until - time.monotonic())
+            if seconds <= 0:
                 break
-            bell.acquire(timeout=left)
+            bell.acquire(timeout=seconds)
             if not self._thread.is_alive():
                 return True
         self._bells.remove(bell)

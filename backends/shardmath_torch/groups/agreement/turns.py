@@ -393,7 +393,7 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Raises ExchangeError if another live thread has the calling thread's name."""
+    """Raise ExchangeError if another live thread has the calling thread's name, which is `given` if not None."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given

@@ -100,17 +100,17 @@ def connect(
         return named, seat, carry_out(meet(seat), named, until)
 
     named, seat, met = meet_at(place, serves, until, find)
-    own = PrefixStore(met.meeting, named)
-    left = max(LEAST_S, until - time.monotonic())
+    group_store = PrefixStore(met.meeting, named)
+    seconds_left = max(LEAST_S, until - time.monotonic())
     label = f"shardmath/joint/{name}/{met.meeting}"
     leave = partial(_leave, named, met, rank, size)
     try:
-        channel = _connect(own, seat, left, label)
+        channel = _connect(group_store, seat, seconds_left, label)
         channel.set_timeout(timedelta(seconds=float(timeout)))
         serves_store = serves if isinstance(place, Address) else None
-        group = JointGroup(channel, own, backend, name, met.run, leave, serves_store, place)
+        group = JointGroup(channel, group_store, backend, name, met.run, leave, serves_store, place)
         # No other group has this prefix, so the goodbyes need no name.
-        turns_of(group).listen(own, "", rank, range(size), stores.serves_store(group))
+        turns_of(group).listen(group_store, "", rank, range(size), stores.serves_store(group))
     except BaseException:
         leave()
         raise

@@ -99,9 +99,9 @@ def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
 
     Two threads that connect at once over one would deadlock: each waits for the other rank, and holds the lock.
     """
-    left = max(0.0, until - time.monotonic())
+    seconds_left = max(0.0, until - time.monotonic())
     try:
-        return meet(threads.within(left + GRACE_S, partial(connect_anew, given)))
+        return meet(threads.within(seconds_left + GRACE_S, partial(connect_anew, given)))
     except RuntimeError as error:
         raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error
 
@@ -112,20 +112,20 @@ def _open(address: Address, serves: bool, until: float) -> Store:
         _check_host(address, until)
     else:
         _await_server(address, until)
-    left = max(LEAST_S, until - time.monotonic())
+    seconds_left = max(LEAST_S, until - time.monotonic())
     make = partial(
         TCPStore,
         address.host,
         address.port,
         None,
         is_master=serves,
-        timeout=timedelta(seconds=left),
+        timeout=timedelta(seconds=seconds_left),
         wait_for_workers=False,
         # Several groups of a process may use one address: the server ends with the last of them.
         multi_tenant=True,
     )
     try:
-        return threads.within(left + GRACE_S, make)
+        return threads.within(seconds_left + GRACE_S, make)
     except RuntimeError as error:
         if not serves:
             raise _make_lost_error(address, error) from error
@@ -134,9 +134,9 @@ def _open(address: Address, serves: bool, until: float) -> Store:
 
 def _check_host(address: Address, until: float) -> None:
     """Raises ExchangeError for an unknown host: torch would look it up again and again, for twice the timeout."""
-    left = max(0.0, until - time.monotonic())
+    seconds_left = max(0.0, until - time.monotonic())
     try:
-        threads.within(left + GRACE_S, partial(socket.getaddrinfo, *address))
+        threads.within(seconds_left + GRACE_S, partial(socket.getaddrinfo, *address))
     except (OSError, RuntimeError) as error:
         raise _make_serving_error(address, error) from error
 
@@ -144,14 +144,14 @@ def _check_host(address: Address, until: float) -> None:
 def _await_server(address: Address, until: float) -> None:
     """Return once a server listens there. Torch would ignore Ctrl-C while waiting, and log each attempt."""
     while True:
-        left = until - time.monotonic()
+        seconds_left = until - time.monotonic()
         try:
             # In a thread: it looks the name up without a limit, and then tries each address for the whole time.
-            connect = partial(socket.create_connection, address, max(left, LOOK_AGAIN_S))
-            threads.within(max(left, 0.0) + GRACE_S, connect).close()
+            connect = partial(socket.create_connection, address, max(seconds_left, LOOK_AGAIN_S))
+            threads.within(max(seconds_left, 0.0) + GRACE_S, connect).close()
             return
         except (OSError, RuntimeError) as error:
-            if left <= 0:
+            if seconds_left <= 0:
                 raise _make_lost_error(address, error) from error
         time.sleep(LOOK_AGAIN_S)
 

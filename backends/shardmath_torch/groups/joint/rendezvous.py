@@ -138,9 +138,9 @@ def leave(met: Met, rank: int, size: int) -> Steps[None]:
     """Leave the group; the last rank to leave removes its notes."""
     key = f"{met.meeting}/{LEFT}"
     yield Add(key, str(rank))
-    left = yield Read(key)
+    leavers = yield Read(key)
     # None if all others left, and the notes were removed, before this read.
-    if len(set((left or "").split())) == size:
+    if len(set((leavers or "").split())) == size:
         yield Purge(met.meeting)
 
 
@@ -150,31 +150,31 @@ def leave(met: Met, rank: int, size: int) -> Steps[None]:
 def _lead(seat: Seat) -> Steps[Met]:
     doubtful: set[str] = set()
     for number in itertools.count(1):
-        own = Met(f"{seat.token}.{number}", seat.run or seat.token)
+        met = Met(f"{seat.token}.{number}", seat.run or seat.token)
         try:
-            yield from _announce(own)
-            if (yield from _gather(own, seat, doubtful)):
-                return own
+            yield from _announce(met)
+            if (yield from _gather(met, seat, doubtful)):
+                return met
         except Quit:
-            yield from _withdraw(own)
-            yield from _undo(own, seat)
+            yield from _withdraw(met)
+            yield from _undo(met, seat)
             raise
     raise AssertionError
 
 
-def _undo(own: Met, seat: Seat) -> Steps[None]:
+def _undo(met: Met, seat: Seat) -> Steps[None]:
     """Leave the group if its meeting is full; else remove the meeting."""
-    yield from _remove(own.meeting)
-    if _parse((yield Read(own.meeting))).state == FULL:
-        yield from leave(own, seat.rank, seat.size)
+    yield from _remove(met.meeting)
+    if _parse((yield Read(met.meeting))).state == FULL:
+        yield from leave(met, seat.rank, seat.size)
 
 
-def _announce(own: Met) -> Steps[None]:
+def _announce(met: Met) -> Steps[None]:
     """Open the meeting, and end the one announced before. Raises ExchangeError for another program's note."""
-    text = json.dumps(own)
+    text = json.dumps(met)
     announced = yield Read(LEAD)
     previous = _read_lead(announced)
-    yield Swap(own.meeting, None, OPEN)
+    yield Swap(met.meeting, None, OPEN)
     while (announced := (yield Swap(LEAD, announced, text))) != text:
         previous = _read_lead(announced)
     if previous is not None:
@@ -192,16 +192,16 @@ def _read_lead(text: str | None) -> Met | None:
     return Met(str(meeting), str(run))
 
 
-def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
+def _gather(met: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
     """Wait until the meeting is full; return False if another meeting is needed. Raises ExchangeError.
 
     `doubtful` collects the tokens of processes that share a rank, one of which may be dead.
     """
-    while text := (yield from _read_open_log(own)):
+    while text := (yield from _read_open_log(met)):
         log = _parse(text)
         fault = log.find_objection() or _find_fault(log, seat, doubtful)
         if fault:
-            yield from _give_up(own, WRONG, fault)
+            yield from _give_up(met, WRONG, fault)
         present = _list_present(log, seat)
         rivals = _find_rivals(present)
         if rivals:
@@ -210,24 +210,24 @@ def _gather(own: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
         if len(present) == seat.size:
             full = " ".join([FULL, *(other.token for other in sorted(present))])
             # A process that left since the log was read has changed it, so that the swap fails.
-            if (yield Swap(own.meeting, text, full)) == full:
-                yield from _withdraw(own)
+            if (yield Swap(met.meeting, text, full)) == full:
+                yield from _withdraw(met)
                 return True
         elif (yield Pause()) == LATE:
-            yield from _give_up(own, OVER, _word_absent(log, seat))
-    yield from _remove(own.meeting)
+            yield from _give_up(met, OVER, _word_absent(log, seat))
+    yield from _remove(met.meeting)
     return False
 
 
-def _read_open_log(own: Met) -> Steps[str]:
+def _read_open_log(met: Met) -> Steps[str]:
     """The meeting's log; "" if it is not open any more. Raises ExchangeError for another leader."""
     off = yield Read(OFF)
     if off is not None:
-        yield from _give_up(own, WRONG, _read_off(off))
+        yield from _give_up(met, WRONG, _read_off(off))
     announced = _read_lead((yield Read(LEAD)))
-    if announced not in (None, own):
-        yield from _object(own, announced)
-    text = (yield Read(own.meeting)) or ""
+    if announced not in (None, met):
+        yield from _object(met, announced)
+    text = (yield Read(met.meeting)) or ""
     return "" if announced is None or _parse(text).state != OPEN else text
 
 
@@ -259,27 +259,27 @@ def _find_rivals(seats: Iterable[Seat]) -> set[str]:
     return {token for tokens in by_rank.values() if len(tokens) > 1 for token in tokens}
 
 
-def _object(own: Met, other: Met) -> Steps[None]:
+def _object(met: Met, other: Met) -> Steps[None]:
     """Object to the meeting that another leader has announced since, and raise ExchangeError."""
-    runs = "" if own.run == other.run else f", in runs {own.run!r} and {other.run!r}"
+    runs = "" if met.run == other.run else f", in runs {met.run!r} and {other.run!r}"
     why = f"{_word_twice(0)}{runs}"
     yield from _add_to_log(other.meeting, f"{OBJECTS}{json.dumps(why)}")
-    yield from _give_up(own, WRONG, why)
+    yield from _give_up(met, WRONG, why)
 
 
-def _give_up(own: Met, state: str, why: str) -> Steps[None]:
+def _give_up(met: Met, state: str, why: str) -> Steps[None]:
     """End the meeting, so that others can read why, and raise ExchangeError."""
-    yield from _end(own.meeting, f"{state} {json.dumps(why)}")
-    yield from _withdraw(own)
+    yield from _end(met.meeting, f"{state} {json.dumps(why)}")
+    yield from _withdraw(met)
     yield Linger()
-    yield Drop(own.meeting)
+    yield Drop(met.meeting)
     raise ExchangeError(why)
 
 
-def _withdraw(own: Met) -> Steps[None]:
+def _withdraw(met: Met) -> Steps[None]:
     """Remove the announcement."""
     # An announcement between the two steps is lost: its leader sees that, and opens another meeting.
-    if (yield Read(LEAD)) == json.dumps(own):
+    if (yield Read(LEAD)) == json.dumps(met):
         yield Drop(LEAD)
 
 

@@ -123,9 +123,9 @@ def _list_pauses(until: float) -> Iterator[str | None]:
     """Sleep for each pause in turn, doubling up to the longest, and yield its answer."""
     pause, longest = PAUSES_S
     while True:
-        left = until - time.monotonic()
-        time.sleep(max(0.0, min(pause, left)))
-        yield LATE if left <= 0 else None
+        seconds_left = until - time.monotonic()
+        time.sleep(max(0.0, min(pause, seconds_left)))
+        yield LATE if seconds_left <= 0 else None
         pause = min(2 * pause, longest)
 
 
@@ -142,8 +142,8 @@ def _execute(step: Step, store: Store, until: float) -> str | None:
 
     An interrupt waits for the step to end, since the steps that undo it must follow it.
     """
-    left = max(0.0, until - time.monotonic())
-    return threads.within(left + GRACE_S, partial(_act, step, store), GRACE_S)
+    seconds_left = max(0.0, until - time.monotonic())
+    return threads.within(seconds_left + GRACE_S, partial(_act, step, store), GRACE_S)
 
 
 def _act(step: Step, store: Store) -> str | None:

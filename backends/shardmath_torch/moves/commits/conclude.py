@@ -31,7 +31,7 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
     Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
     """
     protocol = party.turns.protocol
-    first: BaseException | None = None
+    first_error: BaseException | None = None
     errors = 0
     while True:
         try:
@@ -43,10 +43,10 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
             errors += 1
             if protocol.state in (State.IDLE, State.ACTING) or errors > MOST_ERRORS:
                 raise
-            first = first or error
+            first_error = first_error or error
             protocol.note(Event.LEAVE)
-    if first is not None:
-        raise first
+    if first_error is not None:
+        raise first_error
     if protocol.state is State.BROKEN:
         raise PeerFailure(None, _word_verdict(protocol))
 

@@ -46,8 +46,10 @@ class Landing:
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
     former: int = 0
-    _left: str = ""
+    _state_words: str = ""
+    """What the failure that broke the group left in the destination, for errors; "" without one."""
     _block: CommitBlock | None = None
+    """The latest commit block in which the mover moved."""
 
     def word_waiting(self, block: CommitBlock | None) -> str:
         """Why the mover cannot move now, if bytes of another block wait for that block's end; else ""."""
@@ -74,14 +76,14 @@ class Landing:
     def commit(
         self,
         party: Party,
-        mine: Ballot,
+        ballot: Ballot,
         arrival: Arrival,
         member: Member,
         block: CommitBlock | None,
     ) -> None:
         """Put arrived bytes and computed values in place, on all ranks or none, now or with the block.
 
-        `mine` is this rank's ballot for the move. An error before the promise is an objection. Raises as `conclude`
+        `ballot` is of this rank, for the move. An error before the promise is an objection. Raises as `conclude`
         does.
         """
         pairs: list[Pair] = []
@@ -96,14 +98,14 @@ class Landing:
             put_in_place(pairs)
 
         version = max(self.standing.version, self.former) + 1
-        entry = Entry(mine.claim, arrival.keys, put, arrival.end, self.standing, version)
+        entry = Entry(ballot.claim, arrival.keys, put, arrival.end, self.standing, version)
         if block is not None:
             entry = entry._replace(find_lost=arrival.witness())
             block.objection = block.objection or objection
             block.add(member, entry)
             self._block = block
             return
-        promise = mine._replace(claim=f"{mine.claim}: commit", objection=objection)
+        promise = ballot._replace(claim=f"{ballot.claim}: commit", objection=objection)
         commit_entries(party, promise, [entry])
 
     @contextmanager
@@ -115,12 +117,14 @@ class Landing:
             yield
         except BaseException as error:
             if turns.broken and not was_broken:
-                self._left = self._word_state(former)
-            if not self._left:
+                self._state_words = self._word_state(former)
+            if not self._state_words:
                 raise
             if isinstance(error, ExchangeError):
-                raise ExchangeError(f"{message_of(error)}; {self._left}") from error.__cause__
-            error.add_note(self._left)
+                raise ExchangeError(
+                    f"{message_of(error)}; {self._state_words}"
+                ) from error.__cause__
+            error.add_note(self._state_words)
             raise
 
     def _word_state(self, former: int) -> str:

@@ -47,7 +47,8 @@ class Shadows:
         self._boxes = {key: own_boxes(layout.runs(rank)) for key, layout in layouts.items()}
         self._device: torch.device | None = None
         self.tensors: dict[str, Tensor] = {}
-        self._paired: tuple[Tensors, list[Pair]] | None = None
+        # The last held mapping of destinations, and its pairs.
+        self._held_pairs: tuple[Tensors, list[Pair]] | None = None
         self.nbytes = sum(
             math.prod(self._shapes[key]) * layout.itemsize for key, layout in layouts.items()
         )
@@ -72,20 +73,20 @@ class Shadows:
     def let_go(self) -> None:
         """Release the memory, until the next move."""
         self.tensors = {}
-        self._paired = None
+        self._held_pairs = None
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
         """Pair each box of the tensors' own cells with its shadow; keep the pairs of a `held` mapping."""
-        if self._paired is not None and self._paired[0] is dst:
-            return self._paired[1]
+        if self._held_pairs is not None and self._held_pairs[0] is dst:
+            return self._held_pairs[1]
         pairs: list[Pair] = []
         for key, tensor in dst.items():
             destination, shadow = dtypes.words(tensor), dtypes.words(self.tensors[key])
             for box in self._boxes[key]:
                 pairs.append((destination[box], shadow[box]))
         # Only for held tensors, since the pairs keep their memory alive.
-        self._paired = (dst, pairs) if held else None
+        self._held_pairs = (dst, pairs) if held else None
         return pairs
 
 

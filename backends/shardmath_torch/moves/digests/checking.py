@@ -86,9 +86,9 @@ class Check:
         changed = _find_changed(self._src.windows, before, after)
         if changed:
             return changed
-        odd = find_odd_replica(party, self._src, after)
-        if odd:
-            return f"before the move, too, replicas of the source differ: {odd}"
+        difference = find_odd_replica(party, self._src, after)
+        if difference:
+            return f"before the move, too, replicas of the source differ: {difference}"
         return self._find_wrong(party, after, arrived)
 
     def _gather(self, party: Party) -> tuple[AllShares, AllShares, AllShares]:
@@ -99,8 +99,8 @@ class Check:
         counts = {rank: sum(count_shares(side, rank) for side in sides) for rank in party.ranks}
         numbers = gather_numbers(party, self._shares, counts)
         # Iterators, so that each side's shares begin where the previous side's ended.
-        rest = {rank: iter(shares) for rank, shares in numbers.items()}
-        before, after, arrived = (divide_shares(side, rest) for side in sides)
+        unread = {rank: iter(shares) for rank, shares in numbers.items()}
+        before, after, arrived = (divide_shares(side, unread) for side in sides)
         return before, after, arrived
 
     def _find_wrong(self, party: Party, source: AllShares, arrived: AllShares) -> str:
@@ -114,8 +114,8 @@ class Check:
                     f"which is as it was before the move: something wrote it, or bytes came wrong; move it again"
                 )
         fix = "something wrote them, or bytes came wrong; move it again"
-        odd = find_odd_replica(party, self._dst, arrived, fix)
-        return f"some replicas of the destination are wrong: {odd}" if odd else ""
+        difference = find_odd_replica(party, self._dst, arrived, fix)
+        return f"some replicas of the destination are wrong: {difference}" if difference else ""
 
 
 def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:

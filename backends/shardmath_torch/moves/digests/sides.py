@@ -74,24 +74,24 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
     return sum(map(len, held))
 
 
-def divide_shares(side: Mapping[str, Windows], rest: Mapping[int, Iterator[int]]) -> AllShares:
+def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
     """The shares of each tensor, taken in order from each rank's iterator over its shares."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}
         for rank, held in list_held(windows).items():
-            by_rank[rank] = list(islice(rest[rank], len(held)))
+            by_rank[rank] = list(islice(unread[rank], len(held)))
         by_name[name] = by_rank
     return by_name
 
 
 def gather_numbers(
-    party: Party, mine: Sequence[int], counts: Mapping[int, int]
+    party: Party, own_numbers: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
     """Gather every rank's numbers, whose counts all ranks know. Raises PeerFailure."""
     # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
-    record = np.array(mine, np.int64).tobytes().ljust(nbytes, b"\0")
+    record = np.array(own_numbers, np.int64).tobytes().ljust(nbytes, b"\0")
     records = [b""] * len(party.ranks)
     for start in range(0, nbytes, PIECE):
         pieces = party.gather(record[start : start + PIECE])

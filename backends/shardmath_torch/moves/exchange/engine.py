@@ -41,12 +41,14 @@ class Exchange:
 
     def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task
-        self._apart = apart
-        self._bound_to: object = None
+        self._apart_bytes = apart
+        # (source strides, destination strides, device) for which `_rounds` are bound; None if they are not bound.
+        self._bound_strides: object = None
         self._rounds: tuple[BoundRound, ...] = ()
         self._staging = staging_of(task.group, torch.device("cpu"))
-        self._needed = 0
-        self._held: tuple[Tensors, Tensors] | None = None
+        self._needed_bytes = 0
+        # The mappings whose tensors keep their addresses, so that `_views` are kept; None if the caller promised none.
+        self._held_tensors: tuple[Tensors, Tensors] | None = None
         self._views: MoveViews | None = None
         # Weak, so that nothing refers to a block that a larger one has replaced.
         self._staged: WeakKeyDictionary[StagingBlock, Staged] = WeakKeyDictionary()
@@ -55,60 +57,60 @@ class Exchange:
     @functools.cached_property
     def posted(self) -> tuple[Round, ...]:
         """The part's rounds, with large pieces as separate messages."""
-        return set_apart(self._task.part.rounds, self._apart)
+        return set_apart(self._task.part.rounds, self._apart_bytes)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the group's staging that a move takes."""
-        return self._needed
+        return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
         """Find all messages' endpoints in these tensors, and make staging for those that need it.
 
         Views of `held` tensors are kept from move to move.
         """
-        self._held = (src, dst) if held else None
+        self._held_tensors = (src, dst) if held else None
         self._views = None
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
         device = find_device(src, dst)
         wanted = src_strides, dst_strides, device
-        if wanted != self._bound_to:
+        if wanted != self._bound_strides:
             # Bound to nothing until all is done, so that an interrupt leaves nothing half bound.
-            self._bound_to = None
+            self._bound_strides = None
             self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
-            self._needed = count_staging_bytes(self._rounds)
+            self._needed_bytes = count_staging_bytes(self._rounds)
             self._staged.clear()
-            self._bound_to = wanted
-        self._staging.reserve(self._needed)
+            self._bound_strides = wanted
+        self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
         """Drop the views of tensors, and of staging that a larger block has replaced."""
-        self._held = self._views = None
+        self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
         """A copy for the task without sends to ranks that are gone, bound to the same tensors.
 
         Raises torch's error if memory is short.
         """
-        kept = Exchange(task, self._apart)
-        kept._rounds = drop_sends(self._rounds, gone)
-        kept._bound_to = self._bound_to
-        kept._needed = self._needed
-        kept._held = self._held
-        kept._views = self._views
-        kept._staging = staging_of(task.group, self._staging.device)
-        kept._staging.take_over(self._staging)
-        kept._staging.reserve(self._needed)
-        return kept
+        narrowed = Exchange(task, self._apart_bytes)
+        narrowed._rounds = drop_sends(self._rounds, gone)
+        narrowed._bound_strides = self._bound_strides
+        narrowed._needed_bytes = self._needed_bytes
+        narrowed._held_tensors = self._held_tensors
+        narrowed._views = self._views
+        narrowed._staging = staging_of(task.group, self._staging.device)
+        narrowed._staging.take_over(self._staging)
+        narrowed._staging.reserve(self._needed_bytes)
+        return narrowed
 
     def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
         """Move the tensors. Raises PeerFailure."""
         part = self._task.part
         self._note_begun(0)
         # Only in inference mode may inference tensors be written.
-        with torch.inference_mode(), self._staging.lend(self._needed) as block:
+        with torch.inference_mode(), self._staging.lend(self._needed_bytes) as block:
             views = self._find_views(src, dst, block)
             self._note_begun(1)
             for work in part.fills:
@@ -138,7 +140,11 @@ class Exchange:
         staged = self._staged.get(block)
         if staged is None:
             staged = self._staged[block] = Staged(block.memory)
-        is_held = self._held is not None and src is self._held[0] and dst is self._held[1]
+        is_held = (
+            self._held_tensors is not None
+            and src is self._held_tensors[0]
+            and dst is self._held_tensors[1]
+        )
         if not is_held:
             return MoveViews(src, dst, staged)
         if self._views is None or self._views.staged is not staged:

@@ -102,12 +102,12 @@ def find_meeting_sides(
     sources: list[_Span] = []
     destinations: list[_Span] = []
     for span, is_source in sorted(spans):
-        mine, others = (sources, destinations) if is_source else (destinations, sources)
+        same_side, other_side = (sources, destinations) if is_source else (destinations, sources)
         # Only the other side's spans are compared, so only they need to be thinned out.
-        others[:] = [other for other in others if other.end > span.start]
-        for other in others:
+        other_side[:] = [other for other in other_side if other.end > span.start]
+        for other in other_side:
             yield (span.key, other.key) if is_source else (other.key, span.key)
-        mine.append(span)
+        same_side.append(span)
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:

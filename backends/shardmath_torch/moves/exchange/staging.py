@@ -40,18 +40,19 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # Blocks are taken and given back in one step each, so that threads need no lock.
-        self._free: list[StagingBlock] = []
-        self._lost: list[Tensor] = []
+        self._free_blocks: list[StagingBlock] = []
+        # Blocks of moves that failed: messages may still arrive in them.
+        self._abandoned_memory: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that a block of `nbytes` is free. Raises torch's error if memory is short."""
-        self._free.append(self._take(nbytes))
+        self._free_blocks.append(self._take(nbytes))
 
     def take_over(self, other: Staging) -> None:
         """Take the free blocks of another group's staging."""
         while other is not self:
             try:
-                self._free.append(other._free.pop())
+                self._free_blocks.append(other._free_blocks.pop())
             except IndexError:
                 return
 
@@ -59,7 +60,7 @@ class Staging:
         """Take the latest free block, or replace it with a new one if it is too small."""
         # Popped without a check, between which and the pop another thread might take the block.
         with contextlib.suppress(IndexError):
-            block = self._free.pop()
+            block = self._free_blocks.pop()
             if block.memory.nbytes >= nbytes:
                 return block
             # Freed before the larger one is made, since both may not fit.
@@ -76,11 +77,11 @@ class Staging:
                 torch.cuda.current_stream(self.device).wait_event(block.used)
             yield block
         except BaseException:
-            # Kept alive, but not free, since messages may still arrive in it.
-            self._lost.append(block.memory)
+            # Kept alive, but not free.
+            self._abandoned_memory.append(block.memory)
             raise
         block.used = _record_use(block.memory)
-        self._free.append(block)
+        self._free_blocks.append(block)
 
 
 def _record_use(memory: Tensor) -> torch.cuda.Event | None:

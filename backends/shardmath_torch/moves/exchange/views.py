@@ -103,7 +103,7 @@ class Staged:
         self.wholes: dict[int, list[str]] = {}
         self._typed: dict[torch.dtype, Tensor] = {}
         self._pieces: dict[int, list[Tensor]] = {}
-        self._kept = 0
+        self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
         """The endpoint's pieces in staging, each of the type of the tensor at its place in `like`."""
@@ -115,8 +115,8 @@ class Staged:
                 self._view(tensor.dtype, piece.shape, endpoint.start + start)
                 for piece, start, tensor in pieces
             ]
-            self._kept += len(views)
-            if self._kept <= MOST_PIECES:
+            self._view_count += len(views)
+            if self._view_count <= MOST_PIECES:
                 self._pieces[id(endpoint)] = views
         return views
 

@@ -232,22 +232,26 @@ class _FirstVote(NamedTuple):
 
 def _agree(party: Party, request: _Request) -> Ready:
     """Agree on the parts of a mover, by one to three votes."""
-    proposal, first = _vote_first(party, request)
-    made = proposal.followed if first.all_follow else _make_all(party, request, proposal, first)
-    assert made is not None, "who objects does not get past a vote"
+    proposal, first_vote = _vote_first(party, request)
+    part_carrier = (
+        proposal.followed
+        if first_vote.all_follow
+        else _make_all(party, request, proposal, first_vote)
+    )
+    assert part_carrier is not None, "who objects does not get past a vote"
     # A rank that has left the plan, but is in the group, has no stages.
     has_left = isinstance(request.plan, Plan) and party.rank in request.plan.left
     return Ready(
         given=request.plan,
         party=party,
-        part=made.part,
-        carrier=made.carrier,
+        part=part_carrier.part,
+        carrier=part_carrier.carrier,
         stages=() if has_left else request.maker.stages,
         thread=request.settings.thread,
         agree=request.settings.agree,
-        peers=first.peers,
-        version=first.version,
-        keeps_bound=made.keeps_bound,
+        peers=first_vote.peers,
+        version=first_vote.version,
+        keeps_bound=part_carrier.keeps_bound,
         again=request.maker.again,
     )
 
@@ -284,18 +288,20 @@ def _encode_follow(proposal: _Proposal | None) -> int:
 
 
 def _make_all(
-    party: Party, request: _Request, proposal: _Proposal, first: _FirstVote
+    party: Party, request: _Request, proposal: _Proposal, first_vote: _FirstVote
 ) -> _PartCarrier | None:
     """Make this rank's part at the pace of all ranks, by one vote or two."""
     # One addend after another takes more rounds, so all ranks do it only if one has to.
     for by_addend in (False, True):
-        make = functools.partial(_make, party, request, proposal, first.peers, by_addend)
-        made, objection = attempt(make)
-        is_unordered = made is not None and not made.part.keeps_order
-        ballots = party.vote(Ballot(first.claim, objection=objection, is_unordered=is_unordered))
+        make = functools.partial(_make, party, request, proposal, first_vote.peers, by_addend)
+        part_carrier, objection = attempt(make)
+        is_unordered = part_carrier is not None and not part_carrier.part.keeps_order
+        ballots = party.vote(
+            Ballot(first_vote.claim, objection=objection, is_unordered=is_unordered)
+        )
         if not any(ballot.is_unordered for ballot in ballots):
             break
-    return made
+    return part_carrier
 
 
 def _make(

@@ -38,7 +38,7 @@ class Handle:
 
     def __init__(self, party: Party, act: Callable[[], None]) -> None:
         self._error: BaseException | None = None
-        self._was_told = False
+        self._was_awaited = False
         device = party.wire.device
         self._order = _OrderOfStreams(device) if device.type == "cuda" else _Order()
         turns = party.turns
@@ -60,7 +60,7 @@ class Handle:
     def __del__(self) -> None:
         # Without the attribute if `__init__` raised.
         error = getattr(self, "_error", None)
-        if error is not None and not self._was_told:
+        if error is not None and not self._was_awaited:
             what = "a move failed that was made with async_op=True, and nobody waited for it"
             warnings.warn(f"{what}: {message_of(error)}", RuntimeWarning, stacklevel=2)
 
@@ -84,7 +84,7 @@ class Handle:
         if not self.done():
             raise ExchangeError("this process was forked from the one that moves; wait there")
         self._order.follow()
-        self._was_told = True
+        self._was_awaited = True
         if self._error is not None:
             # Without its trace, which would grow each time the exception is raised.
             raise self._error.with_traceback(None)
@@ -139,17 +139,17 @@ class _OrderOfStreams(_Order):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = torch.cuda.Event()
-        self._before.record(torch.cuda.current_stream(device))
-        self._after = torch.cuda.Event()
+        self._begin_event = torch.cuda.Event()
+        self._begin_event.record(torch.cuda.current_stream(device))
+        self._end_event = torch.cuda.Event()
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def begin(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._before)
+            self._stream.wait_event(self._begin_event)
             yield
-            self._after.record(self._stream)
+            self._end_event.record(self._stream)
 
     def follow(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._after)
+        torch.cuda.current_stream(self._device).wait_event(self._end_event)

@@ -76,15 +76,15 @@ class Mover(Leaving):
         self._carrier = ready.carrier
         self._stages = ready.stages
         self._landing = self._landing.follow(ready.version)
-        self._moves = 0
+        self._move_count = 0
         self._ledger = ready.open_ledger()
-        self._agreed: set[CallKind] = set()
+        self._agreed_kinds: set[CallKind] = set()
         if not ready.keeps_bound:
             self._bound = BoundTensors(self.plan, ready.party.rank)
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
-        state = f"broken: {broken}" if broken else f"{self._moves} moves"
+        state = f"broken: {broken}" if broken else f"{self._move_count} moves"
         state = "closed" if self._closed else state
         rounds = plural(self.rounds, "round")
         return f"<mover of {self._ready.given!r} on rank {self._party.rank}, {rounds}, {state}>"
@@ -240,13 +240,13 @@ class Mover(Leaving):
         self.check_open()
         checked = self._check(call, block, watch)
         kind = call.kind(self._carrier.word(call.how), block is not None)
-        mine = self._make_ballot(call, kind, checked)
-        watch.name = mine.claim
+        ballot = self._make_ballot(call, kind, checked)
+        watch.name = ballot.claim
         watch.lap(laps.PREPARED)
-        self._agree(mine, kind, call.patience)
+        self._agree(ballot, kind, call.patience)
         watch.lap(laps.AGREED, self._party.turns.latest)
         # From here on every rank moves, so all count the move, even if it fails.
-        self._moves += 1
+        self._move_count += 1
         if self._stages:
             self._party.answer_for(lambda: stages.begin(self._stages))
             watch.lap(laps.PREPARED)
@@ -254,9 +254,9 @@ class Mover(Leaving):
         if kind.check:
             self._party.answer_for(comparison.begin)
             watch.lap(laps.COMPARED)
-        self._carry(checked, call.held, mine, block, watch)
+        self._carry(checked, call.held, ballot, block, watch)
         if kind.acknowledge:
-            receipt = mine._replace(claim=f"{mine.claim}: all is there")
+            receipt = ballot._replace(claim=f"{ballot.claim}: all is there")
             self._party.vote(receipt)
             watch.lap(laps.AGREED)
         difference = ""
@@ -271,24 +271,24 @@ class Mover(Leaving):
             self._carrier.forget()
         return difference
 
-    def _agree(self, mine: Ballot, kind: CallKind, patience: float | None) -> None:
+    def _agree(self, ballot: Ballot, kind: CallKind, patience: float | None) -> None:
         """Vote, unless ranks agreed on this kind earlier. Raises Refused if a rank objects, and PeerFailure."""
-        if kind not in self._agreed:
-            self._party.vote(mine, patience)
+        if kind not in self._agreed_kinds:
+            self._party.vote(ballot, patience)
             if self._ready.agree == ONCE:
-                self._agreed.add(kind)
+                self._agreed_kinds.add(kind)
             return
-        mark = zlib.crc32(mine.claim.encode(errors="backslashreplace"))
+        mark = zlib.crc32(ballot.claim.encode(errors="backslashreplace"))
         self._party.go_on(Unasked(mark, patience))
-        if mine.objection:
+        if ballot.objection:
             # The others move already.
-            raise PeerFailure(self._party.rank, mine.objection)
+            raise PeerFailure(self._party.rank, ballot.objection)
 
     def _carry(
         self,
         checked: Checked,
         held: bool,
-        mine: Ballot,
+        ballot: Ballot,
         block: CommitBlock | None,
         watch: Stopwatch,
     ) -> None:
@@ -304,7 +304,7 @@ class Mover(Leaving):
         keys = stages.name_torn(self._stages, tuple(checked.dst))
         watched = functools.partial(witness, checked.dst, checked.out)
         arrival = Arrival(keys, finish, put, self._end, watched)
-        self._landing.commit(self._party, mine, arrival, self.member, block)
+        self._landing.commit(self._party, ballot, arrival, self.member, block)
         watch.lap(laps.COMMITTED)
 
     def _write(self, carry: Callable[[], Arrived], watch: Stopwatch) -> None:
@@ -330,7 +330,7 @@ class Mover(Leaving):
 
     def _make_ballot(self, call: Call, kind: CallKind, checked: Checked) -> Ballot:
         """This rank's ballot, made even of invalid arguments, which the objection reports."""
-        claim = kind.claim(self._moves + 1, self._name)
+        claim = kind.claim(self._move_count + 1, self._name)
         claim += in_thread(self.thread) if call.thread is None else call.thread
         return Ballot(claim, call.purpose, call.records_gradient, checked.objection)
 
@@ -363,7 +363,7 @@ def forget(mover: Mover) -> None:
 
 def ask_again(mover: Mover) -> None:
     """Vote on the next move of any kind. Called by all ranks."""
-    mover._agreed.clear()
+    mover._agreed_kinds.clear()
 
 
 def replan_by(

@@ -59,8 +59,8 @@ class Meter:
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
-        self._total = total
-        self._done = 0
+        self._total_bytes = total
+        self._done_bytes = 0
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
@@ -68,18 +68,18 @@ class Meter:
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
-            self._done += about.payload
+            self._done_bytes += about.payload
             self._tell()
 
     def expect(self, total: int) -> None:
         """Set the total number of bytes to `total`, and report the progress."""
-        self._total = total
+        self._total_bytes = total
         self._tell()
 
     def finish(self) -> None:
         """Report all bytes done, even by an engine without messages. Raises the function's exception."""
-        if self._done < self._total:
-            self._done = self._total
+        if self._done_bytes < self._total_bytes:
+            self._done_bytes = self._total_bytes
             self._tell()
         if self.failure is not None:
             raise self.failure
@@ -88,7 +88,7 @@ class Meter:
         if self.failure is not None:
             return
         try:
-            self._progress(self._done, self._total)
+            self._progress(self._done_bytes, self._total_bytes)
         except Exception as error:
             self.failure = error
 
@@ -100,22 +100,22 @@ class Tally:
         check_progress(progress)
         self.is_heard = progress is not None
         self._progress = progress
-        self._done = self._told = 0
-        self._total: int | None = None
-        self._told_at = 0.0
+        self._done_bytes = self._reported_bytes = 0
+        self._total_bytes: int | None = None
+        self._reported_at_s = 0.0
 
     def begin(self, total: int) -> None:
         """Set the bytes in all. Only the first call has an effect."""
-        if self._total is None:
-            self._total = total
+        if self._total_bytes is None:
+            self._total_bytes = total
             self._tell()
 
     def add(self, nbytes: int) -> None:
         """Count `nbytes` more as done; with 0, report progress if the last report is old."""
-        self._done += nbytes
-        is_last = nbytes > 0 and self._done == self._total
-        is_late = time.monotonic() - self._told_at >= TELL_S
-        if is_last or is_late or self._done - self._told >= TELL_BYTES:
+        self._done_bytes += nbytes
+        is_last = nbytes > 0 and self._done_bytes == self._total_bytes
+        is_late = time.monotonic() - self._reported_at_s >= TELL_S
+        if is_last or is_late or self._done_bytes - self._reported_bytes >= TELL_BYTES:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
@@ -126,9 +126,9 @@ class Tally:
         return target
 
     def _tell(self) -> None:
-        self._told, self._told_at = self._done, time.monotonic()
-        if self._progress is not None and self._total is not None:
-            self._progress(self._done, self._total)
+        self._reported_bytes, self._reported_at_s = self._done_bytes, time.monotonic()
+        if self._progress is not None and self._total_bytes is not None:
+            self._progress(self._done_bytes, self._total_bytes)
 
 
 def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -56,7 +56,7 @@ class Ledger:
         self.logged = logged
         self._list_rounds = list_rounds
         self._traffic: Traffic | None = None
-        self._last: Stopwatch | None = None
+        self._last_call: Stopwatch | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -68,7 +68,7 @@ class Ledger:
     @property
     def last(self) -> Moved | None:
         """The latest successful call; None if there is none."""
-        return None if self._last is None else self._last.sum_up()
+        return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
         """Make the stopwatch of a call. Invalid arguments are ignored here: another check rejects them."""
@@ -76,7 +76,7 @@ class Ledger:
 
     def note_last(self, call: Stopwatch) -> None:
         """Note a call that succeeded."""
-        self._last = call
+        self._last_call = call
 
 
 class Stopwatch:
@@ -86,16 +86,18 @@ class Stopwatch:
     name = ""
     _hearers: tuple[Hear, ...] = ()
     _meter: Meter | None = None
-    _timed: Timed | None = None
-    _own: Traffic | None = None
+    _traced_call: Timed | None = None
+    # The call's traffic if it differs from the ledger's.
+    _call_traffic: Traffic | None = None
 
     def __init__(self, ledger: Ledger, label: object, progress: object) -> None:
         self._ledger = ledger
         # Not `str(label)`, which a subclass may override.
         self._label = str.__str__(label) if isinstance(label, str) else ""
-        self._seconds = [0.0] * LAPS
-        self._waited: dict[int, float] = {}
-        self._began = self._at = perf_counter()
+        self._lap_seconds = [0.0] * LAPS
+        # Seconds of waiting for messages, by peer.
+        self._waited_s: dict[int, float] = {}
+        self._call_began_s = self._lap_began_s = perf_counter()
         if callable(progress):
             self._add_meter(progress)
         tracer = find_tracer()
@@ -107,7 +109,7 @@ class Stopwatch:
         self._hearers += (self._meter.hear,)
 
     def _add_trace(self, tracer: Tracer) -> None:
-        timed = tracer.begin(self._ledger.given, self._ledger.rank, self._began)
+        timed = tracer.begin(self._ledger.given, self._ledger.rank, self._call_began_s)
         if timed is None:
             return
         marks = timed.marks
@@ -115,22 +117,22 @@ class Stopwatch:
         def note(lap: int, about: object, at_s: float) -> None:
             marks.append(Mark(lap, about, at_s))
 
-        self._timed = timed
+        self._traced_call = timed
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
         """End a lap, about a message, a round by its step, or a vote by its key."""
         now = perf_counter()
-        self._seconds[lap] += now - self._at
-        self._at = now
+        self._lap_seconds[lap] += now - self._lap_began_s
+        self._lap_began_s = now
         for hear in self._hearers:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
         """End a lap that was spent waiting for the peer."""
-        before = self._at
+        before = self._lap_began_s
         self.lap(lap, message)
-        self._waited[peer] = self._waited.get(peer, 0.0) + self._at - before
+        self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
 
     def __enter__(self) -> Stopwatch:
         return self
@@ -145,14 +147,14 @@ class Stopwatch:
             self.lap(FAILED)
         else:
             self._ledger.note_last(self)
-        if self._timed is not None:
-            self._end_trace(self._timed, error)
+        if self._traced_call is not None:
+            self._end_trace(self._traced_call, error)
         if self._ledger.logged:
             log_move(self._ledger.rank, self.sum_up, error)
         meter = self._meter
         # The ledger keeps this object until the next call, so it must not hold the trace or the caller's function.
         self._hearers = ()
-        self._timed = self._meter = None
+        self._traced_call = self._meter = None
         if meter is not None and error is None:
             meter.finish()
 
@@ -177,11 +179,11 @@ class Stopwatch:
     @property
     def traffic(self) -> Traffic:
         """The call's traffic: by `say_traffic`, or else the ledger's."""
-        return self._ledger.traffic if self._own is None else self._own
+        return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:
         """Set the call's traffic, if it differs from the ledger's."""
-        self._own = traffic
+        self._call_traffic = traffic
         if self._meter is not None:
             self._meter.expect(traffic.nbytes)
 
@@ -192,7 +194,7 @@ class Stopwatch:
     def sum_up(self) -> Moved:
         """Sum up the call."""
         seconds: dict[str, float] = {}
-        for name, took in zip(NAMES, self._seconds, strict=True):
+        for name, took in zip(NAMES, self._lap_seconds, strict=True):
             if took:
                 seconds[name] = seconds.get(name, 0.0) + took
-        return Moved(self._title, self._label, self.traffic, seconds, dict(self._waited))
+        return Moved(self._title, self._label, self.traffic, seconds, dict(self._waited_s))

@@ -25,9 +25,10 @@ class Tracer:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Timed, Given | None]] = []
-        self._threads: dict[int, str] = {}
-        self._under_way: Counter[int] = Counter()
-        self._marks = 0
+        self._thread_names: dict[int, str] = {}
+        # The number of calls that have begun and not ended, by thread.
+        self._open_calls: Counter[int] = Counter()
+        self._mark_count = 0
         self.left_out = 0
         # Read together: the first is the trace's start by the wall clock, the second the zero of its times.
         self.began_ns = time.time_ns()
@@ -35,23 +36,23 @@ class Tracer:
 
     def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
         """Make a call that begins now; None if there is no room for it."""
-        if self._marks >= MOST_MARKS:
+        if self._mark_count >= MOST_MARKS:
             self.left_out += 1
             return None
         call = Timed(rank, self._name_tracks(), began_s)
         self.calls.append((call, given))
-        self._under_way[threading.get_ident()] += 1
+        self._open_calls[threading.get_ident()] += 1
         return call
 
     def end(self, call: Timed) -> None:
         """End the call, in the thread in which it began."""
-        self._marks += len(call.marks)
-        self._under_way[threading.get_ident()] -= 1
+        self._mark_count += len(call.marks)
+        self._open_calls[threading.get_ident()] -= 1
 
     def _name_tracks(self) -> str:
         """The suffix by which the call's tracks differ from tracks of calls at the same time."""
         # A callback may try to move: that raises, and is in the trace.
-        inside = ["inside"] * self._under_way[threading.get_ident()]
+        inside = ["inside"] * self._open_calls[threading.get_ident()]
         return " ".join([self._name_thread(), *inside]).strip()
 
     def _name_thread(self) -> str:
@@ -60,12 +61,12 @@ class Tracer:
         if current is threading.main_thread():
             return ""
         number = threading.get_ident()
-        if number not in self._threads:
+        if number not in self._thread_names:
             name = f"in {current.name}"
             # Several threads may have the same name.
-            namesakes = list(self._threads.values()).count(name)
-            self._threads[number] = f"{name} ({namesakes + 1})" if namesakes else name
-        return self._threads[number]
+            namesakes = list(self._thread_names.values()).count(name)
+            self._thread_names[number] = f"{name} ({namesakes + 1})" if namesakes else name
+        return self._thread_names[number]
 
 
 TRACERS: list[Tracer] = []

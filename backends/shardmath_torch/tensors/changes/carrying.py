@@ -57,12 +57,15 @@ class Sent(NamedTuple):
 
 
 class _PreparedChanges(NamedTuple):
-    """Changes ready to be sent, by tensor and by message (`sorted` is None for a whole move); seconds so far."""
+    """Changes ready to be sent, by tensor and by message, and the seconds of each phase until `prepared_at_s`.
+
+    `sorted` is None for a whole move.
+    """
 
     changed: list[Changed]
     sorted: Sorted | None
     seconds: dict[str, float]
-    until: float
+    prepared_at_s: float
 
 
 class Sparse:
@@ -74,11 +77,14 @@ class Sparse:
         self._keeps_snapshots = snapshots
         self._snapshots: Snapshots | None = None
         self._walker: Walker | None = None
-        self._signed: object = None
-        self._is_known = False
-        self._is_fresh = False
-        self._load: _PreparedChanges | None = None
-        self._lacks = ""
+        # What identifies the tensors of the last whole move, and whether the tensors are known to be the same now.
+        self._whole_signature: object = None
+        self._are_same_tensors = False
+        # Whether destinations hold what sources held at the last move; otherwise a call moves all cells.
+        self._are_changes_enough = False
+        self._prepared: _PreparedChanges | None = None
+        # Why changes cannot be found, though destinations are current; "" if they can.
+        self._objection = ""
         self.last: Sent | None = None
 
     @property
@@ -104,26 +110,26 @@ class Sparse:
 
     def _goes_whole(self, how: object) -> bool:
         asked = isinstance(how, How) and how.whole is True
-        return asked or not self._is_fresh
+        return asked or not self._are_changes_enough
 
     def word(self, how: object) -> str:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         """Note that the tensors may be new ones. Only whole moves, which are few, have more to prepare."""
-        self._is_known = False
+        self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         """Find what has changed. Raises ExchangeError if that cannot be determined."""
         watch.lap(laps.PREPARED)
         since = time.perf_counter()
-        self._load = None
+        self._prepared = None
         assert isinstance(how, How), "callers make one"
         _check_how(how)
         if self._goes_whole(how):
             # held=False: what is cached for held tensors would keep the shadows alive.
             self._whole.prepare(src, dst, held=False)
-            self._load = _PreparedChanges(
+            self._prepared = _PreparedChanges(
                 [], None, {"comparing": 0.0, "mapping": 0.0}, time.perf_counter()
             )
             return
@@ -134,14 +140,16 @@ class Sparse:
         mapped = time.perf_counter()
         watch.lap(laps.COMPARED)
         seconds = {"comparing": compared - since, "mapping": mapped - compared}
-        self._load = _PreparedChanges(changed, found, seconds, mapped)
+        self._prepared = _PreparedChanges(changed, found, seconds, mapped)
 
     def _find_walker(self, src: Tensors, dst: Tensors) -> Walker:
         """The walker of the last whole move. Raises ExchangeError if it was for other tensors, or there is none."""
-        what = self._lacks
+        what = self._objection
         # After `prepare` tensors may be new ones; otherwise they are those that were compared here before.
-        self._is_known = self._is_known or self._signed == _sign_tensors(src, dst)
-        if not what and not self._is_known:
+        self._are_same_tensors = self._are_same_tensors or self._whole_signature == _sign_tensors(
+            src, dst
+        )
+        if not what and not self._are_same_tensors:
             what = "these are not the tensors, in the same memory, of the last whole move"
         if what or self._walker is None:
             raise ExchangeError(f"{what}; call with whole=True on all ranks")
@@ -161,13 +169,13 @@ class Sparse:
         yield from self._snapshots.list_changed(src)
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
-        load = self._load
+        load = self._prepared
         assert load is not None, "a rank without changes has objected"
         began = time.perf_counter()
         arrived = self._carry(load.sorted, src, dst, watch)
         seconds = {
             **load.seconds,
-            "agreeing": began - load.until,
+            "agreeing": began - load.prepared_at_s,
             "moving": time.perf_counter() - began,
         }
         self.last = self._measure(load.sorted, seconds)
@@ -185,8 +193,8 @@ class Sparse:
             self._walker = Walker(self._task, src, dst)
             if self._keeps_snapshots:
                 self._snapshots = Snapshots(src, self._walker.outgoing.hulls)
-            self._signed = _sign_tensors(src, dst)
-            self._is_known = True
+            self._whole_signature = _sign_tensors(src, dst)
+            self._are_same_tensors = True
         watch.lap(laps.KEPT)
         return arrived
 
@@ -197,7 +205,7 @@ class Sparse:
             yield
         except Exception as error:
             self._walker = None
-            self._lacks = f"snapshots could not be made: {word_objection(error)}"
+            self._objection = f"snapshots could not be made: {word_objection(error)}"
 
     def _carry_changes(self, found: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
         assert self._walker is not None, "found by it"
@@ -220,24 +228,24 @@ class Sparse:
 
     def let_go(self) -> None:
         # The other ranks may have kept theirs, and move changes next: this rank then objects.
-        is_fresh = self._is_fresh
+        are_changes_enough = self._are_changes_enough
         self.forget()
         self._whole.let_go()
-        if is_fresh:
-            self._is_fresh = True
-            self._lacks = "let_go() has dropped what this rank kept of the last move"
+        if are_changes_enough:
+            self._are_changes_enough = True
+            self._objection = "let_go() has dropped what this rank kept of the last move"
 
     def list_torn(self) -> tuple[str, ...]:
-        if self._load is None or self._load.sorted is None:
+        if self._prepared is None or self._prepared.sorted is None:
             return self._whole.list_torn()
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
         """Update snapshots to what destinations now hold."""
-        load, self._load = self._load, None
+        load, self._prepared = self._prepared, None
         if load is None:
             return
-        self._is_fresh = True
+        self._are_changes_enough = True
         if load.sorted is None:
             self._whole.let_go()
             return
@@ -246,15 +254,15 @@ class Sparse:
                 self._snapshots.update(load.changed)
 
     def forget(self) -> None:
-        self._load = None
+        self._prepared = None
         self._drop_snapshots()
 
     def _drop_snapshots(self) -> None:
         """Drop snapshots, before new ones are made: memory may not suffice for both."""
-        self._is_fresh = False
+        self._are_changes_enough = False
         self._snapshots = None
         self._walker = None
-        self._lacks = ""
+        self._objection = ""
 
 
 def put_all(dst: Tensors, puts: Iterable[Put]) -> None:

@@ -96,8 +96,8 @@ class Snapshots:
 
     def _get_words(self, snapshot: _Snapshot) -> Tensor:
         """The words of a snapshot, as a row."""
-        past = snapshot.first + snapshot.window.count
-        return self._words[snapshot.size][snapshot.first : past]
+        stop = snapshot.first + snapshot.window.count
+        return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
         """The cells of the boxes that have changed. The tensors have the same strides as at the snapshot."""
@@ -149,17 +149,17 @@ def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]
     """The positions, row by row, at which words have changed, and the present words."""
     places = []
     words = []
-    first = 0
+    start = 0
     for index in _list_blocks(now.shape, BLOCK_BYTES // now.itemsize):
         block = scratch.flatten(now[index])
-        past = first + len(block)
-        found = scratch.find_different(block, before[first:past])
-        if len(found):
+        stop = start + len(block)
+        different = scratch.find_different(block, before[start:stop])
+        if len(different):
             # Copied while the block is in the cache.
-            words.append(block[found])
-            found += first
-            places.append(found)
-        first = past
+            words.append(block[different])
+            different += start
+            places.append(different)
+        start = stop
     if not places:
         return np.zeros(0, np.int64), torch.from_numpy(before[:0])
     if len(places) == 1:
@@ -171,14 +171,14 @@ def _compare_on_device(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
     """`_compare` on the tensors' device."""
     places = [np.zeros(0, np.int64)]
     words = [before[:0]]
-    first = 0
+    start = 0
     for index in _list_blocks(now.shape, DEVICE_BLOCK_BYTES // now.element_size()):
         block = dtypes.flat(now[index].contiguous())
-        past = first + len(block)
-        found = find_different_there(block, before[first:past])
-        words.append(block[found])
-        places.append(found.numpy(force=True) + first)
-        first = past
+        stop = start + len(block)
+        different = find_different_there(block, before[start:stop])
+        words.append(block[different])
+        places.append(different.numpy(force=True) + start)
+        start = stop
     return np.concatenate(places), torch.cat(words)
 
 

@@ -40,12 +40,12 @@ class Scratch:
 
     def __init__(self) -> None:
         self._mask = np.empty(BLOCK_BYTES, bool)
-        self._copy = np.empty(BLOCK_BYTES, np.uint8)
+        self._block_copy = np.empty(BLOCK_BYTES, np.uint8)
 
     def flatten(self, block: Words) -> Words:
         """The block as one row; if it is not contiguous, a copy, valid until the next call."""
         if not block.flags.c_contiguous:
-            copy = self._copy[: block.nbytes].view(block.dtype).reshape(block.shape)
+            copy = self._block_copy[: block.nbytes].view(block.dtype).reshape(block.shape)
             np.copyto(copy, block)
             block = copy
         return block.reshape(-1)

@@ -81,34 +81,34 @@ class Outgoing:
             size = each.words.element_size()
             by_size.setdefault(size, []).append(each)
         parts = {size: self._sort_alike(size, alike) for size, alike in by_size.items()}
-        found: list[Elements | None] = []
+        sorted_messages: list[Elements | None] = []
         for number, message in enumerate(self._messages):
             elements = []
             for size in self._sizes[number]:
                 elements.append(parts.get(size, {}).get(number) or _make_empty(size))
             is_smaller = _count_packet(elements) < message.nbytes
-            found.append(elements if is_smaller and self._is_numbered[number] else None)
+            sorted_messages.append(elements if is_smaller and self._is_numbered[number] else None)
         sends = len(self.sends)
-        return Sorted(found[:sends], found[sends:])
+        return Sorted(sorted_messages[:sends], sorted_messages[sends:])
 
     def _sort_alike(self, size: int, changed: Sequence[Changed]) -> dict[int, Some]:
         """The changed elements of each message that has some, for words of one size."""
         runs = self._list_runs(changed)
         words = torch.cat([each.words for each in changed])
-        found = {}
+        by_message = {}
         for number, pieces in enumerate(self._senders.pieces):
             runs_of_message: list[_Run] = []
             for piece in pieces:
                 runs_of_message += runs.get(piece, ())
             if runs_of_message:
-                found[number] = _join_runs(size, runs_of_message, words)
-        return found
+                by_message[number] = _join_runs(size, runs_of_message, words)
+        return by_message
 
     def _list_runs(self, changed: Sequence[Changed]) -> dict[int, list[_Run]]:
         """The runs of changed elements by piece."""
         runs: dict[int, list[_Run]] = {}
-        asked = [AskedCells(each.key, each.cells) for each in changed]
-        for cell, piece, element in self._senders.route(asked):
+        cells_by_key = [AskedCells(each.key, each.cells) for each in changed]
+        for cell, piece, element in self._senders.route(cells_by_key):
             first = begins(piece)
             numbers = piece[first].tolist()
             borders = itertools.pairwise([*first.tolist(), len(piece)])
@@ -157,14 +157,14 @@ def _make_empty(size: int) -> Some:
 def _join_runs(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
     """Join the changed elements of one message and size, ordered by number."""
     numbers = np.concatenate([run.numbers for run in runs])
-    which = np.concatenate([run.which for run in runs])
+    indices = np.concatenate([run.which for run in runs])
     # Already in order if tensors lie in memory as they are numbered.
     if (numbers[1:] < numbers[:-1]).any():
         order = numbers.argsort()
         numbers = numbers[order]
-        which = which[order]
-    taken = words.index_select(0, torch.from_numpy(which).to(words.device))
-    return Some(size, numbers, taken)
+        indices = indices[order]
+    changed_words = words.index_select(0, torch.from_numpy(indices).to(words.device))
+    return Some(size, numbers, changed_words)
 
 
 def _count_elements(elements: Elements | None) -> Sequence[int] | None:

@@ -145,7 +145,7 @@ class Walker:
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
         bound = bind(part.rounds, src_strides, dst_strides)
         self._steps = list(_number(bound))
-        self._needed = count_staging_bytes(bound)
+        self._needed_bytes = count_staging_bytes(bound)
         self._staging = staging_of(task.group, self._device)
         sends = [message for each in part.rounds for message in each.sends]
         receives = [message for each in part.rounds for message in each.receives]
@@ -159,7 +159,7 @@ class Walker:
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
         """Sort changes by message, and reserve staging memory for whole messages."""
-        self._staging.reserve(self._needed)
+        self._staging.reserve(self._needed_bytes)
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
@@ -190,7 +190,7 @@ class Walker:
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)
-        with torch.inference_mode(), self._staging.lend(self._needed) as block:
+        with torch.inference_mode(), self._staging.lend(self._needed_bytes) as block:
             views = MoveViews(ends.src, ends.dst, Staged(block.memory))
             placing = _DeferredPlacing(views) if ends.is_beside else _ImmediatePlacing(views)
             call = _WalkCall(given, counts, parcels, views, placing)

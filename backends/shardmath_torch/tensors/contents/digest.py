@@ -1,6 +1,6 @@
 """`digest`: a number for the content of a tensor on all ranks, the same under every layout.
 
-1. Each rank weighs its part on its device; ranks exchange 8 bytes per tensor.
+1. Each rank computes its shares of the digest on its device; ranks exchange 8 bytes per tensor.
 2. A digest is a turn of the group, as a move is: if one rank's tensor does not fit, or replicas differ, all ranks
    raise.
 3. Numbers equal the results of `shardmath.content.digest_of`, on every device.
@@ -100,19 +100,23 @@ def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
         objection = word_objection(error)
     party.vote(Ballot(claim + in_thread(None), objection=objection), party.patience)
     assert prepared is not None, "who objects does not get past the vote"
-    side, mine = prepared
+    side, own_shares = prepared
     counts = {rank: count_shares(side.windows, rank) for rank in party.ranks}
-    numbers = gather_numbers(party, mine, counts)
-    rest = {rank: iter(shares) for rank, shares in numbers.items()}
-    shares = divide_shares(side.windows, rest)
-    odd = find_odd_replica(party, side, shares)
-    if odd:
-        return odd
-    return {name: seal(own, add_patches(own, shares[name])) for name, own in side.windows.items()}
+    numbers = gather_numbers(party, own_shares, counts)
+    unread = {rank: iter(shares) for rank, shares in numbers.items()}
+    shares = divide_shares(side.windows, unread)
+    difference = find_odd_replica(party, side, shares)
+    if difference:
+        return difference
+    return {
+        name: seal(windows, add_patches(windows, shares[name]))
+        for name, windows in side.windows.items()
+    }
 
 
 def _prepare(party: Party, given: _Given) -> _Prepared:
-    """This rank's tensors, checked and weighed. Raises ShardError to object."""
+    """The side with this rank's tensors, checked, and their shares. Raises ShardError to object."""
+    # A digest has no `thread` argument: the thread goes by its own name.
     check_thread(party.turns, None)
     seed = as_integer(given.seed, "seed", ExchangeError)
     windows = read_side(given.held)
@@ -150,5 +154,5 @@ def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
 
 def _make_claim(side: DigestSide) -> str:
     """What must be the same on all ranks: the tensors, how they are held, and the seed."""
-    held = [(name, tuple(map(holdings_digest, own))) for name, own in side.windows.items()]
+    held = [(name, tuple(map(holdings_digest, windows))) for name, windows in side.windows.items()]
     return f"{digest_text(held)[:24]}, seed={side.seed}"

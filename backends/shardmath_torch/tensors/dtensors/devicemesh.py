@@ -55,14 +55,14 @@ _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The axes and ranks of a DeviceMesh."""
-    found = _meshes.get(device_mesh)
-    if found is None:
+    mesh = _meshes.get(device_mesh)
+    if mesh is None:
         ranks = device_mesh.mesh
         names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(ranks.ndim))
         sizes = dict(zip(names, ranks.shape, strict=True))
-        found = Mesh(sizes, ranks=ranks.flatten().tolist())
-        _meshes[device_mesh] = found
-    return found
+        mesh = Mesh(sizes, ranks=ranks.flatten().tolist())
+        _meshes[device_mesh] = mesh
+    return mesh
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -79,13 +79,13 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     if outside:
         what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{size - 1}"
         raise MeshError(f"{what}; use ranks of the group")
-    made = world().meshes
+    device_meshes = world().meshes
     # `shared` keeps other threads from making groups in between: all ranks must make them in one order.
-    if (mesh, device_type) not in made:
+    if (mesh, device_type) not in device_meshes:
         with shared(None):
-            for each in _gather_requests((mesh, device_type), made, "make a DeviceMesh"):
-                made[each] = _make_device_mesh(*each)
-    return made[mesh, device_type]
+            for each in _gather_requests((mesh, device_type), device_meshes, "make a DeviceMesh"):
+                device_meshes[each] = _make_device_mesh(*each)
+    return device_meshes[mesh, device_type]
 
 
 def _make_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -94,10 +94,10 @@ def _make_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(mesh.shape))
 
 
-def _gather_requests(mine: _T, made: Container[_T], what: str) -> list[_T]:
+def _gather_requests(own_request: _T, existing: Container[_T], what: str) -> list[_T]:
     """The requests of all ranks that are not made yet, each once, in the same order on all ranks."""
-    requests = set(gather(mine, None, what))
-    return sorted((request for request in requests if request not in made), key=repr)
+    requests = set(gather(own_request, None, what))
+    return sorted((request for request in requests if request not in existing), key=repr)
 
 
 def group_for(
@@ -118,15 +118,15 @@ def group_for(
             continue
         if mesh.ndim == 1 and compat.my_rank() not in among:
             return None
-        found = compat.group_of_mesh(mesh)
-        if found is not None:
-            return found
-    made = world().groups
-    if among not in made:
+        group = compat.group_of_mesh(mesh)
+        if group is not None:
+            return group
+    groups = world().groups
+    if among not in groups:
         with shared(None):
-            for each in _gather_requests(among, made, "make a process group"):
-                made[each] = _make_group(each)
-    return made[among]
+            for each in _gather_requests(among, groups, "make a process group"):
+                groups[each] = _make_group(each)
+    return groups[among]
 
 
 def _make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

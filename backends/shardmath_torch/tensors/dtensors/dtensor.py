@@ -196,14 +196,14 @@ def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout |
     }
 
 
-def _choose(found: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:
+def _choose(by_reading: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:
     """The layout in the given reading. Raises LayoutError for an unknown reading, or the reading's own error."""
     if reading not in get_args(Reading):
         raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
-    layout = found.get(reading)
+    layout = by_reading.get(reading)
     if layout is None:
-        known = ", ".join(map(repr, found))
-        raise LayoutError(f"the DTensor is read by {known}, not {reading!r}; leave reading= out")
+        readings = ", ".join(map(repr, by_reading))
+        raise LayoutError(f"the DTensor is read by {readings}, not {reading!r}; leave reading= out")
     if isinstance(layout, ShardError):
         raise layout
     return layout
@@ -294,7 +294,7 @@ def to_dtensor(
     is_outside = compat.my_rank() not in layout.mesh
     if is_outside and not layout.shape:
         local = compat.shape_of_scalar(local)
-    made = DTensor.from_local(
+    dtensor = DTensor.from_local(
         local,
         device_mesh,
         placements,
@@ -303,8 +303,8 @@ def to_dtensor(
         stride=strides(layout.shape),
     )
     if is_outside:
-        compat.hold_nothing(made)
-    return made
+        compat.hold_nothing(dtensor)
+    return dtensor
 
 
 def _check_local(local: Tensor, layout: Layout) -> None:

@@ -119,7 +119,7 @@ class Moves:
     """A cache of one group's latest moves, by layouts, of at most `most` bytes, or only the latest move."""
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
-        self._group, self._most = group, most
+        self._group, self._most_bytes = group, most
         self._cached: OrderedDict[_Key, _CachedMove] = OrderedDict()
         self._nbytes = 0
         self._counts: dict[str, _Counts] = {}
@@ -179,7 +179,7 @@ class Moves:
     def _add(self, key: _Key, made: _CachedMove) -> None:
         self._cached[key] = made
         self._nbytes += made.nbytes
-        while self._nbytes > self._most and len(self._cached) > 1:
+        while self._nbytes > self._most_bytes and len(self._cached) > 1:
             _, oldest = self._cached.popitem(last=False)
             self._nbytes -= oldest.nbytes
 

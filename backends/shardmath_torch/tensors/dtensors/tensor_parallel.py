@@ -79,22 +79,22 @@ def set_device_mesh(
     if weight_mesh is None:
         weight_mesh = tp_mesh
     _check_weight_mesh(weight_mesh, tp_mesh)
-    found = _find_parameters(module)
-    made: dict[int, nn.Parameter] = {}
+    parameters = _find_parameters(module)
+    new_parameters: dict[int, nn.Parameter] = {}
     records: dict[int, Placed] = {}
     # All are checked before any is made, and all are made before the module changes.
     divided = [
         _divide(name, parameter, asked, tp_mesh, local)
-        for name, parameter, asked in match_parameters(module, found, check_styles(styles))
+        for name, parameter, asked in match_parameters(module, parameters, check_styles(styles))
     ]
     for each in divided:
         key = id(each.parameter)
-        made[key] = _make_parameter(each, tp_mesh, local)
+        new_parameters[key] = _make_parameter(each, tp_mesh, local)
         records[key] = Placed(axis, each.placement, weight_mesh)
     for part in list(module.modules()):
         keys = {name: id(p) for name, p in part._parameters.items() if p is not None}
         for name, key in keys.items():
-            setattr(part, name, made[key])
+            setattr(part, name, new_parameters[key])
         place(part, {name: records[key] for name, key in keys.items()})
 
 
@@ -195,9 +195,9 @@ def _divide(
 def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
     """Raise PlacementError unless every component of a dimension of length n has equal parts."""
     for size in components_of(placement, n):
-        left = size % parts
-        if left:
-            padded = size + parts - left
+        remainder = size % parts
+        if remainder:
+            padded = size + parts - remainder
             what = f"a component of {size} of {n}" if size != n else f"{n}"
             fix = f"pad to {padded}, or replicate it"
             raise PlacementError(f"{what} does not divide by {tp}; {fix}")
@@ -208,20 +208,20 @@ def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
 
 def _make_parameter(divided: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
     """The parameter as a DTensor, with its attributes."""
-    held = divided.parameter.detach() if local else _take_part(divided, mesh_of(mesh))
+    local_part = divided.parameter.detach() if local else _take_part(divided, mesh_of(mesh))
     # Not in the caller's inference mode: a step could not update the parameter.
     with torch.inference_mode(divided.parameter.is_inference()), torch.no_grad():
         tensor = DTensor.from_local(
-            held.contiguous(),
+            local_part.contiguous(),
             mesh,
             (label(divided.placement),),
             run_check=False,
             shape=torch.Size(divided.shape),
             stride=strides(divided.shape),
         )
-        made = nn.Parameter(tensor, requires_grad=divided.parameter.requires_grad)
-    vars(made).update(vars(divided.parameter))
-    return made
+        made_parameter = nn.Parameter(tensor, requires_grad=divided.parameter.requires_grad)
+    vars(made_parameter).update(vars(divided.parameter))
+    return made_parameter
 
 
 def _take_part(divided: _Divided, mesh: Mesh) -> Tensor:

@@ -193,18 +193,18 @@ def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantized:
     across = -(-columns // TILE)
     if tensor._is_2D_scaled:
         block = TILE, TILE
-        taken = _strip_padding(scales, (-(-rows // TILE), across))
+        block_scales = _strip_padding(scales, (-(-rows // TILE), across))
     else:
         block = 1, TILE
-        taken = _strip_padding(scales, (across, rows)).t()
+        block_scales = _strip_padding(scales, (across, rows)).t()
     if is_columnwise:
         block = block[::-1]
         flat = flat.t()
-        taken = taken.t()
+        block_scales = block_scales.t()
     quantizer = getattr(tensor, "_quantizer", None)
     is_power = bool(getattr(quantizer, "force_pow_2_scales", True))
     format = FP8Blocks(block, is_power, _name_element(tensor._fp8_dtype))
-    return _make_quantized(format, flat, taken)
+    return _make_quantized(format, flat, block_scales)
 
 
 def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:

@@ -152,14 +152,14 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
 def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, LocalRuns]]:
     """The LocalRuns of all ranks of the default group, by name and rank."""
     # A rank with invalid attributes reports that to the others, which wait for it.
-    mine, why = attempt(partial(_read_all, tensors))
-    said = [(mine or {}, why)]
+    own_boxes, why = attempt(partial(_read_all, tensors))
+    answers = [(own_boxes or {}, why)]
     if dist.is_initialized():
-        said = gather(said[0], None, "find out how checkpointable tensors lie")
-    faults = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]
+        answers = gather(answers[0], None, "find out how checkpointable tensors lie")
+    faults = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
     if faults:
         raise LayoutError("; ".join(faults))
-    by_rank = [boxes for boxes, _ in said]
+    by_rank = [boxes for boxes, _ in answers]
     return {name: _pick(name, by_rank) for name in tensors}
 
 
@@ -183,14 +183,16 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
         listed = ", ".join(f"{shape} on rank {rank}" for shape, rank in shapes.items())
         raise LayoutError(f"tensor {name!r}: global_shape is {listed}; give the same on all ranks")
     (shape,) = shapes
-    held = {rank: each.runs for rank, each in boxes.items()}
-    found = from_holdings(shape, held, dtype=str(tensor.dtype).removeprefix("torch."))
-    if not isinstance(found, Layout):
-        what = f"tensor {name!r} of shape {shape}: what ranks hold is {len(found)} layouts together"
+    runs = {rank: each.runs for rank, each in boxes.items()}
+    layout = from_holdings(shape, runs, dtype=str(tensor.dtype).removeprefix("torch."))
+    if not isinstance(layout, Layout):
+        what = (
+            f"tensor {name!r} of shape {shape}: what ranks hold is {len(layout)} layouts together"
+        )
         raise LayoutError(
             f"{what}; save it with shardmath_torch.save under shardmath.from_holdings"
         )
-    return found
+    return layout
 
 
 # Layout -> boxes
@@ -212,9 +214,9 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
             what = f"rank {rank} gives {tuple(local.shape)}, {layout} has {expected} there"
             raise LayoutError(f"{what}; give the local tensor")
         boxes += itertools.product(*(runs.segments for runs in layout.runs(rank)))
-    said: Any = local
-    said.global_shape = layout.shape
-    said.local_offsets, said.global_offsets, said.local_sizes = (
+    boxes_by_name: Any = local
+    boxes_by_name.global_shape = layout.shape
+    boxes_by_name.local_offsets, boxes_by_name.global_offsets, boxes_by_name.local_sizes = (
         tuple(tuple(segment[side] for segment in box) for box in boxes) for side in range(3)
     )
     return local

@@ -125,18 +125,18 @@ class TypedElements:
             return False
         return bool((images[1:] != images[:-1]).all())
 
-    def find(self, seen: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """(number, whether it exists) of the element with the digits in each cell; `seen` has each run's values."""
-        numbers = np.zeros(len(seen[0]), np.int64)
-        right = np.ones(len(seen[0]), np.bool_)
+    def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
+        """(number, whether it exists) of the element with the digits in each cell; `words` has each run's values."""
+        numbers = np.zeros(len(words[0]), np.int64)
+        exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):
             images, digits = _order_images(*self._digits, (run, self.place), real(dtype))
-            positions = np.searchsorted(images, seen[run])
+            positions = np.searchsorted(images, words[run])
             positions = np.minimum(positions, self.base - 1)
-            right &= images[positions] == seen[run]
+            exists &= images[positions] == words[run]
             numbers += digits[positions] * self.base**run
-        right &= numbers < self.size
-        return numbers, right
+        exists &= numbers < self.size
+        return numbers, exists
 
 
 def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:

@@ -59,7 +59,7 @@ class Watched(NamedTuple):
 
     name: str
     tensor: Tensor
-    lay: _MemoryLayout
+    memory_layout: _MemoryLayout
     places: list[_HeldAt]
 
 
@@ -135,7 +135,7 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
     """The name of a tensor whose layout in memory has changed; None if none has."""
     for each in watched:
         try:
-            is_same = describe(each.tensor) == each.lay
+            is_same = describe(each.tensor) == each.memory_layout
         except RuntimeError:
             # The tensor has lost its storage.
             is_same = False
@@ -162,23 +162,27 @@ def find_removed(
 
     A module counts if it is one of `modules` or their submodules; by default, if it is alive.
     """
-    known = None
+    holder_ids = None
     if modules is not None:
-        known = {id(holder) for holder in _list_holders(_list_submodules(modules))}
+        holder_ids = {id(holder) for holder in _list_holders(_list_submodules(modules))}
     for each in watched:
         places = [place for place in each.places if place.holder is not None]
-        if places and all(_is_gone(place, known) for place in places):
+        if places and all(_is_gone(place, holder_ids) for place in places):
             return each.name
     return None
 
 
-def _is_gone(place: _HeldAt, known: set[int] | None) -> bool:
-    """Whether the place is empty, or its dict is not one of the known ones, by id."""
-    return place.look(place.key) is None or (known is not None and id(place.holder) not in known)
+def _is_gone(place: _HeldAt, holder_ids: set[int] | None) -> bool:
+    """Whether the place is empty, or its dict has none of these ids; None allows any dict."""
+    is_empty = place.look(place.key) is None
+    return is_empty or (holder_ids is not None and id(place.holder) not in holder_ids)
 
 
 def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
-    """Whether the place holds a tensor in other memory now. Raises ExchangeError if the mapping raises."""
+    """Whether the place holds a tensor in other memory now, or of another shape, strides or dtype.
+
+    Raises ExchangeError if the mapping raises.
+    """
     try:
         now = place.look(place.key)
     # A given mapping may raise anything.
@@ -191,7 +195,7 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
         return False
     if fsdp.has_gathered(place.keeper, watched.tensor, now):
         return False
-    return _describe_safely(now) != watched.lay
+    return _describe_safely(now) != watched.memory_layout
 
 
 def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:

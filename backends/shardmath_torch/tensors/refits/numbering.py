@@ -65,26 +65,26 @@ class Numbering:
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
         """The first cell of a target that, after a run, has another element than in these pieces; "" if none has."""
-        seen = _flatten(after, after.dtype)
+        words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
-            numbers = np.zeros(len(seen), np.int64)
-            right = np.zeros(len(seen), np.bool_)
+            numbers = np.zeros(len(words), np.int64)
+            right = np.zeros(len(words), np.bool_)
             for piece in pieces:
                 if piece.tensor in starts:
                     numbers[piece.cells] = starts[piece.tensor] + piece.elements
                     right[piece.cells] = True
             guess = _Guess(kind, after.dtype, numbers, right)
-            guess.check(run, seen)
+            guess.check(run, words)
             if guess.fault is not None:
                 return guess.fault[1]
         return ""
 
     def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
         """(cells of a target with other bytes after a run than before, the part of these cells that is not zero)."""
-        seen = _flatten(after, after.dtype)
-        written: _Truths = (seen != repeat(run.byte, after.dtype)).any(axis=1)
-        return written, written & (seen != 0).any(axis=1)
+        words = _flatten(after, after.dtype)
+        written: _Truths = (words != repeat(run.byte, after.dtype)).any(axis=1)
+        return written, written & (words != 0).any(axis=1)
 
 
 class Reading:
@@ -98,37 +98,39 @@ class Reading:
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []
-        self._left: list[bool] = []
-        self._first: list[tuple[Run, Words]] = []
+        # For each run, whether it left all cells as they were.
+        self._wrote_nothing: list[bool] = []
+        # The first runs, whose values are digits, and the target's words after each.
+        self._digit_runs: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
         """Add the values of the target after a run."""
-        seen = _flatten(after, self.dtype)
-        is_left = (seen == repeat(run.byte, self.dtype)).all(axis=1)
+        words = _flatten(after, self.dtype)
+        is_left = (words == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
             return
-        self._left.append(bool(is_left.all()))
+        self._wrote_nothing.append(bool(is_left.all()))
         self.unwritten = self.unwritten & is_left
-        self.zero = self.zero & (seen == 0).all(axis=1)
-        if len(self._first) < self.digits:
+        self.zero = self.zero & (words == 0).all(axis=1)
+        if len(self._digit_runs) < self.digits:
             # A copy, since the next run writes into the same memory.
-            self._first.append((run, seen.copy()))
-            if len(self._first) == self.digits:
+            self._digit_runs.append((run, words.copy()))
+            if len(self._digit_runs) == self.digits:
                 self._guess()
         else:
             for guess in self.guesses:
-                guess.check(run, seen)
+                guess.check(run, words)
 
     def _guess(self) -> None:
         """Identify the element in each cell by the digits of its number."""
-        digits = [seen[:, 0] for _, seen in self._first]
+        digits = [words[:, 0] for _, words in self._digit_runs]
         for kind in self.kinds:
             guess = _Guess(kind, self.dtype, *kind.find(digits, self.dtype))
-            for run, seen in self._first:
-                guess.check(run, seen)
+            for run, words in self._digit_runs:
+                guess.check(run, words)
             self.guesses.append(guess)
         # The values are no longer needed, and may be as large as the target.
-        self._first = [(run, seen[:0]) for run, seen in self._first]
+        self._digit_runs = [(run, words[:0]) for run, words in self._digit_runs]
 
     @property
     def is_written(self) -> bool:
@@ -138,7 +140,7 @@ class Reading:
     @property
     def is_written_once(self) -> bool:
         """Whether only the first run wrote cells."""
-        return not self._left[0] and all(self._left[1:])
+        return not self._wrote_nothing[0] and all(self._wrote_nothing[1:])
 
     def find_fault(self) -> str:
         """The error for the first cell with no element, or with several; "" if there is none."""
@@ -204,8 +206,8 @@ class _Guess:
             return
         self.right[cells[wrong]] = False
         if self.fault is None:
-            cell, first = int(cells[wrong[0]]), wrong[0]
-            values = f"{_show(actual[first], self.dtype)} for {_show(expected[first], self.dtype)}"
+            cell, wrong_row = int(cells[wrong[0]]), wrong[0]
+            values = f"{_show(actual[wrong_row], self.dtype)} for {_show(expected[wrong_row], self.dtype)}"
             element = self.kind.name(int(self.numbers[cell]))
             self.fault = cell, f"cell {cell} seems to be {element}, and has {values}"
 

@@ -94,24 +94,26 @@ class _Recording:
         self.shapes = shapes
         self.form = form
         self.functions = functions
-        self.kept = KeptTargets(into)
+        self.kept_targets = KeptTargets(into)
+        # By target: its pieces, the operations that computed it, and what recorded it: "views", "numbers", or "" for
+        # a target that is not written.
         self.pieces: dict[str, list[Piece]] = {}
-        self.made: dict[str, tuple[str, ...]] = {}
-        self.ways: dict[str, str] = {}
+        self.operations: dict[str, tuple[str, ...]] = {}
+        self.recorded_by: dict[str, str] = {}
         # Each target's writes in the run without data, and the targets that it filled with constants.
-        self.seen: dict[str, list[Write]] = {}
+        self.writes: dict[str, list[Write]] = {}
         self.filled: set[str] = set()
         self._check_functions()
 
     def _check_functions(self) -> None:
         """Raise StoreError for a function of an unknown target, and for a function that is not a name."""
-        targets = list(self.kept.targets)
+        targets = list(self.kept_targets.targets)
         shown = ", ".join(targets[:SHOWN])
         more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""
         for name, function in self.functions.items():
-            if name not in self.kept.targets:
-                first = self.kept.aliases.get(name)
-                fix = f"name {first!r}, whose memory it is" if first else f"name {shown}{more}"
+            if name not in self.kept_targets.targets:
+                target = self.kept_targets.aliases.get(name)
+                fix = f"name {target!r}, whose memory it is" if target else f"name {shown}{more}"
                 raise StoreError(f"functions= names {name!r}, which is not a target; {fix}")
             if not isinstance(function, str) or not WORD.fullmatch(function):
                 raise StoreError(
@@ -121,7 +123,7 @@ class _Recording:
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """Record by each of the ways, until all targets are explained."""
-        unexplained = set(self.kept.targets)
+        unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         if "views" in ways:
             try:
@@ -131,7 +133,7 @@ class _Recording:
             # A loader may fail in any way on tensors without data; it is then run on real ones.
             except Exception as error:
                 failure = error
-                self.pieces, self.made = {}, {}
+                self.pieces, self.operations = {}, {}
         if unexplained and "numbers" in ways:
             is_written = self._number(sorted(unexplained))
             if failure is not None and not is_written:
@@ -148,16 +150,16 @@ class _Recording:
         """Run the loader on these tensors; if it takes pairs, each is made when the loader asks for it."""
         with torch.no_grad():
             if self.form == "pairs":
-                made = self.load((name, make()) for name, make in tensors.items())
+                returned = self.load((name, make()) for name, make in tensors.items())
             else:
-                made = self.load({name: make() for name, make in tensors.items()})
-            if isinstance(made, Awaitable | AsyncIterator):
+                returned = self.load({name: make() for name, make in tensors.items()})
+            if isinstance(returned, Awaitable | AsyncIterator):
                 raise _Unrecordable(
                     "the loader returns before it has loaded; record one that waits"
                 )
             # A loader that yields the names that it loads has loaded once all are taken.
-            if isinstance(made, Iterator):
-                deque(made, maxlen=0)
+            if isinstance(returned, Iterator):
+                deque(returned, maxlen=0)
 
     # By views
 
@@ -170,7 +172,7 @@ class _Recording:
         }
         # A loader that stores nothing may have noticed that there is no data.
         if not any(writes.values()) and not watch.filled:
-            self.ways.clear()
+            self.recorded_by.clear()
             return set(writes)
         return unexplained
 
@@ -181,7 +183,7 @@ class _Recording:
         other values there, and has to write the same.
         """
         written = {key for key, listed in watch.writes.items() if listed}
-        spoiled = (written | watch.filled.keys()) & self.kept.before.copied
+        spoiled = (written | watch.filled.keys()) & self.kept_targets.before.copied
         if not spoiled:
             return
         second_watch, second_writes = self._run_watched(spoiled)
@@ -195,42 +197,42 @@ class _Recording:
         sources = {}
         for name, (shape, dtype) in self.shapes.items():
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
-        kept = self.kept
-        watch = Watch(sources, list(kept.targets.values()))
-        kept.before.keep_bytes("cpu")
+        kept_targets = self.kept_targets
+        watch = Watch(sources, list(kept_targets.targets.values()))
+        kept_targets.before.keep_bytes("cpu")
         try:
-            kept.before.spoil(spoiled)
-            versions = {name: _version_of(target) for name, target in kept.targets.items()}
+            kept_targets.before.spoil(spoiled)
+            versions = {name: _version_of(target) for name, target in kept_targets.targets.items()}
             with watch:
                 self._call({name: partial(watch.give, tensor) for name, tensor in sources.items()})
             if watch.failure is not None:
                 raise watch.failure
-            now = kept.find()
+            now = kept_targets.find()
             self._check(now)
-            changed = kept.before.find_written()
+            changed = kept_targets.before.find_written()
             writes = {}
-            for name, target in kept.targets.items():
+            for name, target in kept_targets.targets.items():
                 is_newer = _version_of(target) > versions[name]
                 writes[name] = self._list_writes(watch, name, now)
                 writes[name] += self._list_unseen(watch, name, writes[name], is_newer, changed)
-            self.seen = writes
+            self.writes = writes
         finally:
-            kept.before.put_back()
+            kept_targets.before.put_back()
             self._keep_seen(watch)
         return watch, writes
 
     def _keep_seen(self, watch: Watch) -> None:
         """Keep the writes into targets; for a run that failed, those before the failure."""
-        for name, memory in self.kept.memory.items():
+        for name, memory in self.kept_targets.memory.items():
             key = key_of(memory)
-            if name not in self.seen:
-                self.seen[name] = _shift_all(watch.writes[key], memory)
+            if name not in self.writes:
+                self.writes[name] = _shift_all(watch.writes[key], memory)
             if key in watch.filled:
                 self.filled.add(name)
 
     def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
         """The writes into a target, or the one write that replaced it, if another tensor has its name now."""
-        target = self.kept.memory[name]
+        target = self.kept_targets.memory[name]
         # The same memory with other strides is another tensor, too: a weight is stored, and then transposed.
         if describe(now[name]) != describe(target):
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
@@ -246,7 +248,7 @@ class _Recording:
         changed: Collection[int],
     ) -> list[Write]:
         """Unknown writes into a target besides these; `is_newer` is whether torch has counted any write."""
-        memory = self.kept.memory[name]
+        memory = self.kept_targets.memory[name]
         key = key_of(memory)
         unseen = []
         # Modes see one thread, but versions count the writes of all.
@@ -261,29 +263,29 @@ class _Recording:
 
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Take the writes as the pieces of a target; whether they explain it."""
-        made: list[str] = []
-        last: dict[Piece, bool] = {}
+        operations: list[str] = []
+        pieces: dict[Piece, bool] = {}
         for write in writes:
-            last.update(dict.fromkeys(write.pieces or (), bool(write.made)))
+            pieces.update(dict.fromkeys(write.pieces or (), bool(write.made)))
             if write.pieces != ():
-                made += write.made
-        self.made[name] = tuple(made)
+                operations += write.made
+        self.operations[name] = tuple(operations)
         if any(write.pieces is None for write in writes):
             return False
-        if last:
-            self._check_function(name, all(last.values()))
+        if pieces:
+            self._check_function(name, all(pieces.values()))
         # A loader that is called twice, or for an alias too, writes the same pieces again: the dict has each once.
-        self.pieces[name] = list(last)
-        self.ways[name] = "views" if last else ""
+        self.pieces[name] = list(pieces)
+        self.recorded_by[name] = "views" if pieces else ""
         return True
 
     def _check_function(self, name: str, is_made: bool) -> None:
         """Raise StoreError if a target is computed without a function, or has a function and is not computed."""
         function = self.functions.get(name)
-        if self.made[name] and function is None:
+        if self.operations[name] and function is None:
             raise _Unrecordable(self._describe(name, "is computed"))
         if function is not None and not is_made:
-            part = "in part " if self.made[name] else ""
+            part = "in part " if self.operations[name] else ""
             raise _Unrecordable(
                 f"{name!r} is {part}stored as it is, and functions= says {function!r}"
             )
@@ -297,7 +299,7 @@ class _Recording:
                 raise StoreError(
                     self._describe(name, "is a function of values that are not followed")
                 )
-        types = {name: self.kept.targets[name].dtype for name in names}
+        types = {name: self.kept_targets.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
         readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
         for run in numbering.runs:
@@ -314,18 +316,18 @@ class _Recording:
         if fault:
             raise StoreError(self._describe(name, f"is computed: {fault}"))
         self.pieces[name] = reading.list_pieces()
-        self.ways[name] = "numbers" if self.pieces[name] else ""
+        self.recorded_by[name] = "numbers" if self.pieces[name] else ""
 
     def _run_numbered(
         self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]
     ) -> None:
         """Run the loader on the values of a run, and add the targets' values to their readings."""
-        kept = self.kept
+        kept_targets = self.kept_targets
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
-            readable = kept.occupy(run.byte, self._list_readable())
+            readable = kept_targets.occupy(run.byte, self._list_readable())
             self._call(tensors)
-            now = kept.find()
+            now = kept_targets.find()
             self._check(now)
             for name, reading in readings.items():
                 reading.add(run, now[name])
@@ -336,11 +338,13 @@ class _Recording:
             if run.way not in SPECIAL:
                 raise
         finally:
-            kept.before.put_back()
+            kept_targets.before.put_back()
 
     def _list_readable(self) -> set[str]:
         """The targets that the loader may read, such as a map of experts: those that it did not write without data."""
-        return {name for name, way in self.ways.items() if not way and name not in self.filled}
+        return {
+            name for name, way in self.recorded_by.items() if not way and name not in self.filled
+        }
 
     def _check_viewed(
         self,
@@ -350,7 +354,7 @@ class _Recording:
         now: Mapping[str, Tensor],
     ) -> None:
         """Raise StoreError if a run on numbers contradicts a target recorded by views; `readable` keep their words."""
-        for name in self.ways:
+        for name in self.recorded_by:
             if name not in readable:
                 fault = self._find_difference(name, numbering, run, now[name])
             elif torch.equal(as_words(now[name]), readable[name]):
@@ -367,16 +371,16 @@ class _Recording:
         cells = np.zeros(len(written), np.bool_)
         for piece in pieces:
             cells[piece.cells] = True
-        others = np.flatnonzero(changed & ~cells)
-        if len(others) and name not in self.filled:
-            return f"cell {others[0]} is written, too"
+        other_cells = np.flatnonzero(changed & ~cells)
+        if len(other_cells) and name not in self.filled:
+            return f"cell {other_cells[0]} is written, too"
         if name not in self.functions:
             return numbering.find_other(pieces, run, after)
         return "nothing is written" if cells.any() and not written[cells].any() else ""
 
     def _differs(self, name: str, reading: Reading) -> bool:
         """Whether runs on numbers left cells unwritten that the run without data wrote."""
-        for write in self.seen.get(name, ()):
+        for write in self.writes.get(name, ()):
             if write.carries and not reading.is_written:
                 return True
             if any(reading.unwritten[piece.cells].any() for piece in write.pieces or ()):
@@ -387,7 +391,7 @@ class _Recording:
 
     def _check(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError if the loader removed a target, or replaced it by one of another shape, dtype or memory."""
-        for name, target in self.kept.memory.items():
+        for name, target in self.kept_targets.memory.items():
             if name not in now:
                 raise _Unrecordable(
                     f"{name!r} is gone once it is loaded; record a loader that keeps it"
@@ -407,7 +411,7 @@ class _Recording:
 
     def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError if an alias is no longer in the memory of its target."""
-        for alias, name in self.kept.aliases.items():
+        for alias, name in self.kept_targets.aliases.items():
             if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
                 raise _Unrecordable(
                     f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
@@ -416,22 +420,22 @@ class _Recording:
 
     def _describe(self, name: str, what: str) -> str:
         """The error for a target, with the operations that computed it."""
-        by = f" by {', '.join(self.made[name])}" if self.made.get(name) else ""
+        by = f" by {', '.join(self.operations[name])}" if self.operations.get(name) else ""
         return f"{name!r} {what}{by}; declare it, as functions={{{name!r}: 'neg_exp'}} or by a row"
 
     def _finish(self) -> Recorded:
         """The recording of all targets."""
         natives = []
-        for name, target in self.kept.targets.items():
+        for name, target in self.kept_targets.targets.items():
             shape = tuple(target.shape)
             dtype = dtypes.canonical(target.dtype)
             pieces = tuple(self.pieces.get(name, ()))
-            way = self.ways.get(name, "")
+            way = self.recorded_by.get(name, "")
             function = self.functions.get(name, "")
-            chunk, name_in_chunk = self.kept.natives[name]
+            chunk, name_in_chunk = self.kept_targets.natives[name]
             natives.append(Native(name_in_chunk, shape, dtype, pieces, way, function, chunk))
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
-        aliases = tuple(self.kept.aliases.items())
+        aliases = tuple(self.kept_targets.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
 
 
@@ -471,12 +475,12 @@ def _shift(write: Write, target: Tensor) -> Write:
     inside = []
     for piece in write.pieces:
         cell = piece.cell - int(target.storage_offset())
-        last = cell
+        last_cell = cell
         for count, stride, _ in piece.blocks:
-            last += (count - 1) * stride
-        if cell >= 0 and last < target.numel():
+            last_cell += (count - 1) * stride
+        if cell >= 0 and last_cell < target.numel():
             inside.append(Piece(piece.tensor, cell, piece.element, piece.blocks))
-        elif last >= 0 and cell < target.numel():
+        elif last_cell >= 0 and cell < target.numel():
             # One copy into several targets at once: runs on numbers tell which cells belong to which.
             return write._replace(pieces=None)
     return Write(tuple(inside), write.made, write.carries and bool(inside))

@@ -74,13 +74,13 @@ class _RefitStage(Stage):
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
         """The bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
-        if self._refit._at is None:
+        if self._refit._watched is None:
             raise ExchangeError("this rank has not prepared the refit; call prepare() on all ranks")
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
         """Give back FSDP2's gathered copies of the engines' parameters, which are outdated from now on."""
-        give_back(self._refit._groups)
+        give_back(self._refit._fsdp_groups)
 
     def finish(self, arrived: Tensors) -> Iterator[Pair]:
         """(stored tensor, new value) of each tensor that a function computes from received ones."""
@@ -88,8 +88,8 @@ class _RefitStage(Stage):
         mark_written(each.stored for each in computed)
         for each in computed:
             with torch.inference_mode():
-                made = compute(each, arrived[each.key])
-            yield each.stored, made
+                value = compute(each, arrived[each.key])
+            yield each.stored, value
 
 
 @public
@@ -118,19 +118,23 @@ class Refit(Leaves):
             )
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
-        self._made: EndStage | None = None
+        self._transform_stage: EndStage | None = None
         self._changes: Changes | None = None
+        # In this order: making the mover sets the two above, and joining needs the mover and the timeout.
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
         self._party = self._join(group)
-        self._bound = self._src = self._dst = Views({}, [])
-        self._at: list[Watched] | None = None
-        self._kept: list[Watched] | None = None
+        # The views that a call moves. A replan narrows `_src` to the plan's tensors, always starting from `_all_src`.
+        self._all_src = self._src = self._dst = Views({}, [])
+        # The tensors that are checked before each move; None if this rank is not prepared.
+        self._watched: list[Watched] | None = None
+        # The watched tensors that survived a replan, for prepare() without arguments; None if all must be given again.
+        self._rebindable: list[Watched] | None = None
         self._modules: tuple[nn.Module, ...] | None = None
-        self._groups: list[object] = []
+        self._fsdp_groups: list[object] = []
 
     def _make_mover(self, group: compat.Group | None, settings: Settings, changes: bool) -> Mover:
-        """The mover of the bound tensors, with the stages of transforms and changes. Collective."""
+        """Make the mover, with its stages, and set `_transform_stage` and `_changes` if there are any. Collective."""
         moving = self.planned.plan
         stages: tuple[Stage, ...] = (_RefitStage(self),)
         transforms = self.planned.transforms
@@ -141,8 +145,9 @@ class Refit(Leaves):
 
             joined = compat.group_of(group)
             timeout, commit = settings.timeout, settings.commit
-            _, self._made = make_ends(transforms, moving, joined, timeout, commit, holds=True)
-            stages += (self._made,)
+            _, stage = make_ends(transforms, moving, joined, timeout, commit, holds=True)
+            self._transform_stage = stage
+            stages += (stage,)
             again = functools.partial(agree_again, transforms)
         if changes:
             from shardmath_torch.tensors.changes.changes import make_changes
@@ -171,10 +176,11 @@ class Refit(Leaves):
         def adopt() -> None:
             self._timeout = limit
             self._party = self._join(joined)
-            self._kept = self._find_kept(planned)
+            self._rebindable = self._find_rebindable(planned)
             only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
-            self._at = self._kept if only_left and are_related(self.planned, planned) else None
-            self._src = self._bound.keep(planned.moved)
+            stays_bound = only_left and are_related(self.planned, planned)
+            self._watched = self._rebindable if stays_bound else None
+            self._src = self._all_src.keep(planned.moved)
             self.planned = planned
 
         replan_by(self._mover, plan, joined, timeout, adopt)
@@ -184,17 +190,17 @@ class Refit(Leaves):
         party = join(compat.group_of(group), self._timeout, Settings(self._timeout).grace)
         return replace(party, key=self.member.key)
 
-    def _find_kept(self, planned: Planned) -> list[Watched] | None:
-        """The bound tensors that this refit moves too; None if tensors must be bound again."""
+    def _find_rebindable(self, planned: Planned) -> list[Watched] | None:
+        """The watched tensors that `planned` moves too; None if tensors must be given again."""
         rank = self._party.rank
         if rank in planned.plan.left:
-            self._bound = self._dst = Views({}, [])
+            self._all_src = self._dst = Views({}, [])
             return []
         if not are_related(self.planned, planned) or rank in self.planned.plan.left:
             return None
         if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
-        return self._kept if self._at is None else self._at
+        return self._rebindable if self._watched is None else self._watched
 
     @property
     def version(self) -> int:
@@ -219,13 +225,13 @@ class Refit(Leaves):
     @property
     def shadow_bytes(self) -> int:
         """Bytes that this rank needs, in addition to its tensors, with commit="all"."""
-        made = None if self._made is None else self._made.shadows
-        return self._mover.shadow_bytes + (0 if made is None else made.nbytes)
+        shadows = None if self._transform_stage is None else self._transform_stage.shadows
+        return self._mover.shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of wire buffers on this rank, for transformed tensors, from the first move until release()."""
-        return 0 if self._made is None else self._made.nbytes
+        return 0 if self._transform_stage is None else self._transform_stage.nbytes
 
     @property
     def member(self) -> Member:
@@ -252,14 +258,14 @@ class Refit(Leaves):
         self._mover.check_open()
 
         def bind() -> None:
-            if src is None and dst is None and self._kept is not None:
-                self._at = self._kept
+            if src is None and dst is None and self._rebindable is not None:
+                self._watched = self._rebindable
                 return
             watched = self._bind(src, dst, own, functions or {})
             self._modules = None if modules is None else tuple(modules)
             find_owners(watched, self._modules)
-            self._at = watched
-            self._kept = None
+            self._watched = watched
+            self._rebindable = None
 
         self._party.together(
             lambda: self._agree(bind), lambda failure, rank: "tensors were prepared"
@@ -271,12 +277,12 @@ class Refit(Leaves):
 
     def _drop(self) -> None:
         """Forget everything that `prepare` bound."""
-        self._at = self._kept = self._modules = None
-        self._bound = self._src = self._dst = Views({}, [])
-        self._groups = []
+        self._watched = self._rebindable = self._modules = None
+        self._all_src = self._src = self._dst = Views({}, [])
+        self._fsdp_groups = []
         # Here, since the mover of a rank that has left the plan has no stages to do it.
-        if self._made is not None:
-            self._made.let_go()
+        if self._transform_stage is not None:
+            self._transform_stage.let_go()
 
     @property
     def _name(self) -> str:
@@ -291,7 +297,7 @@ class Refit(Leaves):
         """Bind, and vote. Earlier bindings no longer count, even if this fails."""
         objection = self._mover.find_waiting()
         if not objection:
-            self._at = None
+            self._watched = None
             _, objection = attempt(bind)
             forget(self._mover)
         try:
@@ -310,7 +316,7 @@ class Refit(Leaves):
     ) -> list[Watched]:
         """Bind the given tensors; return them to be watched before every move."""
         sent = name_natives(src)
-        self._bound = self._src = self._bind_side(sent, None, own, functions)
+        self._all_src = self._src = self._bind_side(sent, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
         received: list[Tensor] = []
@@ -325,7 +331,7 @@ class Refit(Leaves):
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
         self._check_computed(computed)
         self._dst = Views(tensors, computed)
-        self._groups = find_groups(received)
+        self._fsdp_groups = find_groups(received)
         return watched
 
     def _check_computed(self, computed: Sequence[Computed]) -> None:
@@ -352,12 +358,12 @@ class Refit(Leaves):
         """The given tensors of every engine that has this rank."""
         engines = self.planned.engines
         rank = self._party.rank
-        mine = [name for name, bound in engines.items() if rank in bound.ranks]
+        own_engines = [name for name, bound in engines.items() if rank in bound.ranks]
         if len(engines) > 1 or is_by_name(dst, engines):
-            return dict(check_named(rank, mine, dst))
-        if not mine and name_natives(dst):  # type: ignore[arg-type]
+            return dict(check_named(rank, own_engines, dst))
+        if not own_engines and name_natives(dst):  # type: ignore[arg-type]
             raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
-        return dict.fromkeys(mine, dst)  # type: ignore[arg-type]
+        return dict.fromkeys(own_engines, dst)  # type: ignore[arg-type]
 
     def _bind_side(
         self,
@@ -412,4 +418,5 @@ class Refit(Leaves):
         return "".join(filter(None, attempt(self._find_fault)))
 
     def _find_fault(self) -> str:
-        return find_fault(self._at or [], self._modules)
+        """The error for the first watched tensor that has changed; "" if none has, or none is watched."""
+        return find_fault(self._watched or [], self._modules)

@@ -33,24 +33,24 @@ class KeptTargets:
         self.chunks = _list_chunks(into)
         self.before = Before(self.chunks)
         self.natives: dict[str, tuple[int, str]] = {}
-        for number, chunk in enumerate(self.chunks):
+        for chunk_number, chunk in enumerate(self.chunks):
             for name, _ in _list_places(chunk):
-                self.natives[label(number, name)] = number, name
+                self.natives[label(chunk_number, name)] = chunk_number, name
         self.places = self._find_places()
         self.found = self.find()
         # `data` are aliases with separate shapes and strides, which a loader cannot change.
         self.memory: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        first: dict[object, str] = {}
+        first_names: dict[object, str] = {}
         for name, tensor in self.found.items():
             _check(name, tensor)
             where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-            if first.setdefault(where, name) == name:
+            if first_names.setdefault(where, name) == name:
                 self.targets[name] = tensor
                 self.memory[name] = tensor.data
             else:
-                self.aliases[name] = first[where]
+                self.aliases[name] = first_names[where]
 
     def find(self) -> dict[str, Tensor]:
         """The tensor under each name now."""
@@ -86,12 +86,12 @@ class KeptTargets:
             if key not in storages:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
             self.place(name, _materialize(target, storages[key]))
-        kept = [name for name in read if not self.targets[name].is_meta]
+        kept_names = [name for name in read if not self.targets[name].is_meta]
         for name, target in self.find().items():
-            if self.aliases.get(name, name) not in kept:
+            if self.aliases.get(name, name) not in kept_names:
                 as_words(target.data).fill_(repeat(byte, target.dtype))
         # Copied last, as filled targets may lie in the same memory.
-        return {name: as_words(self.targets[name]).clone() for name in kept}
+        return {name: as_words(self.targets[name]).clone() for name in kept_names}
 
 
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]

@@ -190,14 +190,14 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
 def compute(target: Computed, received: Tensor) -> Tensor:
     """The value to store for a received tensor. Raises StoreError if the function returns another shape or kind."""
     stored = target.stored
-    made: object = target.function(received)
+    value: object = target.function(received)
     wanted = f"{dtypes.canonical(stored.dtype)}{list(stored.shape)}"
-    if not isinstance(made, Tensor):
-        result = type(made).__name__
-    elif made.shape == stored.shape and _kind_of(made) == _kind_of(stored):
-        return made.to(stored.dtype)
+    if not isinstance(value, Tensor):
+        result = type(value).__name__
+    elif value.shape == stored.shape and _kind_of(value) == _kind_of(stored):
+        return value.to(stored.dtype)
     else:
-        result = f"{dtypes.canonical(made.dtype)}{list(made.shape)}"
+        result = f"{dtypes.canonical(value.dtype)}{list(value.shape)}"
     raise StoreError(
         f"the function of {target.name} gives {result}, and {wanted} is stored; give one that keeps "
         f"the shape, and numbers of that kind"
@@ -221,14 +221,14 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
 
 
 def check_named(
-    rank: int, mine: Sequence[str], dst: Given | Mapping[str, Given] | None
+    rank: int, engines: Sequence[str], dst: Given | Mapping[str, Given] | None
 ) -> Mapping[str, Given]:
     """The given tensors by engine. Raises ExchangeError unless they are for exactly this rank's engines."""
     given = dst or {}
     named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
-    if not isinstance(given, Mapping) or set(named) != set(mine):
+    if not isinstance(given, Mapping) or set(named) != set(engines):
         raise ExchangeError(
-            f"rank {rank} is of {', '.join(mine) or 'no engine'}, and was given "
+            f"rank {rank} is of {', '.join(engines) or 'no engine'}, and was given "
             f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
         )
     return given  # type: ignore[return-value]

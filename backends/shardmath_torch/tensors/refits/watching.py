@@ -81,10 +81,11 @@ class Watch(TorchDispatchMode):
         # A key identifies memory only while it lives, so all known memory is kept alive.
         self._alive: list[Tensor] = [*sources.values(), *targets]
         self._contents: dict[int, Content | None] = {}
-        self._made: dict[int, tuple[str, ...]] = {}
+        # The operations, except copies, that made the content of each memory.
+        self._operations: dict[int, tuple[str, ...]] = {}
         # The type of the elements in each memory, as whatever type it is viewed.
-        self._dtype: dict[int, torch.dtype] = {}
-        self._stored = _find_dtypes(targets)
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._target_dtypes = _find_dtypes(targets)
         for name, tensor in sources.items():
             shape = tuple(tensor.shape)
             self._keep(tensor, Content(name, shape, tensor.stride(), 0, tensor.dtype))
@@ -145,16 +146,16 @@ class Watch(TorchDispatchMode):
         given = list(_list_tensors((args, kwargs)))
         if self.unread:
             self.unread.difference_update(map(key_of, given))
-        known = [tensor for tensor in given if key_of(tensor) in self._contents]
-        if not known:
+        followed = [tensor for tensor in given if key_of(tensor) in self._contents]
+        if not followed:
             return func(*args, **kwargs)
         if not GOES_BY_VALUES.isdisjoint(func.tags):
-            self.check_values(known)
+            self.check_values(followed)
         if "device" in kwargs:
             # There is no data that could go to another device.
-            kwargs["device"] = known[0].device
+            kwargs["device"] = followed[0].device
         result = func(*args, **kwargs)
-        self._follow(func, known, result)
+        self._follow(func, followed, result)
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
@@ -182,28 +183,28 @@ class Watch(TorchDispatchMode):
             if self._carries(given, into):
                 self.unread.add(key)
             self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
-            self._made[key] = (str(func),)
+            self._operations[key] = (str(func),)
         return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
         """The write that a copy of the tensor into another is."""
         content = self._contents.get(key_of(tensor))
-        made = self._made.get(key_of(tensor), ())
+        made_by = self._operations.get(key_of(tensor), ())
         if content is BLANK:
             return Write((), ())
         carries = self._carries([tensor], into)
         dtype = self._find_copied_dtype(tensor, into)
         if content is None or dtype is None:
-            return Write(None, made, carries)
+            return Write(None, made_by, carries)
         operations = content.explain(dtype)
-        stored = self._stored.get(key_of(into), into.dtype)
+        stored = self._target_dtypes.get(key_of(into), into.dtype)
         if stored != dtype:
             # The bits of one type are stored as another: no cast gives these values.
             operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
         try:
             return Write(tuple(content.read(tensor, into)), operations, carries)
         except (StoreError, RuntimeError):
-            return Write(None, made, carries)
+            return Write(None, made_by, carries)
 
     def _carries(self, given: Iterable[Tensor], into: Tensor) -> bool:
         """Whether a given tensor, in other memory than `into`, has elements of logical tensors."""
@@ -221,7 +222,7 @@ class Watch(TorchDispatchMode):
         key = key_of(target)
         self.noted.add(key)
         content = dtype = None
-        stored = self._stored[key]
+        stored = self._target_dtypes[key]
         # A view with elements of another size does not write whole cells.
         is_by_cell = stored is not None and stored.itemsize == target.element_size()
         if is_by_cell and _is_blank(func):
@@ -242,7 +243,7 @@ class Watch(TorchDispatchMode):
             write = Write(None, (str(func),))
         self.writes[key].append(write)
         self._keep(target, content, dtype)
-        self._made[key] = write.made
+        self._operations[key] = write.made
 
     def _content_of_copy(self, source: Tensor, target: Tensor) -> Content | None:
         """The content of a target after a copy of the source; None if unknown, or if other cells share its memory."""
@@ -253,16 +254,16 @@ class Watch(TorchDispatchMode):
 
     def _find_copied_dtype(self, source: Tensor, into: Tensor) -> torch.dtype | None:
         """The type of the elements that a copy of known memory brings; None if bits are cast as numbers."""
-        stored = self._stored.get(key_of(into), into.dtype)
-        known = self._dtype.get(key_of(source))
-        if stored is None or known is None or _is_changed(source) or _is_changed(into):
+        stored = self._target_dtypes.get(key_of(into), into.dtype)
+        source_dtype = self._dtypes.get(key_of(source))
+        if stored is None or source_dtype is None or _is_changed(source) or _is_changed(into):
             return None
-        if (source.dtype, into.dtype) == (known, stored):
+        if (source.dtype, into.dtype) == (source_dtype, stored):
             return stored
         # Both are viewed as the same other type: their bits are copied.
-        sizes = known.itemsize, stored.itemsize
+        sizes = source_dtype.itemsize, stored.itemsize
         are_bits = source.dtype == into.dtype and sizes == (source.itemsize, into.itemsize)
-        return known if are_bits else None
+        return source_dtype if are_bits else None
 
     def _is_written(self, target: Tensor) -> bool:
         """Whether one of the target's cells was, or may have been, written before."""
@@ -275,28 +276,32 @@ class Watch(TorchDispatchMode):
                 return True
         return False
 
-    def _follow(self, func: Any, known: list[Tensor], result: Any) -> None:
+    def _follow(self, func: Any, followed: list[Tensor], result: Any) -> None:
         """Note the contents of the results of an operation on known memory."""
-        for made in _list_tensors(result):
+        for tensor in _list_tensors(result):
             # Some operations return what they were given.
-            if key_of(made) not in self._contents:
-                content = self._content_of_result(func, known, made)
-                self._keep(made, content, self._find_copied_dtype(known[0], made))
-                before = self._made.get(key_of(known[0]), ())
-                self._made[key_of(made)] = before if func in COPIES else (*before, str(func))
+            if key_of(tensor) not in self._contents:
+                content = self._content_of_result(func, followed, tensor)
+                self._keep(tensor, content, self._find_copied_dtype(followed[0], tensor))
+                before = self._operations.get(key_of(followed[0]), ())
+                self._operations[key_of(tensor)] = (
+                    before if func in COPIES else (*before, str(func))
+                )
 
-    def _content_of_result(self, func: Any, known: list[Tensor], made: Tensor) -> Content | None:
+    def _content_of_result(
+        self, func: Any, followed: list[Tensor], result: Tensor
+    ) -> Content | None:
         """The content of a result's memory; None if unknown."""
-        source = known[0]
+        source = followed[0]
         before = self._contents[key_of(source)]
-        if before is None or len(known) > 1 or not _is_by_element(func, source, made):
+        if before is None or len(followed) > 1 or not _is_by_element(func, source, result):
             return None
         if before is BLANK:
             return BLANK if func in COPIES else None
-        is_bits = source.dtype != self._dtype[key_of(source)]
-        if self._find_copied_dtype(source, made) is None or (is_bits and func not in COPIES):
+        is_bits = source.dtype != self._dtypes[key_of(source)]
+        if self._find_copied_dtype(source, result) is None or (is_bits and func not in COPIES):
             return None
-        return before.copied(source, made, "" if func in COPIES else str(func))
+        return before.copied(source, result, "" if func in COPIES else str(func))
 
     def _keep(
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
@@ -304,7 +309,7 @@ class Watch(TorchDispatchMode):
         """Note the content of a tensor's memory, and the type of its elements."""
         self._alive.append(tensor)
         self._contents[key_of(tensor)] = content
-        self._dtype[key_of(tensor)] = dtype or tensor.dtype
+        self._dtypes[key_of(tensor)] = dtype or tensor.dtype
 
 
 def _make_property(name: str) -> property:
@@ -355,14 +360,14 @@ def _make_class(watch: Watch) -> type[Tensor]:
 def _call_as(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Call a function of tensors; its results are tensors of this class."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **kwargs) if kwargs else func(*args)
-    result_type = type(made)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+    result_type = type(result)
     if result_type is Tensor:
         # A tensor that is changed in place keeps its class.
-        return made if any(made is given for given in args) else made.as_subclass(kind)
-    if result_type is torch.Size or not isinstance(made, tuple | list):
-        return made
-    return result_type(one.as_subclass(kind) if type(one) is Tensor else one for one in made)
+        return result if any(result is given for given in args) else result.as_subclass(kind)
+    if result_type is torch.Size or not isinstance(result, tuple | list):
+        return result
+    return result_type(one.as_subclass(kind) if type(one) is Tensor else one for one in result)
 
 
 class _OtherThread(TorchDispatchMode):

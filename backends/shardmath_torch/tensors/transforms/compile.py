@@ -103,25 +103,27 @@ class EndStage(Stage):
         self._rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
-        first, last = (_make_wanted(transforms, side, party.rank, its) for side, its in sides)
-        self._wanted = first, last
+        src, dst = (_make_wanted(transforms, side, party.rank, its) for side, its in sides)
+        self._wanted = src, dst
         # A hook's tensors may have no plain memory; the hook checks what it can read.
         preparing, finalizing = map(_list_workers, parts)
-        self._opaque = set(_list_keys(worker for worker in preparing if worker.opaque))
-        self._checked: object = None
-        self._made = {worker.job.key: worker for worker in finalizing}
-        self._arriving: dict[str, Tensor] = {}
-        self._bound: _BoundCall | None = None
-        self._working = ""
+        self._opaque_keys = set(_list_keys(worker for worker in preparing if worker.opaque))
+        self._checked_signature: object = None
+        self._finalizers = {worker.job.key: worker for worker in finalizing}
+        # The tensors of the current call that are finalized, companions included.
+        self._finalize_targets: dict[str, Tensor] = {}
+        self._bound_call: _BoundCall | None = None
+        # The tensor that is being finalized, which is torn if that fails; "" while none is.
+        self._finalizing_key = ""
         self.shadows: Shadows | None = None
         if commit == ALL:
-            made = itertools.chain.from_iterable(worker.job.held for worker in finalizing)
-            self.shadows = Shadows(dict(made), party.rank)
+            layouts = itertools.chain.from_iterable(worker.job.held for worker in finalizing)
+            self.shadows = Shadows(dict(layouts), party.rank)
 
     @property
     def own(self) -> frozenset[str]:
         """The keys of wire tensors at the destination that are finalized into other tensors."""
-        return frozenset(key for worker in self._made.values() for key, _ in worker.job.wires)
+        return frozenset(key for worker in self._finalizers.values() for key, _ in worker.job.wires)
 
     @property
     def nbytes(self) -> int:
@@ -134,74 +136,74 @@ class EndStage(Stage):
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
         """The wire tensors of both sides, with the source's prepared. Raises ExchangeError to object."""
-        self._arriving = {}
-        self._working = ""
+        self._finalize_targets = {}
+        self._finalizing_key = ""
         given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
         self._check(given, receiving)
         sources, targets = self._parts
         with torch.inference_mode():
             for worker in _list_workers(sources):
                 _run_worker(worker, given, "prepare")
-        finalized = _list_keys(self._made.values())
-        self._arriving = {key: receiving[key] for key in finalized if key in receiving}
+        finalized = _list_keys(self._finalizers.values())
+        self._finalize_targets = {key: receiving[key] for key in finalized if key in receiving}
         if self.shadows is not None:
-            self.shadows.receive_into(self._arriving)
-        bound = self._bound
+            self.shadows.receive_into(self._finalize_targets)
+        bound = self._bound_call
         if bound is None or bound.src is not src or bound.out is not out:
             wires = _name_wires(sources, given), _name_wires(targets, receiving)
             bound = _BoundCall(src, out, wires)
         # The same mapping objects for the same arguments: movers recognize by identity what they have checked.
-        self._bound = bound if self._holds else None
+        self._bound_call = bound if self._holds else None
         return bound.wires
 
     def _check(self, given: Tensors, receiving: Tensors) -> None:
         """Raise ExchangeError for tensors that do not fit; tensors that were checked before are not checked again."""
-        plain = {key: tensor for key, tensor in given.items() if key not in self._opaque}
+        plain = {key: tensor for key, tensor in given.items() if key not in self._opaque_keys}
         signed = signature((plain, receiving))
-        if signed == self._checked:
+        if signed == self._checked_signature:
             return
-        self._checked = None
-        first, last = self._wanted
-        checkable = {key: held for key, held in first.tensors.items() if key not in self._opaque}
+        self._checked_signature = None
+        src, dst = self._wanted
+        checkable = {key: held for key, held in src.tensors.items() if key not in self._opaque_keys}
         is_direct = self.shadows is None
-        wants = first._replace(tensors=checkable), last
+        wants = src._replace(tensors=checkable), dst
         check(wants, (plain, receiving), self._device, apart=is_direct)
-        self._checked = signed
+        self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
         """Finalize what has arrived, into the destination or into shadows. Returns pairs to copy at the commit."""
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
-            return self.shadows.pair(self._arriving)
-        self._make_all(self._arriving)
+            return self.shadows.pair(self._finalize_targets)
+        self._make_all(self._finalize_targets)
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
         """The destination tensors by local key, finalized ones wherever they were written."""
-        made = self._arriving if self.shadows is None else self.shadows.tensors
+        finalized = self._finalize_targets if self.shadows is None else self.shadows.tensors
         plain = {}
         for job, worker in self._parts[1]:
             if worker is None:
                 for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
                     plain[key] = arrived[wire]
-        return {**plain, **made}
+        return {**plain, **finalized}
 
     def _make_all(self, into: Tensors) -> None:
-        mark_written(self._arriving.values())
+        mark_written(self._finalize_targets.values())
         with torch.inference_mode():
-            for key, worker in self._made.items():
-                self._working = key
+            for key, worker in self._finalizers.items():
+                self._finalizing_key = key
                 _run_worker(worker, into, "finalize")
-        self._working = ""
+        self._finalizing_key = ""
 
     def end(self) -> None:
         """Drop the references to the caller's tensors."""
-        self._arriving = {}
+        self._finalize_targets = {}
 
     def let_go(self) -> None:
         """Drop the caller's tensors and mappings, and the wire buffers."""
-        self._arriving = {}
-        self._bound = self._checked = None
+        self._finalize_targets = {}
+        self._bound_call = self._checked_signature = None
         for worker in self._workers:
             worker.let_go()
 
@@ -211,8 +213,8 @@ class EndStage(Stage):
         for job, worker in self._parts[1]:
             pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
             torn += [key for (key, _), (wire, _) in pairs if wire in keys]
-        if self._working in self._made:
-            torn += [key for key, _ in self._made[self._working].job.held]
+        if self._finalizing_key in self._finalizers:
+            torn += [key for key, _ in self._finalizers[self._finalizing_key].job.held]
         return tuple(torn)
 
 
@@ -240,8 +242,8 @@ class TransformedMover(Mover):
     @property
     def shadow_bytes(self) -> int:
         """Bytes of this rank's shadows, held from the first move on; 0 without commit="all"."""
-        made = self._ends.shadows
-        return super().shadow_bytes + (0 if made is None else made.nbytes)
+        shadows = self._ends.shadows
+        return super().shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
 
 def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
@@ -322,10 +324,12 @@ def make_ends(
 ) -> tuple[Plan | Program, EndStage]:
     """The plan of the wire tensors, and this rank's stage of both ends. Collective; raises ExchangeError."""
     party = join_group(group, timeout)
-    made, objection = attempt(lambda: _check_and_make(party, transforms, plan, commit, holds))
+    plan_and_stage, objection = attempt(
+        lambda: _check_and_make(party, transforms, plan, commit, holds)
+    )
     _agree(party, transforms, objection)
-    assert made is not None, "who objects does not get past the vote"
-    return made
+    assert plan_and_stage is not None, "who objects does not get past the vote"
+    return plan_and_stage
 
 
 def _agree(party: Party, transforms: Transformed, objection: str) -> None:

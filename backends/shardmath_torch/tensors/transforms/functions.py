@@ -79,14 +79,14 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
         into(transform, src, dst, values, out)
         return
     on_tensors = _find_on_tensors(transform, 0)
-    made: object
+    results: object
     if on_tensors is not None:
-        made = on_tensors(_unwrap(values))
+        results = on_tensors(_unwrap(values))
     else:
         arrays = [_see_array(value, dtypes.canonical(value.dtype)) for value in values]
-        made = transform.prepare(_unwrap(arrays), src, dst)
-        made = _to_tensors(made, out, f"{transform} makes")
-    keep(made, out, f"{transform} makes", "at the source")
+        results = transform.prepare(_unwrap(arrays), src, dst)
+        results = _to_tensors(results, out, f"{transform} makes")
+    keep(results, out, f"{transform} makes", "at the source")
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
@@ -96,14 +96,14 @@ def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _
         into(transform, src, dst, values, out)
         return
     on_tensors = _find_on_tensors(transform, 1)
-    made: object
+    results: object
     if on_tensors is not None:
-        made = on_tensors(tuple(values))
+        results = on_tensors(tuple(values))
     else:
         arrays = tuple(_to_array(value, dtypes.canonical(value.dtype)) for value in values)
         array = transform.finalize(arrays, src, dst)
-        made = _to_tensors(array if len(out) > 1 else [array], out, f"{transform} makes")
-    keep(made, out, f"{transform} makes", "at the destination")
+        results = _to_tensors(array if len(out) > 1 else [array], out, f"{transform} makes")
+    keep(results, out, f"{transform} makes", "at the destination")
 
 
 def _unwrap(values: Sequence[Any]) -> Any:
@@ -111,23 +111,23 @@ def _unwrap(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def keep(made: object, out: Sequence[Tensor], who: str, where: str) -> None:
+def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
     """Copy results into `out`. Raises ExchangeError unless they have the same number, shapes and dtypes."""
-    tensors = made if isinstance(made, list | tuple) else [made]
-    check_made(tensors, list(map(describe, out)), who, where)
+    tensors = results if isinstance(results, list | tuple) else [results]
+    check_made(tensors, list(map(describe, out)), maker, side)
     for tensor, target in zip(tensors, out, strict=True):
         words(target).copy_(words(tensor))
 
 
-def check_made(made: Sequence[object], wanted: Sequence[str], who: str, where: str) -> None:
+def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
     """Raise ExchangeError for another number of tensors, or for one of another shape or dtype."""
-    if len(made) != len(wanted):
-        what = f"{who} {plural(made, 'tensor')} {where}"
+    if len(tensors) != len(wanted):
+        what = f"{maker} {plural(tensors, 'tensor')} {side}"
         raise ExchangeError(f"{what} for {plural(wanted, 'component')}; make one for each")
-    for one, expected in zip(made, wanted, strict=True):
+    for one, expected in zip(tensors, wanted, strict=True):
         found = describe(one)
         if found != expected:
-            raise ExchangeError(f"{who} {found} {where}, and {expected} travels; make that")
+            raise ExchangeError(f"{maker} {found} {side}, and {expected} travels; make that")
 
 
 def describe(tensor: object) -> str:

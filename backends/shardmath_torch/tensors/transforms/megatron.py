@@ -75,7 +75,7 @@ class MegatronHook:
     def __init__(self, hook: Hook, parts: tuple[Component, ...]) -> None:
         self.hook = hook
         self.parts = parts
-        self._claimed: list[tuple[int, int]] = []
+        self._claimed_spans: list[tuple[int, int]] = []
 
     def __str__(self) -> str:
         return f"a Megatron hook of {', '.join(map(str, self.parts))}"
@@ -110,12 +110,12 @@ class MegatronHook:
                 return False
             span = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
             # Claimed spans are sorted and disjoint, so only the neighbors can overlap the new one.
-            i = bisect.bisect_left(self._claimed, span)
-            previous_end = self._claimed[i - 1][1] if i else 0
-            next_start = self._claimed[i][0] if i < len(self._claimed) else span[1]
+            i = bisect.bisect_left(self._claimed_spans, span)
+            previous_end = self._claimed_spans[i - 1][1] if i else 0
+            next_start = self._claimed_spans[i][0] if i < len(self._claimed_spans) else span[1]
             if previous_end > span[0] or next_start < span[1]:
                 return False
-            self._claimed.insert(i, span)
+            self._claimed_spans.insert(i, span)
         return True
 
     def make_worker(
@@ -196,7 +196,7 @@ class _Sending(_HookWorker):
     def __init__(self, owner: MegatronHook, job: WireJob, rank: int, device: torch.device) -> None:
         self.job = job
         self._hook = owner.hook
-        self._who = f"prepare_send of {type(owner.hook).__name__} gives"
+        self._message_start = f"prepare_send of {type(owner.hook).__name__} gives"
         self._boxes = _list_boxes(job, rank, owner.parts, "source")
         self.buffers: Mapping[str, Tensor] = make_buffers(job, rank, device)
         self._probe(rank, device)
@@ -216,10 +216,12 @@ class _Sending(_HookWorker):
             whole = Parameter(tensor, requires_grad=False)
         # Not in the inference mode of a move: a hook may keep tensors for use outside.
         with torch.inference_mode(False), torch.no_grad():
-            made = self._hook.prepare_send(self.job.tensor, box.local, whole)
+            components = self._hook.prepare_send(self.job.tensor, box.local, whole)
         targets = _cut_buffers(self.buffers, box)
-        check_made(list(made), list(map(describe, targets)), self._who, str(box.shape))
-        return list(zip(made, targets, strict=True))
+        check_made(
+            list(components), list(map(describe, targets)), self._message_start, str(box.shape)
+        )
+        return list(zip(components, targets, strict=True))
 
     def run(self, *tensors: Tensor) -> None:
         """Fill the wire buffers, box by box."""

@@ -101,7 +101,7 @@ class _Packed:
 
     def __init__(self, job: WireJob, wired: Wired, rank: int, device: torch.device) -> None:
         self.job = job
-        self._made: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._where = rank, device
         self._wired = wired
         self._packings = [Packing(layout, rank, device) for _, layout in job.held]
@@ -109,15 +109,15 @@ class _Packed:
     @property
     def buffers(self) -> Mapping[str, Tensor]:
         """The wire tensors, allocated if there are none."""
-        if not self._made:
+        if not self._buffers:
             # Not as inference tensors: they are written outside inference mode, too.
             with torch.inference_mode(False):
-                self._made = make_buffers(self.job, *self._where)
-        return self._made
+                self._buffers = make_buffers(self.job, *self._where)
+        return self._buffers
 
     def let_go(self) -> None:
         """Free the wire tensors."""
-        self._made = {}
+        self._buffers = {}
 
     def _read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The rank's positions of each tensor, packed."""
