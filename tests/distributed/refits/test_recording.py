@@ -546,16 +546,29 @@ def test_targets_of_one_memory_that_change_places() -> None:
     assert names == ["k", "q"]
 
 
-@pytest.mark.parametrize("place", [Tensor.data_ptr, lambda t: t.untyped_storage().data_ptr()])
-def test_a_loader_that_tells_tensors_by_their_addresses(place: Callable[[Tensor], int]) -> None:
-    into = {"q": torch.zeros(4, 3), "k": torch.zeros(4, 3)}
+PLACES: list[Callable[[Tensor], int]] = [
+    Tensor.data_ptr,
+    lambda t: t.untyped_storage().data_ptr(),
+    lambda t: t.storage().data_ptr(),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("whose", ["logical", "stored"])
+def test_a_loader_that_tells_tensors_by_their_addresses(
+    place: Callable[[Tensor], int], whose: str
+) -> None:
+    device = "cpu" if whose == "logical" else "meta"
+    into = {name: torch.zeros(4, 3, device=device) for name in "qk"}
 
     def load(given: dict[str, Tensor]) -> None:
         known = set()
         for name in into:
-            if place(given[name]) not in known:
+            told = place(given[name] if whose == "logical" else into[name])
+            if told not in known:
                 into[name].copy_(given[name])
-            known.add(place(given[name]))
+            known.add(told)
 
     assert not record(load, into).unwritten
 
