@@ -503,6 +503,23 @@ def test_a_target_of_which_a_part_is_stored_as_it_is() -> None:
         record(load, into, functions={"a": "neg_exp"})
 
 
+def test_a_target_of_which_parts_are_computed_differently() -> None:
+    """A function is of the whole target, and would be wrong for one of them."""
+    into = {"a": torch.empty(8, 3, device="meta")}
+
+    def load(given: dict[str, Tensor], second: Callable[[Tensor], Tensor]) -> None:
+        into["a"][:4].copy_(-torch.exp(given["q"]))
+        into["a"][4:].copy_(second(given["k"]))
+
+    functions = {"a": "neg_exp"}
+    with pytest.raises(
+        sm.StoreError, match=r"in part by aten.exp.default, aten.neg.default, in part"
+    ):
+        record(lambda given: load(given, torch.sigmoid), into, functions=functions)
+    recorded = record(lambda given: load(given, lambda k: -k.exp()), into, functions=functions)
+    assert not recorded.unwritten
+
+
 @pytest.mark.parametrize("ways", [("views",), ("numbers",)])
 def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: Any) -> None:
     into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}

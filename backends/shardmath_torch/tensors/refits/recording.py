@@ -262,30 +262,39 @@ class _Recording:
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Take the writes as the pieces of a target; whether they explain it."""
         made: list[str] = []
-        last: dict[Piece, bool] = {}
+        last: dict[Piece, tuple[str, ...]] = {}
         for write in writes:
-            last.update(dict.fromkeys(write.pieces or (), bool(write.made)))
+            last.update(dict.fromkeys(write.pieces or (), write.made))
             if write.pieces != ():
                 made += write.made
         self.made[name] = tuple(made)
         if any(write.pieces is None for write in writes):
             return False
         if last:
-            self._check_function(name, all(last.values()))
+            self._check_function(name, sorted(set(last.values())))
         # A loader that is called twice, or for an alias too, writes the same pieces again: the dict has each once.
         self.pieces[name] = list(last)
         self.ways[name] = "views" if last else ""
         return True
 
-    def _check_function(self, name: str, is_made: bool) -> None:
-        """Raise StoreError if a target is computed without a function, or has a function and is not computed."""
+    def _check_function(self, name: str, ways: Sequence[tuple[str, ...]]) -> None:
+        """Raise StoreError if a target is computed without a function, or has a function and is not computed.
+
+        `ways` are the operations that made its parts, each once; one function cannot stand for several.
+        """
         function = self.functions.get(name)
         if self.made[name] and function is None:
             raise _Unrecordable(self._describe(name, "is computed"))
-        if function is not None and not is_made:
+        if function is not None and not all(ways):
             part = "in part " if self.made[name] else ""
             raise _Unrecordable(
                 f"{name!r} is {part}stored as it is, and functions= says {function!r}"
+            )
+        if function is not None and len(ways) > 1:
+            one, other = (", ".join(way) for way in ways[:2])
+            raise _Unrecordable(
+                f"{name!r} is computed in part by {one}, in part by {other}, and functions= says "
+                f"{function!r} for all of it; record into a tensor for each"
             )
 
     # By numbers
