@@ -156,12 +156,15 @@ class Board:
             self._say(what, fault, votes.keys() | set(range(self.trainers)))
         return fault
 
-    def find(self, what: str) -> str:
-        """Return the report on this step, "" if there is none. Raises ExchangeError if the store is gone."""
+    def find(self, what: str, seconds: float = ANSWER_S) -> str:
+        """Return the report on this step, "" if there is none.
+
+        Raises ExchangeError if the store is gone, or does not answer within `seconds`.
+        """
         try:
-            return self._read(what) or ""
+            return self._read(what, seconds) or ""
         except RuntimeError as error:
-            raise ExchangeError(f"place 0 left, or is gone: {error}") from error
+            raise ExchangeError(f"place 0 left, has stopped or is gone: {error}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove what was said of updates from the store: all have read it who come to the next."""

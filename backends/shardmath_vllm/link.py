@@ -112,8 +112,8 @@ class Life:
         """
         self._note()
         with self._step(Step.CALL):
-            # Who is gone is found to be before this rank may have said yes, and can no longer say that nobody moved.
-            self._find_failure()
+            # If place 0 is gone, this rank finds out before it may have said yes, while it knows that nobody moves.
+            self._board.find(self._name("fail"), self._board.timeout)
         self.move(lambda: None, act)
 
     def move(

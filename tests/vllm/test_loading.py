@@ -278,7 +278,7 @@ def test_a_trainer_that_is_gone_before_a_rank_has_voted_leaves_its_weights(model
     link.place, link.board = 1, Board(client, 1, trainers=1, size=2, timeout=5.0)
     del server
     engine = make_engine(model, link)
-    with pytest.raises(ExchangeError, match="place 0 left, or is gone"):
+    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone"):
         engine.receive_weights(Updating(1))
     assert model.compute_logits(torch.ones(1)) == 1.0
 

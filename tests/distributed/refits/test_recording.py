@@ -503,6 +503,23 @@ def test_a_target_of_which_a_part_is_stored_as_it_is() -> None:
         record(load, into, functions={"a": "neg_exp"})
 
 
+def test_a_target_of_which_parts_are_computed_differently() -> None:
+    """A function is of the whole target, and would be wrong for one of them."""
+    into = {"a": torch.empty(8, 3, device="meta")}
+
+    def load(given: dict[str, Tensor], second: Callable[[Tensor], Tensor]) -> None:
+        into["a"][:4].copy_(-torch.exp(given["q"]))
+        into["a"][4:].copy_(second(given["k"]))
+
+    functions = {"a": "neg_exp"}
+    with pytest.raises(
+        sm.StoreError, match=r"in part by aten.exp.default, aten.neg.default, in part"
+    ):
+        record(lambda given: load(given, torch.sigmoid), into, functions=functions)
+    recorded = record(lambda given: load(given, lambda k: -k.exp()), into, functions=functions)
+    assert not recorded.unwritten
+
+
 @pytest.mark.parametrize("ways", [("views",), ("numbers",)])
 def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: Any) -> None:
     into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}
@@ -546,16 +563,29 @@ def test_targets_of_one_memory_that_change_places() -> None:
     assert names == ["k", "q"]
 
 
-@pytest.mark.parametrize("place", [Tensor.data_ptr, lambda t: t.untyped_storage().data_ptr()])
-def test_a_loader_that_tells_tensors_by_their_addresses(place: Callable[[Tensor], int]) -> None:
-    into = {"q": torch.zeros(4, 3), "k": torch.zeros(4, 3)}
+PLACES: list[Callable[[Tensor], int]] = [
+    Tensor.data_ptr,
+    lambda t: t.untyped_storage().data_ptr(),
+    lambda t: t.storage().data_ptr(),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("whose", ["logical", "stored"])
+def test_a_loader_that_tells_tensors_by_their_addresses(
+    place: Callable[[Tensor], int], whose: str
+) -> None:
+    device = "cpu" if whose == "logical" else "meta"
+    into = {name: torch.zeros(4, 3, device=device) for name in "qk"}
 
     def load(given: dict[str, Tensor]) -> None:
         known = set()
         for name in into:
-            if place(given[name]) not in known:
+            told = place(given[name] if whose == "logical" else into[name])
+            if told not in known:
                 into[name].copy_(given[name])
-            known.add(place(given[name]))
+            known.add(told)
 
     assert not record(load, into).unwritten
 

@@ -176,6 +176,53 @@ def test_options_that_are_dicts_in_another_order(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["odd"] == groups[0]["odd"]
 
 
+@pytest.mark.parametrize("order", ["cba", "acb", "ab"])
+def test_an_option_with_an_item_per_parameter_is_for_the_same_group(
+    tmp_path: Path, order: str
+) -> None:
+    """As torch's load_state_dict keeps each item with the parameter in its place."""
+    module = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+    one = optim.SGD([module[name] for name in "abc"], lr=0.1)
+    one.param_groups[0]["names"] = ["a", "b", "c"]
+    training.save_state(tmp_path, module, one)
+    same_order = optim.SGD([module[name] for name in "abc"], lr=0.1)
+    training.load_state(tmp_path, module, same_order)
+    assert same_order.param_groups[0]["names"] == ["a", "b", "c"]
+    other = optim.SGD([module[name] for name in order], lr=0.2)
+    other.param_groups[0]["names"] = list(order)
+    with pytest.raises(
+        CheckpointError, match=r"'names' is \['a', 'b', 'c'\] in .* each of a, b, c;"
+    ) as error:
+        training.load_state(tmp_path, module, other, strict=False)
+    assert f"the group has {', '.join(order)} here" in str(error.value)
+    assert other.param_groups[0]["lr"] == 0.2
+    other.param_groups[0]["names"] = ["a", "b", "c"]
+    training.load_state(tmp_path, module, other, strict=False)
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_a_group_without_parameters_has_the_options_of_the_one_in_its_place(
+    tmp_path: Path,
+) -> None:
+    """As in torch's load_state_dict; if groups are others, it keeps its options."""
+
+    def made(rate: float, *, last: bool) -> optim.Optimizer:
+        empty: dict[str, Any] = {"params": [], "lr": rate}
+        groups = [{"params": list(module.parameters())}, empty]
+        return optim.SGD(groups if last else groups[::-1], lr=0.1)
+
+    module = nn.Linear(2, 2)
+    saved = made(0.5, last=True)
+    saved.param_groups[1]["initial_lr"] = 0.75
+    training.save_state(tmp_path, module, saved)
+    other = made(9.0, last=True)
+    training.load_state(tmp_path, module, other)
+    assert other.param_groups[1] == saved.param_groups[1]
+    before = made(9.0, last=False)
+    training.load_state(tmp_path, module, before)
+    assert before.param_groups[0]["lr"] == 9.0
+
+
 class Shared(optim.SGD):
     """Keeps some state under the first parameter that has a gradient, or under each."""
 

@@ -3,11 +3,14 @@
 1. A parameter is found under any of its names. A parameter with several names is saved once, and may be restored into
    separate parameters; the reverse raises, since the checkpoint has several values.
 2. A group takes the options that its parameters had, which must be the same for all of them on this rank. If none is on
-   this rank, and their options differ, the group keeps its options: no step uses them here.
+   this rank, and their options differ, the group keeps its options: no step uses them here. A group without parameters
+   takes the options of the one in its place, if as many groups were saved, and the same ones without parameters.
 3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
    parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
    same holds for numbers if only one parameter of a group has any.
-4. A number goes into the tensor that an optimizer has in its place; if that tensor would round it, that raises.
+4. An option that is a list with an item per parameter, such as their names, fits only a group of the same parameters in
+   the same order, or one that has an equal list.
+5. A number goes into the tensor that an optimizer has in its place; if that tensor would round it, that raises.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
 tensor(0.1000)
@@ -30,7 +33,15 @@ from torch import Tensor
 
 from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
-from shardmath_torch.checkpoints.states.index import Entries, Entry, Index, Like, Own, Value
+from shardmath_torch.checkpoints.states.index import (
+    Entries,
+    Entry,
+    Index,
+    Like,
+    Own,
+    SavedGroup,
+    Value,
+)
 from shardmath_torch.checkpoints.states.memory import can_fill
 from shardmath_torch.checkpoints.states.modules import Model
 from shardmath_torch.checkpoints.states.optimizers import ParameterGroup, check_known, is_here
@@ -49,7 +60,7 @@ __all__ = [
     "find_stored",
     "find_unmatched",
     "fit_option",
-    "set_goal",
+    "set_goals",
 ]
 
 
@@ -133,9 +144,28 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 # Options and state
 
 
-def set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """Return the goal to restore into the group. Raises CheckpointError if its parameters on this rank had different
-    options, for state whose placement is not known, and for state that may depend on other parameters of the group."""
+def set_goals(
+    model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
+) -> list[Goal]:
+    """Return the goal to restore into each group. Raises CheckpointError if a group's parameters on this rank had
+    different options, for state whose placement is not known, and for what may depend on other parameters of the group.
+    """
+    goals = [_set_goal(model, group, saved, stored) for group in groups]
+    kept = saved.groups or ()
+    if _list_empty(groups) == _list_empty(kept) and len(groups) == len(kept):
+        for i in _list_empty(groups):
+            options = _fit_options(f"group {i}", groups[i], kept[i].options)
+            goals[i] = goals[i]._replace(options=options)
+    return goals
+
+
+def _list_empty(groups: Sequence[ParameterGroup | SavedGroup]) -> list[int]:
+    """The positions of groups without parameters."""
+    return [i for i, group in enumerate(groups) if not group.parameters]
+
+
+def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
+    """The goal to restore into the group, by the names of its parameters."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)
@@ -228,12 +258,40 @@ def _match_options(
     elif not saved_options or _find_different(saved_options):
         return {}
     first_name, options = next(iter((here or saved_options).items()))
+    _check_lists(group, options, saved.members()[stored[first_name]], stored)
+    return _fit_options(f"the group of {first_name}", group, options)
+
+
+def _fit_options(
+    which: str, group: ParameterGroup, options: Mapping[str, object]
+) -> dict[str, Any]:
+    """Saved options in the form of those that the group has; errors say `which` group it is."""
     matched = {}
     for key, value in options.items():
-        what = f"{key!r} of the group of {first_name}"
         # A copy: several groups here may have been one.
-        matched[key] = fit_option(what, group.options.get(key), copy.deepcopy(value))
+        copied = copy.deepcopy(value)
+        matched[key] = fit_option(f"{key!r} of {which}", group.options.get(key), copied)
     return matched
+
+
+def _check_lists(
+    group: ParameterGroup,
+    options: Mapping[str, object],
+    members: tuple[str, ...],
+    stored: Mapping[str, str],
+) -> None:
+    """Raise CheckpointError if an option has an item for each of these saved parameters, and the group has others."""
+    if members == tuple(map(stored.get, group.parameters)):
+        return
+    for key, value in options.items():
+        held = group.options.get(key)
+        if not isinstance(value, list) or not len(value) == len(members) > 1:
+            continue
+        if not isinstance(held, list) or not _is_same(held, value):
+            there, here = _list_some(members), _list_some(tuple(group.parameters))
+            what = f"{key!r} is {shown(value)} in the checkpoint, maybe an item for each of {there}"
+            fix = f"group them so, or give the group {key}={shown(value)} if that fits it"
+            raise CheckpointError(f"{what}; the group has {here} here; {fix}")
 
 
 def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:

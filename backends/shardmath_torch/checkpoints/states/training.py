@@ -39,7 +39,7 @@ from shardmath_torch.checkpoints.states.matching import (
     complain,
     find_stored,
     find_unmatched,
-    set_goal,
+    set_goals,
 )
 from shardmath_torch.checkpoints.states.modules import (
     Model,
@@ -294,7 +294,7 @@ def _match_state(
     unmatched = find_unmatched(model, saved, stored, None if optimizer is None else groups)
     if strict and any(unmatched):
         raise CheckpointError(complain(path, unmatched))
-    goals = [set_goal(model, each, saved, stored) for each in groups]
+    goals = set_goals(model, groups, saved, stored)
     check_fillable(goals)
     free = find_free(model, goals)
     jobs = [

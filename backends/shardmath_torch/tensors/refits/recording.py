@@ -264,30 +264,39 @@ class _Recording:
     def _take(self, name: str, writes: list[Write]) -> bool:
         """Take the writes as the pieces of a target; whether they explain it."""
         operations: list[str] = []
-        pieces: dict[Piece, bool] = {}
+        operations_by_piece: dict[Piece, tuple[str, ...]] = {}
         for write in writes:
-            pieces.update(dict.fromkeys(write.pieces or (), bool(write.made)))
+            operations_by_piece.update(dict.fromkeys(write.pieces or (), write.made))
             if write.pieces != ():
                 operations += write.made
         self.operations[name] = tuple(operations)
         if any(write.pieces is None for write in writes):
             return False
-        if pieces:
-            self._check_function(name, all(pieces.values()))
+        if operations_by_piece:
+            self._check_function(name, sorted(set(operations_by_piece.values())))
         # A loader that is called twice, or for an alias too, writes the same pieces again: the dict has each once.
-        self.pieces[name] = list(pieces)
-        self.recorded_by[name] = "views" if pieces else ""
+        self.pieces[name] = list(operations_by_piece)
+        self.recorded_by[name] = "views" if operations_by_piece else ""
         return True
 
-    def _check_function(self, name: str, is_made: bool) -> None:
-        """Raise StoreError if a target is computed without a function, or has a function and is not computed."""
+    def _check_function(self, name: str, ways: Sequence[tuple[str, ...]]) -> None:
+        """Raise StoreError if a target is computed without a function, or has a function and is not computed.
+
+        `ways` are the operations that made its parts, each once; one function cannot stand for several.
+        """
         function = self.functions.get(name)
         if self.operations[name] and function is None:
             raise _Unrecordable(self._describe(name, "is computed"))
-        if function is not None and not is_made:
+        if function is not None and not all(ways):
             part = "in part " if self.operations[name] else ""
             raise _Unrecordable(
                 f"{name!r} is {part}stored as it is, and functions= says {function!r}"
+            )
+        if function is not None and len(ways) > 1:
+            one, other = (", ".join(way) for way in ways[:2])
+            raise _Unrecordable(
+                f"{name!r} is computed in part by {one}, in part by {other}, and functions= says "
+                f"{function!r} for all of it; record into a tensor for each"
             )
 
     # By numbers

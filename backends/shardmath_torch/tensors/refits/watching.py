@@ -37,7 +37,7 @@ COPIES = {aten.clone.default, aten._to_copy.default, aten.contiguous.default}
 """Operations that copy elements into new memory."""
 STORES = {aten.copy_.default, aten.fill_.Tensor}
 """Operations that write their second argument into their first."""
-ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage}
+ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 """Functions that return a tensor's address, which all tensors without data share."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result has a type or shape that depends on values."""
@@ -164,6 +164,12 @@ class Watch(TorchDispatchMode):
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError("what is loaded is read without data; load it by numbers")
                 raise self.failure
+
+    def check_address(self, tensor: Tensor) -> None:
+        """Raise StoreError if the tensor is without data; kept as `failure`, so that no loader can hide it."""
+        if tensor.device.type == "meta":
+            self.failure = StoreError("a tensor without data has no address; load it by numbers")
+            raise self.failure
 
     def _write(
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -344,7 +350,7 @@ def _make_class(watch: Watch) -> type[Tensor]:
         ) -> Any:
             try:
                 if func in ADDRESSES and watch.thread is not None:
-                    raise StoreError("a tensor without data has no address; load it by numbers")
+                    watch.check_address(args[0])
                 # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
                 if watch.thread is None or getattr(watch.entered, "here", False):
                     return _call_as(cls, func, args, kwargs)
@@ -391,7 +397,7 @@ class _OtherThread(TorchDispatchMode):
 
 
 class _ReadMode(TorchFunctionMode):
-    """The mode that checks functions that read memory outside of operations."""
+    """The mode that checks functions that read memory, or say where it is, outside of operations."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -400,9 +406,11 @@ class _ReadMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function. Raises StoreError if it reads memory into which nothing was really written."""
+        """Call the function. Raises StoreError if it needs memory into which something was really written."""
         if func in GIVES_MEMORY and self._watch.thread is not None:
             self._watch.check_values(args[:1])
+        if func in ADDRESSES and self._watch.thread is not None:
+            self._watch.check_address(args[0])
         return func(*args, **(kwargs or {}))
 
 
