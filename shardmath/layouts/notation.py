@@ -293,7 +293,8 @@ def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
             stored = from_ranges(_read_ranges(reader))
             if stored.extent > n:
                 raise ShardError(
-                    f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension"
+                    f"stored {stored} reaches position {stored.extent - 1}, the dimension has {n}; "
+                    f"store positions below {n}"
                 )
             return stored
     except NotationError:

@@ -437,14 +437,14 @@ DIM_0 = "dimension 0 of (8,)"
             (8,),
             "(n)=<0:3 2:4>",
             "=<",
-            "segments (0, 0, 3) and (3, 2, 2) share global position 2; each position may appear once",
+            "segments (0, 0, 3) and (3, 2, 2) share global position 2; give each position once",
             "the dimension has 8 logical positions",
         ),
         (
             (8,),
             "(n)=<0:9>",
             "=<",
-            "stored [0:9] reaches position 8, beyond the dimension",
+            "stored [0:9] reaches position 8, the dimension has 8; store positions below 8",
             "the dimension has 8 logical positions",
         ),
         (
