@@ -120,7 +120,7 @@ def _read_rules(rules: object) -> dict[str, Transform]:
         pattern = text(key, "the pattern of a rule", PlanError)
         if not isinstance(transform, Transform) or isinstance(transform, type):
             fix = "give a value such as transforms.Cast('bfloat16')"
-            raise PlanError(f"rule {pattern!r} has {shown(transform)}, no transform; {fix}")
+            raise PlanError(f"rule {pattern!r} has {shown(transform)}, not a transform; {fix}")
         read[pattern] = transform
     return read
 
