@@ -79,5 +79,5 @@ class PlainSide:
         """The tensor's layout, written as a row. Raises StoreError if the rank does not store the tensor."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
-            raise StoreError(f"rank {rank} stores no {name!r}; see its natives")
+            raise StoreError(f"rank {rank} stores no {name!r}; give one of natives({rank})")
         return f"{name} = {name} : {self.layouts[name].text}"
