@@ -118,7 +118,8 @@ def show(value: object, most: int = 32) -> Shown:
 @singledispatch
 def _text(value: object, most: int) -> str:
     """The text of a value, with at most `most` items of each list."""
-    raise PlanError(f"{shown(value)} is not a value of shardmath; show takes a Layout or a Plan")
+    what = f"{shown(value)} is not a value of shardmath"
+    raise PlanError(f"{what}; give show a Layout, a Plan or another value of it")
 
 
 def _more(number: int, most: int, what: str) -> str:
