@@ -210,7 +210,7 @@ class _GroupLayer:
             "numbers": frame.numbers,
         }
         listed = [f"{meaning}: {', '.join(names) or 'none'}" for meaning, names in known.items()]
-        return "; ".join(listed)
+        return f"write one of {'; '.join(listed)}"
 
     def _list_cuts(self, word: Word) -> list[_WordCut]:
         """The cuts that the word stands for: one for an axis, all parts in order for a number."""

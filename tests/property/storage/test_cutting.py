@@ -156,7 +156,7 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         (
             "(up q)",
             "'up q' needs one component, and has up and q; "
-            "components: q; mesh axes: tp; numbers: hd, rep",
+            "write one of components: q; mesh axes: tp; numbers: hd, rep",
         ),
         ("(q tp tp)", "tp and tp both deal blocks of one component; write one of them left of it"),
         ("(tp=8 q)", f"'tp=8' in 'tp=8 q': {AT_COMPONENT.format('tp')}"),
