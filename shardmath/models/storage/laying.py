@@ -130,7 +130,7 @@ def stack_names(row: Row) -> dict[int, str]:
         for name in indices & words:
             if name in stacks.values():
                 what = f"index {name!r} is in two dimensions of '{row}'"
-                raise StoreError(f"{what}; a stack has one, in which its tensors lie in order")
+                raise StoreError(f"{what}; write it in one, in which its tensors lie in order")
             stacks[i] = name
     return stacks
 

@@ -221,7 +221,7 @@ def _slice_scales(
         if end % size and end != n:
             below, above = find_cuts(end, size, n)
             cuts = f"the nearest cuts to {end} are {below} and {above}"
-            raise FormatError(f"{what} cuts a block of {size}; {cuts}")
+            raise FormatError(f"{what} cuts a block of {size}; {cuts}: cut there")
     return slice(item.start // size, -(-item.stop // size), 1)
 
 
