@@ -172,7 +172,7 @@ def _count_dims(shapes: Mapping[str, Shape]) -> int:
     """The number of dimensions of every component. Raises StoreError if they differ."""
     ndims = {len(shape) for shape in shapes.values()}
     if len(ndims) != 1:
-        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them apart")
+        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them separately")
     return ndims.pop()
 
 

@@ -110,7 +110,7 @@ class Side:
         object.__setattr__(self, "rules", rules)
         if "ranks" in self.mesh.shape:
             what = f"mesh axis 'ranks' of {self.mesh} means the rank ids in text"
-            raise NotationError(what, fix="name the axis otherwise")
+            raise NotationError(what, fix="give the axis another name")
 
     def __str__(self) -> str:
         mesh = _format_mesh(self.mesh)

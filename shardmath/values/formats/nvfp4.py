@@ -118,7 +118,7 @@ class NVFP4(Format):
             fix = (
                 "give NVFP4 its tensor_amax=, the largest over ranks of all that `amax` gives them"
             )
-            raise FormatError(f"{what} does not tell the amax of all of it; {fix}")
+            raise FormatError(f"{what} does not show the amax of all of it; {fix}")
 
     def _scale_down(self, values: Floats, scales: Array) -> Floats:
         zeros = np.copysign(np.float32(0), values)

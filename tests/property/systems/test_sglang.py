@@ -140,7 +140,7 @@ def test_what_no_row_says_is_refused(fails: Fails) -> None:
     fails(
         make(fused_shared=True),
         StoreError,
-        "fused shared experts lie behind the routed ones of each rank, which no row says; "
+        "fused shared experts lie behind the routed ones of each rank, which no row describes; "
         "start SGLang with --disable-shared-experts-fusion, or record its loader",
     )
     fails(make(moe_dense_tp=2), StoreError, "moe_dense_tp=2: SGLang has only 1 or tp=4; give one")
