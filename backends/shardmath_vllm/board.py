@@ -35,6 +35,8 @@ WAITED_FOR = ("start", "begin", "end", "finish")
 LOOK_AGAIN_S = 0.005
 """While ranks have not come."""
 
+MEET_AGAIN = "start what ended, and connect again by trainer_init"
+
 HEARD_S = 5.0
 """At most, for others to hear what went wrong."""
 
@@ -99,7 +101,8 @@ class Board:
         if self.place == 0:
             late = self._await_heard(what, range(self.trainers), self.timeout, find_failure)
             if late:
-                raise ExchangeError(find_failure() or self._word_late(what, late))
+                fix = "see that all of them still run, or give TrainerInfo a longer timeout"
+                raise ExchangeError(find_failure() or f"{self._word_late(what, late)}; {fix}")
 
     def vote(self, what: str, fault: str) -> None:
         """Say what keeps this rank from it; "" where it is ready."""
@@ -148,9 +151,7 @@ class Board:
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
             fault = word_faults()
             if late and not fault:
-                fix = (
-                    "who has left a call of send_weights out is behind: meet again, by trainer_init"
-                )
+                fix = "who has left a call of send_weights out is behind: connect again by trainer_init"
                 fault = f"{self._word_late(what, late)}; {fix}"
             # Trainers that are late are on their way; of workers nobody knows.
             self._say(what, fault, votes.keys() | set(range(self.trainers)))
@@ -164,7 +165,8 @@ class Board:
         try:
             return self._read(what, seconds) or ""
         except RuntimeError as error:
-            raise ExchangeError(f"place 0 left, has stopped or is gone: {error}") from error
+            what = f"place 0 left, has stopped or is gone: {error}"
+            raise ExchangeError(f"{what}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove what was said of updates from the store: all have read it who come to the next."""
@@ -217,7 +219,7 @@ class Board:
         try:
             self._write(key, text, seconds)
         except RuntimeError as error:
-            raise ExchangeError(f"place 0 left, or is gone: {error}") from error
+            raise ExchangeError(f"place 0 left, or is gone: {error}; {MEET_AGAIN}") from error
 
     def _hear(self, what: str) -> str:
         """What went wrong at place 0; "" for nothing. Raises ExchangeError where it says nothing."""
@@ -226,11 +228,12 @@ class Board:
         try:
             while (report := self._read(what, until - time.monotonic())) is None:
                 if time.monotonic() > until:
-                    raise ExchangeError(f"place 0 did not {what} in {seconds:g} s")
+                    fix = "see what it does, or give TrainerInfo a longer timeout"
+                    raise ExchangeError(f"place 0 did not {what} in {seconds:g} s; {fix}")
                 time.sleep(LOOK_AGAIN_S)
         except RuntimeError as error:
             raise ExchangeError(
-                f"place 0 left, has stopped or is gone, as it was to {what}: {error}"
+                f"place 0 left, has stopped or is gone, as it was to {what}: {error}; {MEET_AGAIN}"
             ) from error
         if report:
             self._confirm(what)

@@ -50,7 +50,8 @@ class TrainerInfo:
         for name in ("trainers", "rank"):
             keep(name, as_integer(getattr(self, name), name, ValueError))
         if not 0 <= self.rank < self.trainers:
-            raise ValueError(f"rank {self.rank} of {self.trainers} trainers; give one of them")
+            ranks = f"rank={self.rank} is not the rank of one of {self.trainers} trainers"
+            raise ValueError(f"{ranks}; give an integer from 0 up to trainers= less 1")
         keep("workers", _read_workers(self.workers))
         if self.dtype is not None:
             # By the one name that all ranks give it, and that vLLM has.

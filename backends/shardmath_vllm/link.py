@@ -84,7 +84,7 @@ class Link:
         """The board of the group's ranks. Raises ExchangeError once the group was left."""
         store = compat.store_of(self.group)
         if store is None:
-            raise ExchangeError("the group was left; meet the engines again, by trainer_init")
+            raise ExchangeError("the group was left; connect to the engines again by trainer_init")
         return Board(store, self.place, self.trainers, self.group.size(), self.timeout)
 
 

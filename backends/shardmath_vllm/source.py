@@ -94,7 +94,8 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     if isinstance(given, Source):
         if dtype is not None:
             raise ValueError(
-                f"dtype {dtype} is for modules; say what engines get in Source(served=)"
+                f"dtype={dtype!r} is given with a Source, and is only for modules; "
+                f"say what engines get in Source(served=)"
             )
         return given
     module = getattr(given, "_module", given)
@@ -149,7 +150,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
     if gone is not None:
         raise StoreError(
             f"{gone} is no longer what its module has, as after load_state_dict(assign=True); "
-            f"meet the engines again, by trainer_init"
+            f"connect to the engines again by trainer_init"
         )
 
 
@@ -164,6 +165,6 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
         wanted = bound.layouts[name].dtype
         if found != wanted:
             raise StoreError(
-                f"{show_native(native)} is {found}, and was {wanted} when the engines were met; "
-                f"meet them again, by trainer_init"
+                f"{show_native(native)} is {found}, and was {wanted} when the engines connected; "
+                f"connect to them again by trainer_init"
             )

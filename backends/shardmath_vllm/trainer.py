@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 import shardmath_torch as smt
+from shardmath.base.text import plural
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_torch.tensors.refits.views import to_local
@@ -184,19 +185,20 @@ def _read(given: Any, info: TrainerInfo) -> Source:
 def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
     """One of each engine, on the rank that speaks to them. Raises ValueError where they are not."""
     if isinstance(given, str):
-        raise ValueError(f"client is a text; give HTTPClient({given!r})")
+        raise ValueError(f"client is a str, not a client; give HTTPClient({given!r})")
     if not info.is_sender:
         return []
     clients = _list_clients(given)
     if len(clients) != len(info.engines):
         raise ValueError(
-            f"{len(clients)} clients, and workers of {len(info.engines)} engines; give one of each"
+            f"{plural(clients, 'client')} given, and TrainerInfo has workers= of "
+            f"{plural(info.engines, 'engine')}; give one client per engine"
         )
     for client in clients:
         if not isinstance(client, Client):
             kind = type(client).__name__
             raise ValueError(
-                f"client is {kind}, which does not speak to an engine; give HTTPClient(url) or LLMClient(llm)"
+                f"a client is {kind}, which lacks a client's methods; give HTTPClient(url) or LLMClient(llm)"
             )
     return clients
 
@@ -211,7 +213,7 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
     if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
         raise ValueError(
             f"TrainerInfo has rank {info.rank}, and this is rank {source.rank} of those over which the model "
-            f"is divided; give that"
+            f"is divided; give TrainerInfo rank={source.rank}"
         )
     if isinstance(source.side, Mapping):
         meshes = {layout.mesh for layout in source.side.values()}
@@ -221,7 +223,7 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
     if last >= info.trainers:
         raise ValueError(
             f"tensors lie on rank {last}, and TrainerInfo has {info.trainers} trainers, from rank 0 on; "
-            f"have all take part"
+            f"give trainers={last + 1}, and run this on all of them"
         )
 
 

@@ -72,7 +72,10 @@ def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) 
     except BROKEN as error:
         raise StoreError(f"no {what} ({message_of(error)}); give what to_json wrote") from error
     if value is None:
-        raise StoreError(f"{shown(header[0])} of version {shown(header[1])}; give {version}")
+        what = (
+            f"{shown(header[0])} is of version {shown(header[1])}, this shardmath reads {version}"
+        )
+        raise StoreError(f"{what}; write it again with this shardmath")
     if value_digest != written_digest:
         raise StoreError(
             f"{what} has digest {value_digest[:12]}, its text says {written_digest[:12]}; write it again"

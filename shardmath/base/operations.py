@@ -82,7 +82,7 @@ def _refuse_average(dtype: str) -> str:
 def _refuse_order(dtype: str) -> str:
     """Why a type has no maximum and no minimum."""
     if is_complex(dtype):
-        return ": complex numbers have no order; reduce real and imaginary parts apart"
+        return ": complex numbers have no order; reduce real and imaginary parts separately"
     return ""
 
 

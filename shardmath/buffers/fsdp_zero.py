@@ -56,7 +56,8 @@ def flat_parameter(
     kinds = sorted({param.dtype for param in listed})
     if len(kinds) > 1:
         raise ParamLayoutError(
-            f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; group them"
+            f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; "
+            f"make one of each dtype"
         )
     scalars = [param.name for param in listed if not param.shape]
     if scalars:

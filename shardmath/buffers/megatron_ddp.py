@@ -175,9 +175,9 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     """Raise ParamLayoutError unless the layout has these parameters, with buckets in backward order."""
     placed = {(name, end - start) for name, (start, end, _) in layout.placed}
     asked = {(param.name, param.numel) for param in params}
-    differ = sorted(placed ^ asked)
-    if differ:
-        what = f"parameters and layout differ in {differ[:8]}"
+    if placed != asked:
+        ours, theirs = sorted(asked - placed)[:4], sorted(placed - asked)[:4]
+        what = f"as (name, elements), only the parameters have {ours}, only the layout has {theirs}"
         raise ParamLayoutError(f"{what}; give the layout of these parameters")
     buckets = []
     for param in reversed(params):

@@ -212,7 +212,7 @@ def _read_shape(name: str, shape: object) -> tuple[int, ...]:
     what = f"a size of parameter {name!r}"
     sizes = tuple(as_integer(n, what, ParamLayoutError) for n in given)
     if min(sizes, default=0) < 0:
-        raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; sizes are >= 0")
+        raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; give sizes of 0 or more")
     return sizes
 
 
@@ -242,7 +242,7 @@ def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
             )
         if param.name in seen:
             raise ParamLayoutError(
-                f"parameter {param.name!r} is given twice; a tied parameter lies in a buffer once"
+                f"parameter {param.name!r} is given twice; give it once, even if it is tied"
             )
         seen.add(param.name)
     return out

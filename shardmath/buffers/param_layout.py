@@ -172,7 +172,7 @@ def _read_integers(values: Iterable[object], what: str) -> tuple[int, ...]:
     numbers = cast(tuple[int, ...], given)
     if numbers and not -MOST <= min(numbers) <= max(numbers) <= MOST:
         worst = max(numbers, key=abs)
-        raise ParamLayoutError(f"{what} is {worst}; a buffer has at most 2^62 elements")
+        raise ParamLayoutError(f"{what} is {worst}; give a buffer of at most 2^62 elements")
     return numbers
 
 
@@ -237,9 +237,7 @@ def _check(layout: PerBufferParamLayout) -> None:
     names = Counter(name for name, _ in layout.placed)
     if len(names) != len(layout.placed):
         ((twice, _),) = names.most_common(1)
-        raise ParamLayoutError(
-            f"parameter {twice!r} is given twice; a parameter lies in a buffer once"
-        )
+        raise ParamLayoutError(f"parameter {twice!r} is given twice; give each parameter once")
     _check_buckets(layout)
     _check_placed(layout)
     _check_counts(layout)
@@ -258,11 +256,11 @@ def _check_buckets(layout: PerBufferParamLayout) -> None:
     for number, (start, end) in enumerate(buckets):
         if start != before or end < start:
             what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
-            raise ParamLayoutError(f"{what}; buckets follow one another from 0 on")
+            raise ParamLayoutError(f"{what}; let buckets follow one another from 0 on")
         filled = unpadded[number]
         if not 0 <= filled <= end - start:
             what = f"bucket {number} has {end - start} elements, {filled} of them unpadded"
-            raise ParamLayoutError(f"{what}; a bucket holds what is unpadded, and padding after it")
+            raise ParamLayoutError(f"{what}; give an unpadded size from 0 to {end - start}")
         before = end
 
 
@@ -300,7 +298,7 @@ def _check_inside(layout: PerBufferParamLayout, places: Ints) -> None:
         low, high = layout.bucket_indices[named]
         extent = f"[{low}, {high})"
     what = f"parameter {name!r} lies at [{begin}, {finish}) of bucket {named}"
-    raise ParamLayoutError(f"{what}, which is {extent}")
+    raise ParamLayoutError(f"{what}, which is {extent}; place it inside a bucket")
 
 
 def _check_filled(layout: PerBufferParamLayout, places: Ints) -> None:
@@ -330,7 +328,7 @@ def _check_disjoint(layout: PerBufferParamLayout, places: Ints) -> None:
         name, place = layout.placed[number]
         texts.append(f"{name!r} at {place[:2]}")
     what = f"parameters {' and '.join(texts)} overlap"
-    raise ParamLayoutError(f"{what}; an element of a buffer is one parameter's")
+    raise ParamLayoutError(f"{what}; give each parameter its own elements")
 
 
 def _check_counts(layout: PerBufferParamLayout) -> None:
@@ -345,7 +343,7 @@ def _check_counts(layout: PerBufferParamLayout) -> None:
             )
     least = min(layout.param_indices, default=0)
     if least < 0:
-        raise ParamLayoutError(f"param_indices has {least}; numbers are >= 0")
+        raise ParamLayoutError(f"param_indices has {least}; give numbers of 0 or more")
 
 
 def _check_shares(layout: PerBufferParamLayout) -> None:
@@ -354,7 +352,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
     shards = layout.num_optimizer_shards
     if ranks and shards and ranks != shards:
         what = f"{plural(shards, 'optimizer shard')} for {plural(ranks, 'rank')}"
-        raise ParamLayoutError(f"{what}; a rank has one shard")
+        raise ParamLayoutError(f"{what}; give each rank one shard")
     check_even(layout.bucket_indices, ranks or shards or 1, "pad its end")
     if shards:
         _check_borders(layout, shards)

@@ -55,7 +55,7 @@ def shard_ranges(
     count = check_shards(buffer_layout, shards)
     number = as_integer(shard, "the shard", ParamLayoutError)
     if not 0 <= number < count:
-        raise ParamLayoutError(f"shard {number} of {count}; use 0..{count - 1}")
+        raise ParamLayoutError(f"shard {number} is not one of {count}; use 0..{count - 1}")
     ranges = []
     for start, end in buffer_layout.bucket_indices:
         size = (end - start) // count

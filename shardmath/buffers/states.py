@@ -269,7 +269,8 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
     mapping(layouts, "layouts are ", "name to Layout", ParamLayoutError)
     missing = [param.name for param in params if param.name not in layouts]
     if missing:
-        raise ParamLayoutError(f"no layouts for {missing[:8]}; give one for each parameter")
+        what = f"no layouts for {missing[:8]}, {len(missing)} of {len(params)} parameters"
+        raise ParamLayoutError(f"{what}; give one for each parameter")
     for param in params:
         name = param.name
         fix = f"give the Layout of parameter {name!r}"

@@ -127,7 +127,7 @@ def _make_tensor_windows(
     """The windows of a tensor, and their holders. Raises ParamLayoutError if no rank has a part of it."""
     if not groups:
         what = f"parameter {name!r}: no rank of the mesh has a part of it"
-        raise ParamLayoutError(f"{what}; give its ranks")
+        raise ParamLayoutError(f"{what}; give the mesh of the ranks that hold it")
     windows: list[Layout] = []
     holders: list[WindowHolder] = []
     for runs, cuts in _group_cuts(groups).items():

@@ -238,7 +238,7 @@ def _read_shape(shape: object) -> tuple[int, ...]:
         items = listed(shape, "sizes", LayoutError)
     sizes = tuple(as_integer(n, f"a size of shape {items}", LayoutError) for n in items)
     if min(sizes, default=0) < 0:
-        raise LayoutError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
+        raise LayoutError(f"shape {sizes} has {min(sizes)}; give sizes of 0 or more")
     return sizes
 
 
@@ -276,7 +276,7 @@ def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> N
     for name, use in uses:
         if name in use_of:
             raise LayoutError(
-                f"mesh axis {name!r} is used in {use_of[name]} and in {use}; an axis has one use"
+                f"mesh axis {name!r} is used in {use_of[name]} and in {use}; give an axis one use"
             )
         use_of[name] = use
     if len({op for _, op in partial}) > 1:

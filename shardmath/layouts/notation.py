@@ -60,7 +60,7 @@ def parse(
         reader.fail(
             f"unexpected {reader.here.text!r}",
             reader.here.at,
-            "a layout is words and groups, then {op: axes}",
+            "write words and groups, then {op: axes}",
         )
     return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
 
@@ -184,7 +184,7 @@ def _claim_axes(reader: LayoutReader, dimension: Dimension, at: int) -> None:
             reader.fail(
                 f"mesh axis {name!r} is used in two dimensions",
                 at,
-                "an axis divides one dimension; leave it out of the other",
+                "leave it out of one: an axis divides one dimension",
             )
         reader.used[name] = at
 
@@ -215,7 +215,7 @@ def _check_once(reader: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
                     reader.fail(
                         f"mesh axis {name!r} is used twice in one field",
                         word.at,
-                        "an axis divides once",
+                        "write it once: an axis divides once",
                     )
                 seen.add(name)
 
@@ -293,7 +293,8 @@ def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
             stored = from_ranges(_read_ranges(reader))
             if stored.extent > n:
                 raise ShardError(
-                    f"stored {stored} reaches position {stored.extent - 1}, beyond the dimension"
+                    f"stored {stored} reaches position {stored.extent - 1}, the dimension has {n}; "
+                    f"store positions below {n}"
                 )
             return stored
     except NotationError:
@@ -345,7 +346,7 @@ def _read_partial(reader: LayoutReader) -> dict[str, str]:
             reader.fail(
                 f"mesh axis {axis!r} is used already",
                 at,
-                "an axis divides a dimension or is Partial, not both",
+                "leave it out of one: an axis divides a dimension or is Partial, not both",
             )
         reader.used[axis] = at
         ops[axis] = op

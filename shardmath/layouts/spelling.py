@@ -102,7 +102,8 @@ def _check_notation(spec: str, mesh: Mesh) -> None:
         return
     axis = next(iter(mesh.shape), "tp")
     fix = f"write ({axis} n) h for Shard(0) on {axis}, n h for Replicate(), n h {{sum: {axis}}} for Partial()"
-    raise NotationError("a placement as text", spec, match.start(), f"{fix}, or give placements")
+    what = "expected dimensions, found a placement"
+    raise NotationError(what, spec, match.start(), f"{fix}, or pass the placements instead of text")
 
 
 @memo()
@@ -211,7 +212,7 @@ def _key_axes(key: object) -> tuple[str, ...]:
     axes = (key,) if isinstance(key, str) else key
     if not _is_axes(axes):
         raise LayoutError(
-            f"{shown(key)} is not a mesh axis; the keys of a spec are axis names or tuples of them"
+            f"{shown(key)} is not a mesh axis; give axis names, or tuples of them, as keys of a spec"
         )
     names = cast(Iterable[object], axes)
     return tuple(text(name, "a mesh axis", LayoutError) for name in names)
@@ -249,7 +250,7 @@ def _check_once(pairs: _Pairs) -> None:
             if name in placement_on:
                 raise LayoutError(
                     f"mesh axis {name!r} is used twice, by {placement_on[name]} and {placement}; "
-                    f"an axis has one placement"
+                    f"give an axis one placement"
                 )
             placement_on[name] = placement
 

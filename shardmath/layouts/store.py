@@ -182,9 +182,10 @@ class Store:
         if index < len(self.entries) and self.entries[index][0] == key:
             return self.entries[index][1]
         known = [f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]]
+        count = len(self.entries)
         raise StoreError(
-            f"no view for local tensor {local!r} of rank {rank}; "
-            f"the store has views for {', '.join(known) or 'none'}"
+            f"no view for local tensor {local!r} of rank {rank}; give one of the {count} that have "
+            f"views: {', '.join(known) or 'none'}"
         )
 
 
@@ -229,12 +230,13 @@ def _find_buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
     """The flat buffer of the place. Raises StoreError if it is missing, or the place does not fit it."""
     if place.buffer not in buffers:
         known = ", ".join(map(repr, buffers)) or "none"
-        raise StoreError(f"no buffer {place.buffer!r} for {local!r}; buffers are {known}")
+        what = f"no buffer {place.buffer!r} for {local!r}; give it, too"
+        raise StoreError(f"{what}: buffers are {known}")
     buffer = instance(buffers[place.buffer], np.ndarray, "give a flat numpy array", StoreError)
     if buffer.ndim != 1 or place.end > len(buffer):
         raise StoreError(
             f"{place} of {local!r} ends at {place.end}, the buffer has shape {buffer.shape}; "
-            f"give a flat one that holds it"
+            f"give a flat one of at least {place.end} elements"
         )
     return buffer
 
@@ -271,7 +273,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
             other = names[earlier - 1] if earlier else local
             raise StoreError(
                 f"rank {rank}: {local!r} and {other!r} both lie at element {clash} "
-                f"of {place.buffer!r}; their holes must interlock"
+                f"of {place.buffer!r}; give them views that share no element"
             )
         owner[elements] = number
 

@@ -256,8 +256,8 @@ def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
             continue
         if not OPERATIONS[rule.op].linear:
             raise PlanError(
-                f"tensor {name!r} is reduced by {rule.op}, which is not linear; "
-                f"only copies, sum and avg have an adjoint"
+                f"tensor {name!r} is reduced by {rule.op}, which is not linear and has no adjoint; "
+                f"plan with copies, sum or avg"
             )
 
 

@@ -120,7 +120,8 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
     only = []
     for side, names in unshared.items():
         if names:
-            only.append(f"{side} alone has {sorted(names)[:8]}")
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            only.append(f"{side} alone has {sorted(names)[:8]}{more}")
     raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
 
 
@@ -195,7 +196,7 @@ def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
             cast = f"; to cast it on the way, plan what transformed(src, dst, {rule}) gives"
         raise PlanError(
             f"tensor {name!r}: {describe_form(first)} here, {describe_form(layout)} there; "
-            f"both sides and all windows hold one tensor of one shape and dtype{cast}"
+            f"give both sides and all windows one shape and dtype{cast}"
         )
     if len(src) > 1:
         check_disjoint(name, src)

@@ -123,7 +123,9 @@ def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
     rule = rules.get(name) if isinstance(name, str) else None
     if rule is None:
         some = ", ".join(map(repr, list(rules)[:8]))
-        raise PlanError(f"the plan has no tensor {shown(name)}; it has {some}")
+        more = f" and {len(rules) - 8} more" if len(rules) > 8 else ""
+        what = f"the plan has no tensor {shown(name)}; it has {some}{more}"
+        raise PlanError(f"{what}: give one of these")
     return rule
 
 

@@ -133,7 +133,7 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     same = planned.by_ranks(planned_a, planned_b) == expected.by_ranks(a, b)
     if not same or repr(planned) != repr(t.reduction):
         what = f"tensor {name!r} is reduced by {t.reduction}"
-        raise PlanError(f"{what}; its layouts ask for {expected}")
+        raise PlanError(f"{what}; its layouts ask for {expected}: make the plan again")
 
 
 def _check_form(name: str, layout: Layout, planned: Layout) -> None:

@@ -59,7 +59,7 @@ def _find_tensor(tensors: Mapping[str, _ClaimedTensor], t: Transfer) -> _Claimed
     """The layouts of a transfer's tensor. Raises PlanError if the plan has no such tensor."""
     if t.tensor not in tensors:
         names = ", ".join(map(repr, tensors))
-        raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; its tensors are {names}")
+        raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; give one of {names}")
     return tensors[t.tensor]
 
 
@@ -200,12 +200,12 @@ def _check_sizes(tensor: _ClaimedTensor, t: Transfer) -> None:
         shape = tuple(s.stop - s.start for s in slices)
         if odd or shape != t.shape:
             what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
-            raise PlanError(f"{what}; all slices of a transfer list the same box")
+            raise PlanError(f"{what}; give slices that list the same box")
     _check_shape(tensor, t)
     nbytes = math.prod(t.shape) * tensor.itemsize
     if t.nbytes != nbytes:
         what = f"{t}: {t.nbytes} B for {t.shape} of {tensor.itemsize} B each"
-        raise PlanError(f"{what}; it is {nbytes} B")
+        raise PlanError(f"{what}; give nbytes={nbytes}")
 
 
 def _check_shape(tensor: _ClaimedTensor, t: Transfer) -> None:
@@ -222,11 +222,12 @@ def _check_end(
     word = ("source", "destination")[side]
     if local not in tensor.windows[side]:
         names = ", ".join(map(repr, tensor.windows[side]))
-        raise PlanError(f"{t}: no {word} tensor {local!r}; there are {names}")
+        raise PlanError(f"{t}: no {word} tensor {local!r}; give one of {names}")
     window = tensor.windows[side][local]
     layout = (tensor.src, tensor.dst)[side][window]
     if rank not in layout.mesh:
-        raise PlanError(f"{t}: rank {rank} is not in the {word} {layout}")
+        what = f"{t}: rank {rank} is not in the {word} {layout}"
+        raise PlanError(f"{what}; give one of its ranks")
     held = tensor.runs(side, window, rank)
     for d, runs in enumerate(held):
         local_range = slices[d]
@@ -261,7 +262,7 @@ def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
             left = f"addend {sent} of {'*'.join(src_axes)}"
             arrives = f"addend {received} of {'*'.join(dst_axes)}"
             what = f"{t}: {left} arrives as {arrives}"
-            raise PlanError(f"{what}; addends pass through along these axes")
+            raise PlanError(f"{what}; pass the same addend through along these axes")
     return _flatten(src.mesh, src_coords, rule.folded)
 
 
@@ -278,8 +279,8 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
     if (t.op, t.addend) == expected:
         return
     op, addend = expected
-    what = f"{t}: enters by {t.op!r} as addend {t.addend}"
-    raise PlanError(f"{what}; rank {t.src_rank} enters by {op!r} as addend {addend}")
+    what = f"{t}: rank {t.src_rank} enters by {t.op!r} as addend {t.addend}"
+    raise PlanError(f"{what}; give op={op!r} and addend={addend}")
 
 
 # All together

@@ -143,7 +143,7 @@ def _raise_stranger(
     row = int(rows[i])
     name = _batch_of(plan, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
-    what = f"tensor {name!r}: rank {rank} is to {does} element {_element_of(plan, row)}"
+    what = f"tensor {name!r}: rank {rank} has to {does} element {_element_of(plan, row)}"
     raise PlanError(f"{what}, which it does not hold at the {where}; make the plan again")
 
 

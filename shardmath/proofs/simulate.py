@@ -161,7 +161,8 @@ def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout)
     """One source array. Raises PlanError if it is missing, not numeric, or of another shape than the layout's."""
     if key not in given:
         names = ", ".join(map(repr, given)) or "none"
-        raise PlanError(f"rank {rank} gives no source array {key!r}; it gives {names}")
+        what = f"rank {rank} gives no source array {key!r}; give it, too"
+        raise PlanError(f"{what}: it gives {names}")
     what = f"rank {rank}: source array {key!r}"
     try:
         array = np.asarray(given[key])

@@ -155,7 +155,7 @@ def _check_transposed(plan: Transposed) -> None:
         _check_rule(name, plan.rules.get(name), rule)
     if plan.flip != expected.flip:
         what = f"{plan!r} does not list the transfers of {plan.forward!r} with their ends swapped"
-        raise PlanError(what)
+        raise PlanError(f"{what}; transpose the plan again")
     if (plan.src, plan.dst) != (expected.src, expected.dst):
         what = f"{plan!r} is not between the transposed layouts of {plan.forward!r}"
         raise PlanError(f"{what}; transpose the plan again")
@@ -201,5 +201,5 @@ def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None
     """Check that a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
     if given is expected or repr(given) == repr(expected):
         return
-    what = f"tensor {name!r} is reduced by {given}; its layouts ask for {expected}"
-    raise PlanError(what)
+    what = f"tensor {name!r} is reduced by {given}"
+    raise PlanError(f"{what}; its layouts ask for {expected}: make the plan again")

@@ -54,7 +54,8 @@ def test_loaders_get_a_checkpoints_names(pool: Pool) -> None:
 def test_a_source_says_itself_what_engines_get() -> None:
     source = sv.Source({}, {}, {})
     assert read_source(source) is source
-    with pytest.raises(ValueError, match="dtype float16 is for modules; say what engines get"):
+    what = "dtype='float16' is given with a Source, and is only for modules; say what engines get"
+    with pytest.raises(ValueError, match=what):
         read_source(source, "float16")
 
 

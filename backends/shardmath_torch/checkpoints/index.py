@@ -96,7 +96,7 @@ def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for name, (dtype, shape, boxes) in index["tensors"].items():
         tensors[name] = _read_tensor(files, dtype, shape, boxes)
-    blobs = as_blobs(index["blobs"], tensors)
+    blobs = as_blobs(path, index["blobs"], tensors)
     return Checkpoint(path, tensors, blobs, lengths, digest)
 
 
@@ -116,15 +116,19 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
     begins = as_counts(offsets)
     extents = as_counts(sizes)
     if len(begins) != ndim or len(extents) != ndim:
-        raise ValueError(f"a box {begins} {extents} in {ndim} dimensions")
+        what = f"a tensor has {ndim} dimensions"
+        raise ValueError(f"{what}, and a box with offsets {begins} and sizes {extents}")
     length = count_elements(extents) * itemsize
     digits = checksums.count_checksums(length) * checksums.DIGITS
     if type(sums) is not str or len(sums) != digits:
-        raise ValueError(f"{length} bytes do not have the checksums {shown(sums)}")
+        what = f"a box of {length} bytes has {digits} digits of checksums"
+        raise ValueError(f"{what}, not {shown(sums)}")
     return StoredBox(begins, extents, files[as_count(file)], as_count(start), length, sums=sums)
 
 
-def as_blobs(found: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[int, str]]:
+def as_blobs(
+    path: Place, found: Any, tensors: Mapping[str, StoredTensor]
+) -> dict[str, dict[int, str]]:
     """The stored names of ranks' bytes, by name and rank. Raises CheckpointError if one is not stored."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
@@ -132,9 +136,13 @@ def as_blobs(found: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[
         stored = {_as_rank(rank): _as_name(key) for rank, key in by_rank.items()}
         missing += [key for key in stored.values() if key not in tensors]
         blobs[_as_name(name)] = stored
-    if missing or not all(blobs.values()):
-        what = f"bytes of ranks are said to be under {shown(missing[:3])}"
-        raise CheckpointError(f"{what}, where nothing is; fetch it again")
+    if missing:
+        what = f"the metadata puts bytes of ranks under {shown(missing[:3])}, which are not stored"
+        raise CheckpointError(f"{path}: {what}: the checkpoint is damaged; fetch it again")
+    empty = [name for name, stored in blobs.items() if not stored]
+    if empty:
+        what = f"the metadata names bytes {shown(empty[:3])} of no rank"
+        raise CheckpointError(f"{path}: {what}: the checkpoint is damaged; fetch it again")
     return blobs
 
 
@@ -167,8 +175,8 @@ def _as_rank(rank: object) -> int:
 def file_in(folder: Place, name: object) -> Place:
     """The file of that name in the folder, at any depth. Raises CheckpointError for a name that leads out of it."""
     if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
-        what = f"{folder} names a data file {shown(name)}"
-        raise CheckpointError(f"{what}; a checkpoint's files lie in its folder")
+        what = f"the metadata in {folder} names a data file {shown(name)} outside this folder"
+        raise CheckpointError(f"{what}: the checkpoint is damaged; fetch it again")
     return folder / name
 
 

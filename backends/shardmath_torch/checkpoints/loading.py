@@ -108,8 +108,9 @@ class LoadPlanner(theirs.LoadPlanner):
         """The metadata of a stored tensor. Raises CheckpointError if it is not there."""
         found = self._metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
-            count = len(self._metadata)
-            raise CheckpointError(f"the checkpoint has no tensor {name!r} among its {count} names")
+            has = shown(list(self._metadata)[:4])
+            what = f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names"
+            raise CheckpointError(f"{what}, such as {has}; give a name that it has with names=")
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -149,7 +149,7 @@ def _open_torch(path: Place, text: bytes) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for name, entry in metadata.state_dict_metadata.items():
         tensors[name] = _read_entry(files, name, entry, infos)
-    blobs = as_blobs(_find_blobs(metadata), tensors)
+    blobs = as_blobs(path, _find_blobs(metadata), tensors)
     found = Checkpoint(path, tensors, blobs, {}, _digest(text))
     _check_not_cut(file, found)
     return found
@@ -250,7 +250,8 @@ def _list_boxes(
     full = {offsets for offsets, sizes in chunks if 0 not in sizes}
     for offsets, sizes in chunks:
         if not len(offsets) == len(sizes) == ndim:
-            raise ValueError(f"{name!r} has a box {offsets} {sizes} in {ndim} dimensions")
+            what = f"{name!r} has {ndim} dimensions"
+            raise ValueError(f"{what}, and a box with offsets {offsets} and sizes {sizes}")
         if 0 in sizes and offsets in full:
             continue
         info = infos[name, offsets]

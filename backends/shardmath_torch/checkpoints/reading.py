@@ -313,7 +313,8 @@ def _map(file: Path) -> Tensor:
         return torch.from_file(str(file), shared=False, size=length_of(file), dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         what = f"{file} cannot be read: {error}"
-        raise CheckpointError(f"{what}; it belongs to the checkpoint") from error
+        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
+        raise CheckpointError(f"{what}; {fix}") from error
 
 
 def _as_memory(data: bytearray) -> Tensor:
@@ -329,7 +330,7 @@ def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
     start = strided.start - base
     stop = start + strided.extent * dtype.itemsize
     if stop > len(memory):
-        what = f"{file} ends at byte {base + len(memory)}, a tensor in it at {base + stop}"
+        what = f"{file} ends at byte {base + len(memory)}, and a tensor in it ends at {base + stop}"
         raise CheckpointError(f"{what}; fetch it again")
     raw = memory[start:stop]
     if raw.data_ptr() % dtype.itemsize:

@@ -85,7 +85,8 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
             raw = unpacker.decompress(compressed, expected + 1)
         except zlib.error as error:
             raise CheckpointError(
-                f"what rank {number} reads cannot be unpacked: {error}"
+                f"the list of what rank {number} reads cannot be unpacked: {error}; "
+                f"run the same shardmath on all ranks"
             ) from error
         if len(raw) != expected:
             what = f"rank {number} marks other chunks than the {total} of this checkpoint"
@@ -140,7 +141,7 @@ def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
     start, _ = chunk_ends(box, number)
     ends = f"bytes {start} to {start + len(data)}"
     what = f"{box.file} is damaged: {ends} are not what was saved, by their checksum"
-    fix = "fetch it again, or load with verify=False what is left"
+    fix = "fetch it again, or load what is left with verify=False"
     raise CheckpointError(f"{what}; {fix}")
 
 
@@ -149,6 +150,6 @@ def read_into(stream: io.FileIO, room: memoryview) -> None:
     while room:
         count = stream.readinto(room)
         if not count:
-            what = f"{stream.name!r} ends at byte {stream.tell()}"
-            raise CheckpointError(f"{what}; it was cut while it was read")
+            what = f"{stream.name!r} ends at byte {stream.tell()}, {len(room)} bytes too early"
+            raise CheckpointError(f"{what}: it was cut while it was read; fetch it again")
         room = room[count:]

@@ -209,7 +209,7 @@ BEFORE, AFTER = (
     "what was saved there before is as it was",
     "the new save is whole, and the one that counts",
 )
-UNKNOWN = "whether the new save counts cannot be read either, a load tells when it can"
+UNKNOWN = "whether the new save counts cannot be read either; load it to see"
 
 
 def _word_state(folder: Place, save: str) -> str:
@@ -348,7 +348,10 @@ def _to_contiguous(item: WriteItem, data: object, tally: Tally) -> Tensor:
     chunk = item.tensor_data.chunk
     plain = data.detach().as_subclass(Tensor)
     if plain.shape != chunk.sizes:
-        raise CheckpointError(f"{item.index.fqn!r}: {list(plain.shape)} given, {chunk} planned")
+        what = (
+            f"{item.index.fqn!r} has shape {list(plain.shape)}, and {list(chunk.sizes)} was planned"
+        )
+        raise CheckpointError(f"{what}; save the tensor that was planned")
     is_whole = plain.untyped_storage().nbytes() == plain.nbytes
     if plain.is_cpu and plain.is_contiguous() and is_whole:
         return plain

@@ -22,7 +22,9 @@ __all__ = ["make_parser", "read_count", "run_command"]
 def read_count(text: str) -> int:
     """A number of 1 or more. Raises ArgumentTypeError for other text."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of 1 or more; give digits, such as 4"
+        )
     return int(text)
 
 

@@ -302,7 +302,7 @@ def _describe_silence(job: _Job[R], seconds: float, ranks: list[int]) -> ShardEr
     """The error for a job whose ranks are all silent."""
     phases = {rank: job.progress[rank].phase for rank in ranks}
     where = ", ".join(f"rank {rank} in {phase!r}" for rank, phase in phases.items())
-    what = f"no rank was heard of for {seconds:.0f} s: {where}"
+    what = f"no rank sent a message for {seconds:.0f} s: {where}"
     return ExchangeError(f"{what}; give a longer timeout, or fewer ranks")
 
 

@@ -103,7 +103,8 @@ def _read_seconds(text: str) -> float:
     """A time in seconds, above 0 and at most MOST_SECONDS."""
     is_number = re.fullmatch(r"\d+(\.\d+)?", text)
     if not is_number or not 0 < float(text) <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+        fix = f"give a number above 0, and at most {MOST_SECONDS}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds; {fix}")
     return float(text)
 
 

@@ -103,8 +103,8 @@ def _make_destination(job: Job, layouts: Layouts, rank: int) -> dict[str, torch.
 def _check_proved(plan: sm.Plan, job: Job, rank: int) -> None:
     """Raise PlanError unless this rank's plan is the one that was proved before ranks were started."""
     if plan.digest != job.digest:
-        what = f"rank {rank} plans {plan.digest}, proved was {job.digest}"
-        raise sm.PlanError(f"{what}; run one version of everything")
+        what = f"rank {rank} made the plan {plan.digest}, and the command proved {job.digest}"
+        raise sm.PlanError(f"{what}; run the same version of shardmath on all ranks")
 
 
 def _time(work: Callable[[], T]) -> tuple[T, float]:

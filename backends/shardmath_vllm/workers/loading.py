@@ -227,7 +227,7 @@ class _Natives(MutableMapping[str, Tensor]):
         place.holder[place.name] = tensor
 
     def __delitem__(self, native: str) -> None:
-        raise TypeError(f"{native!r} is the model's; put another tensor in its place")
+        raise TypeError(f"{native!r} is the model's and stays; assign another tensor instead")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

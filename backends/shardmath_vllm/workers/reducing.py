@@ -70,7 +70,7 @@ def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
         cause = error.__context__ or error
         if groups and says_ended(str(cause)):
             what = f"another worker of this engine left as both quantized ({word_error(cause)})"
-            raise ExchangeError(what) from cause
+            raise ExchangeError(f"{what}; see the error of that worker") from cause
         raise
     finally:
         for getter, get in getters.items():

@@ -135,7 +135,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         if update_info.meeting != self._meeting:
             # Ranks of the one that was joined last have not come for this.
             raise ExchangeError(
-                "this engine has joined another trainer since; meet it again, by trainer_init"
+                "this engine has joined another trainer since; connect to it again by trainer_init"
             )
         life = Life(link, Update(update_info.number, writes=self._writes, torn=self._torn))
         why = "an update failed"

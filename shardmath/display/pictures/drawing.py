@@ -81,7 +81,8 @@ def grid(layout: Layout, most: int = 64) -> str:
     """
     instance(layout, Layout, "grid() draws a layout; of a plan draw one of its sides", LayoutError)
     if layout.ndim not in (1, 2):
-        raise LayoutError(f"{layout} has {plural(layout.ndim, 'dimension')}; grid() draws 1 or 2")
+        what = f"{layout} has {plural(layout.ndim, 'dimension')}"
+        raise LayoutError(f"{what}; give grid() a layout of 1 or 2")
     room = as_integer(most, "most", LayoutError)
     if not 2 <= room <= MOST_SIDE:
         raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")

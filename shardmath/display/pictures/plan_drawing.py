@@ -94,7 +94,9 @@ def _choose_tensor(plan: Movable, tensor: str | None) -> str:
     if not isinstance(tensor, str) or tensor not in plan.src:
         first = list(plan.src)[:8]
         names = ", ".join(map(repr, first))
-        raise PlanError(f"the plan has no tensor {shown(tensor)}; it has {names}")
+        more = f" and {len(plan.src) - len(first)} more" if len(plan.src) > len(first) else ""
+        what = f"the plan has no tensor {shown(tensor)}; it has {names}{more}"
+        raise PlanError(f"{what}: give tensor= one of these, or leave it out for the first")
     return tensor
 
 

@@ -73,7 +73,8 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ShardError(f"cannot write {os.fspath(path)}: {message_of(error)}") from error
+        what = f"cannot write {os.fspath(path)}: {message_of(error)}"
+        raise ShardError(f"{what}; give a path in a folder that is there") from error
 
 
 def spell(trace: Trace) -> str:
@@ -179,7 +180,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ShardError(f"cannot read {name}: {message_of(error)}") from error
+        what = f"cannot read {name}: {message_of(error)}"
+        raise ShardError(f"{what}; give a file that smt.trace wrote") from error
     try:
         return _parse(json.loads(text))
     except ShardError:

@@ -142,7 +142,7 @@ def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -
     if not rows:
         present = sorted({span.track for span in trace.spans})
         what = f"the trace has none of the tracks {shown(wanted)}"
-        raise ShardError(f"{what}; it has {shown(present)}")
+        raise ShardError(f"{what}; give some that it has: {shown(present)}")
     drawn = rows[:MOST_ROWS]
     colors = _choose_colors(drawn)
     parts = [_draw_rows(drawn, colors), _draw_legend(colors)]

@@ -336,9 +336,9 @@ def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) ->
     if len(set(ranks)) != total:
         twice = next(rank for rank, count in Counter(ranks).items() if count > 1)
         what = f"rank {twice} appears twice in the mesh {mesh}"
-        raise MeshError(f"{what}; a rank has one coordinate")
+        raise MeshError(f"{what}; give each rank one coordinate")
     if max(ranks) >= MOST_RANKS:
         what = f"rank {max(ranks)} of the mesh {mesh} is too large"
-        raise MeshError(f"{what}; ranks are below {MOST_RANKS}")
+        raise MeshError(f"{what}; give ranks below {MOST_RANKS}")
     if min(ranks) < 0:
         raise MeshError(f"rank {min(ranks)} of the mesh {mesh} is negative; number ranks from 0")

@@ -175,7 +175,7 @@ def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
         end = max(end, g + n)
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
             what = f"segment {(lo, g, n)} does not fit length {length}"
-            raise RunsError(f"{what}; local start, global start and length are >= 0")
+            raise RunsError(f"{what}; give starts and a length of 0 or more, inside that length")
     if end > MOST_POSITIONS:
         raise RunsError(f"position {end - 1} has more than 63 bits; give {MOST_POSITIONS} at most")
 
@@ -186,7 +186,7 @@ def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None
     for a, b in itertools.pairwise(order):
         if a[side] + a[2] > b[side]:
             what = f"segments {a} and {b} share {name} position {b[side]}"
-            raise RunsError(f"{what}; each position may appear once")
+            raise RunsError(f"{what}; give each position once")
 
 
 def spanning(runs: Runs) -> str:

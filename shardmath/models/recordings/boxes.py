@@ -60,7 +60,8 @@ def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[B
         else:
             boxes.append(box)
         if len(boxes) + len(waiting) > MOST_BOXES:
-            raise StoreError(f"{piece.tensor!r} lies across the dimensions of shape {stored}")
+            what = f"{piece.tensor!r} lies across the dimensions of shape {stored}"
+            raise StoreError(f"{what}; load it in slices of its dimensions")
     return boxes
 
 

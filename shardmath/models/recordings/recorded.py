@@ -169,7 +169,7 @@ def show(native: Native) -> str:
 def _check_shape(name: str, shape: _Shape) -> None:
     """Raise StoreError for a negative size."""
     if min(shape, default=0) < 0:
-        raise StoreError(f"{name!r} has shape {shape}; sizes are >= 0")
+        raise StoreError(f"{name!r} has shape {shape}; give sizes of 0 or more")
 
 
 def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
@@ -205,13 +205,15 @@ def _check_once(native: Native) -> None:
     cells = overlap(native.pieces, 1)
     if cells is not None:
         one, other = (piece.tensor for piece in cells)
-        raise StoreError(f"cells of {native.label!r} are written by {one!r} and again by {other!r}")
+        what = f"cells of {native.label!r} are written by {one!r} and again by {other!r}"
+        raise StoreError(f"{what}; write each once")
     by_tensor: dict[str, list[Piece]] = {}
     for piece in native.pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     for tensor, pieces in by_tensor.items():
         if overlap(pieces, 2) is not None:
-            raise StoreError(f"elements of {tensor!r} lie in two cells each of {native.label!r}")
+            what = f"elements of {tensor!r} lie in two cells each of {native.label!r}"
+            raise StoreError(f"{what}; store each once")
 
 
 def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:

@@ -136,7 +136,7 @@ class BoundRecorded:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
                 return f"recorded: {show(recorded)}"
         raise StoreError(
-            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
+            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; give one of natives({rank})"
         )
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
@@ -158,7 +158,10 @@ class BoundRecorded:
     def _holdings(self, rank: int) -> _RankHoldings:
         """The rank's holdings. Raises StoreError for a rank that is not recorded."""
         if rank not in self.held:
-            raise StoreError(f"rank {rank} is not recorded; ranks are {sorted(self.held)}")
+            ranks = shown(sorted(self.held))
+            raise StoreError(
+                f"rank {rank} is not recorded; give one of the ranks that are: {ranks}"
+            )
         return self.held[rank]
 
 
@@ -183,7 +186,8 @@ def _check_entry(name: str, recorded: Entry, given: Entry) -> None:
     """Raise StoreError if a tensor was recorded with another shape or dtype."""
     wanted = tuple(given[0]), canonical(given[1])
     if recorded != wanted:
-        raise StoreError(f"{name!r} was recorded as {recorded}, and is {wanted}; record it so")
+        what = f"{name!r} was recorded as {recorded}, and is {wanted}"
+        raise StoreError(f"{what}; record it as it is now")
 
 
 class _Holder(NamedTuple):
@@ -302,7 +306,8 @@ def _find_layout(shape: _Shape, dtype: str, parts: Mapping[int, tuple[Runs, ...]
     divided = [d for d, held in enumerate(by_dim) if len(set(held)) > 1]
     if len(divided) != 1:
         ranks = sorted(parts)
-        raise StoreError(f"ranks {ranks} hold parts of dimensions {divided} that are not a mesh")
+        what = f"ranks {ranks} hold parts of dimensions {divided} that are not a mesh"
+        raise StoreError(f"{what}; divide one dimension, or evenly")
     # Some parts are on more ranks than others, as heads over ranks that they do not divide evenly.
     axes = {"part": len(parts)}
     mesh = Mesh(axes, ranks=list(parts))

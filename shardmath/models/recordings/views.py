@@ -27,7 +27,11 @@ _Shape: TypeAlias = tuple[int, ...]
 
 MOST_SEGMENTS = 1 << 20
 """The most segments of one dimension, such as rows of a vocabulary that alternate with others."""
-NO_PRODUCT = "its cells are not a product of positions of each dimension"
+LOAD_SLICES = "load it in slices of its dimensions"
+NO_PRODUCT = (
+    "its elements here are not all combinations of some positions of each dimension, "
+    f"and no layout describes others; {LOAD_SLICES}"
+)
 
 
 class RecordedView:
@@ -91,9 +95,9 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
     stored_dims: dict[int, int] = {}
     for of, dim in _list_stepped(boxes):
         if stored_dims.setdefault(of, dim) != dim:
-            raise StoreError(f"its dimension {of} lies along several stored ones")
+            raise StoreError(f"its dimension {of} lies along several stored ones; {LOAD_SLICES}")
     if len(set(stored_dims.values())) != len(stored_dims):
-        raise StoreError("several of its dimensions lie along a stored one")
+        raise StoreError(f"several of its dimensions lie along a stored one; {LOAD_SLICES}")
     _pair_moving(stored_dims, boxes)
     return stored_dims
 
@@ -159,7 +163,8 @@ def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segme
     length = 1
     strided = [atom.number for atom in atoms if not atom.step == atom.stride == 1]
     if math.prod(strided) > MOST_SEGMENTS:
-        raise StoreError(f"one of its dimensions is in more than {MOST_SEGMENTS} segments")
+        what = f"one of its dimensions is in more than {MOST_SEGMENTS} segments"
+        raise StoreError(f"{what}; load it in longer ones")
     for atom in atoms:
         if atom.step == atom.stride == 1:
             length = atom.number

@@ -38,11 +38,13 @@ def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[
     for native, shape in stored.items():
         if native not in has:
             faults.append(
-                f"{show_native(native)} {shape} is stored, and the rank has no such tensor"
+                f"{show_native(native)} {shape} is stored, and the rank has no such tensor; "
+                f"pass it, or correct the row"
             )
         elif math.prod(has[native]) != math.prod(shape) or _differ(shape, has[native]):
             faults.append(
-                f"{show_native(native)} is stored as {shape}, the rank has {tuple(has[native])}"
+                f"{show_native(native)} is stored as {shape}, the rank has {tuple(has[native])}; "
+                f"pass one of that shape, or correct the row"
             )
     for native in has:
         if native not in stored and not matches(native[1], own):

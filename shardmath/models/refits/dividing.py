@@ -43,7 +43,7 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
     have left: divide the whole one.
     """
     if not isinstance(planned, Refit):
-        raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit gives")
+        raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit returns")
     if planned.whole is not None:
         raise PlanError("engines have left this refit; divide it first, and each portion without()")
     known = set(planned.moved)

@@ -79,5 +79,5 @@ class PlainSide:
         """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
-            raise StoreError(f"rank {rank} stores no {name!r}; see its natives")
+            raise StoreError(f"rank {rank} stores no {name!r}; give one of natives({rank})")
         return f"{name} = {name} : {self.layouts[name].text}"

@@ -189,13 +189,13 @@ class Refit:
                 lines.append(f"    {row}")
                 lines += _list_parts(side, stored, rank)
         if not lines:
-            raise StoreError(f"rank {rank} stores no {native!r}; ask for one of its natives")
+            raise StoreError(f"rank {rank} stores no {native!r}; give a tensor that it stores")
         return "\n".join(lines)
 
     def _find(self, engine: str) -> KnownSide:
         """The side of an engine. Raises PlanError for an unknown one."""
         if engine not in self.engines:
-            raise PlanError(f"no engine {engine!r}; engines are {', '.join(self.engines)}")
+            raise PlanError(f"no engine {engine!r}; give one of {', '.join(self.engines)}")
         return self.engines[engine]
 
 
@@ -303,7 +303,7 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
         raise PlanError(f"engines are {shown(engines)}; give one side, or several by name")
     given: dict[str, object] = dict(engines)
     if not given:
-        raise PlanError("no engine; give one side, or several by name")
+        raise PlanError("no engine is given; give one side, or several by name")
     # A mapping of layouts is one engine, which stores every tensor separately.
     if all(isinstance(layout, Layout) for layout in given.values()):
         return {ENGINE: given}  # type: ignore[dict-item]

@@ -119,7 +119,7 @@ def _check_rank(
             why = (
                 f"its scales at {scale} of {slots[scales_name].native!r}, and a scale is of {size}"
             )
-            fix = "make the parts before it whole tiles, or store it apart"
+            fix = "make the parts before it whole tiles, or store it separately"
             raise StoreError(f"{where}, {why}: its values would be read with other scales; {fix}")
 
 

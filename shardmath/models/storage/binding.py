@@ -89,7 +89,7 @@ class Bound:
                 if (slot.chunk, slot.native) == native:
                     return held.row
         raise StoreError(
-            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; see its natives"
+            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; give one of natives({rank})"
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:

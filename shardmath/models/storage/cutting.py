@@ -46,7 +46,7 @@ class Frame:
             return number
         if number not in self.numbers:
             known = ", ".join(self.numbers) or "none"
-            raise LayoutError(f"unknown number {number!r}; numbers of this side are {known}")
+            raise LayoutError(f"unknown number {number!r}; write one that this side has: {known}")
         return self.numbers[number]
 
     def is_axis(self, word: Word) -> bool:
@@ -210,7 +210,7 @@ class _GroupLayer:
             "numbers": frame.numbers,
         }
         listed = [f"{meaning}: {', '.join(names) or 'none'}" for meaning, names in known.items()]
-        return "; ".join(listed)
+        return f"write one of {'; '.join(listed)}"
 
     def _list_cuts(self, word: Word) -> list[_WordCut]:
         """The cuts that the word stands for: one for an axis, all parts in order for a number."""
@@ -225,7 +225,8 @@ class _GroupLayer:
         if word.over is not None:
             copies = frame.number(word.over)
             if copies < 1 or size % copies:
-                raise LayoutError(f"'{word}': {copies} does not divide {word.name}={size}")
+                what = f"'{word}': {copies} does not divide {word.name}={size}"
+                raise LayoutError(f"{what}; give a divisor")
             size //= copies
             part //= copies
         return [_WordCut(word, size, part)]
@@ -277,7 +278,7 @@ class _GroupLayer:
         """First and end of the range of blocks that the cuts leave of the component."""
         if grain < 1 or length % grain:
             what = f"{length} positions of '{leaf}' into blocks of {grain}"
-            raise LayoutError(f"{what} do not divide evenly")
+            raise LayoutError(f"{what} do not divide evenly; give a divisor")
         start, stop = 0, length // grain
         for cut in cuts:
             start, stop = self._narrow(start, stop, cut, leaf)
@@ -305,7 +306,9 @@ class _GroupLayer:
             return pieces
         stored = self.frame.number(leaf.stored)
         if stored < length:
-            raise LayoutError(f"'{leaf}': {length} positions do not fit {stored}")
+            raise LayoutError(
+                f"'{leaf}': {length} positions do not fit {stored}; store all of them"
+            )
         return [*pieces, (-1, stored - length)]
 
     def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:

@@ -130,7 +130,7 @@ def stack_names(row: Row) -> dict[int, str]:
         for name in indices & words:
             if name in stacks.values():
                 what = f"index {name!r} is in two dimensions of '{row}'"
-                raise StoreError(f"{what}; a stack has one, in which its tensors lie in order")
+                raise StoreError(f"{what}; write it in one, in which its tensors lie in order")
             stacks[i] = name
     return stacks
 
@@ -172,7 +172,7 @@ def _count_dims(shapes: Mapping[str, Shape]) -> int:
     """The number of dimensions of every component. Raises StoreError if they differ."""
     ndims = {len(shape) for shape in shapes.values()}
     if len(ndims) != 1:
-        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them apart")
+        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them separately")
     return ndims.pop()
 
 

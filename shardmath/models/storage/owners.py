@@ -166,7 +166,8 @@ class Owners:
         spots = self.stored.indices[index]
         if number >= len(spots):
             raise StoreError(
-                f"index {index!r} is declared for {len(spots)} numbers, a tensor has number {number}"
+                f"index {index!r} is declared for {len(spots)} numbers, a tensor has number {number}; "
+                f"declare that many, or leave the tensor out"
             )
         spot = spots[number]
         # An index without virtual stages, such as one of experts, is in the chunk of the others.

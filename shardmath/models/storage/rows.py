@@ -288,12 +288,12 @@ def _check_conditions(row: Row, line: str) -> None:
         if not unknown and not asked.starred:
             continue
         what = (
-            f"{asked} asks for a star"
+            f"the condition {asked} has a *"
             if asked.starred
-            else f"{asked} has an index that the row lacks"
+            else f"the condition {asked} has the index {unknown[0]}, which {row.logical} lacks"
         )
         at = max(line.find(str(asked)), 0)
-        raise NotationError(what, line, at, "ask for one tensor, by the row's own indices")
+        raise NotationError(what, line, at, "name one tensor, without *, by the row's own indices")
 
 
 def _check_numbers(row: Row, line: str) -> None:
@@ -343,8 +343,8 @@ def _check(row: Row, line: str) -> None:
         raise NotationError("any rest in one name only", line, 0, "end both names in ..., or none")
     if row.native.components:
         raise NotationError(
-            "a choice in the name that ranks store",
+            f"a choice [...] in the stored name {row.native}, which is one tensor",
             line,
             0,
-            "a row stores one tensor; choices are in the logical name",
+            "write choices only in the logical name, behind =",
         )

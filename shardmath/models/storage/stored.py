@@ -126,7 +126,8 @@ class Stored:
         for name, value in copies.items():
             object.__setattr__(self, name, value)
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
-            raise StoreError(f"meshes {list(self.meshes)} do not have the same ranks; give some")
+            what = f"meshes {list(self.meshes)} do not have the same ranks"
+            raise StoreError(f"{what}; give one or more of the same ranks")
         _check_axes(self.meshes)
         _check_counts(self.numbers, self.indices)
 
@@ -286,7 +287,7 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
     sizes = tuple(as_integer(n, f"a size of shape {given}", StoreError) for n in given)
     for n in sizes:
         if not 0 <= n <= MOST_SIZE:
-            raise StoreError(f"shape {sizes} has {n}; sizes are from 0 to {MOST_SIZE}")
+            raise StoreError(f"shape {sizes} has {n}; give sizes from 0 to {MOST_SIZE}")
     return sizes
 
 
@@ -337,7 +338,7 @@ class Vocabulary:
             if self.shapes[name] != first:
                 raise StoreError(
                     f"{ordered[0]!r} is {first} and {name!r} is {self.shapes[name]}; "
-                    f"tensors of one index have one shape and dtype"
+                    f"give tensors of index {index!r} one shape and dtype"
                 )
         return ordered
 

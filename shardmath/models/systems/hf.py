@@ -106,7 +106,7 @@ def _group(group: str, members: list[_Member]) -> Entry:
         lowest, highest = min(members)[0], max(members)[0]
         raise LayoutError(
             f"{count} experts numbered {lowest} to {highest} of {group!r}, each {shown}; "
-            f"the experts of a group are alike, and numbered from 0 without gaps"
+            f"give experts of one shape and dtype, numbered from 0 without gaps"
         )
     return (count, *shape), dtype
 

@@ -144,7 +144,8 @@ class _AppliedPlan(NamedTuple):
         """The layout of the parameter `name`. Raises LayoutError and MeshError as `hf_parallel` does."""
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
-            raise MeshError(f"{self.mesh} has no axis {self.axis!r}; name the one of the plan")
+            axes = ", ".join(self.mesh.shape) or "none"
+            raise MeshError(f"{self.mesh} has no axis {self.axis!r}; give one of its axes: {axes}")
         dim = _find_divided(style, name, shape)
         if dim is None:
             return Layout(shape, self.mesh, "...", dtype=dtype)

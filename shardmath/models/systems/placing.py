@@ -76,5 +76,6 @@ def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -
     known = math.prod(given.values())
     if min([total, *given.values()]) < 1 or total % known:
         words = " ".join(f"{axis}={size}" for axis, size in given.items())
-        raise MeshError(f"{words} do not divide {total} {of}; choose divisors")
+        what = f"{words}: the product {known} does not divide {total} {of}"
+        raise MeshError(f"{what}; choose sizes of 1 or more that do")
     return {axis: total // known if size is None else size for axis, size in sizes.items()}

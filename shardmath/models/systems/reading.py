@@ -160,10 +160,11 @@ class _Reader:
         # Without others nothing may be left: a divisor above the rest leaves all of it over.
         each, over = divmod(rest, len(others) or length + 1)
         if rest < 0 or over:
-            known = ", ".join(f"{name}={n}" for name, n in sizes.items()) or "equal parts"
+            listed = ", ".join(f"{name}={n}" for name, n in sizes.items())
+            known = f"{listed} (together {sum(sizes.values())})" if listed else "equal parts"
             raise StoreError(
-                f"{length} positions are not {known} of {', '.join(named)} in '{row}'; "
-                f"check the sizes in the configuration"
+                f"{length} positions cannot be divided into {', '.join(named)} with {known}, in "
+                f"'{row}'; check the sizes in the configuration"
             )
         return {**sizes, **dict.fromkeys(others, each)}
 

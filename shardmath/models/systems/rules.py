@@ -46,7 +46,7 @@ MESH_ALONE = (
     "then ranks=4:8 or ranks=0,2,4,6 if they do not follow each other"
 )
 MESH_FIX = f"{MESH_ALONE}, then ':'"
-RULE_FIX = "a rule is a kind or a name pattern, then a layout: column (tp n) ..."
+RULE_FIX = "write a kind or a name pattern, then a layout: column (tp n) ..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Side:
         object.__setattr__(self, "rules", rules)
         if "ranks" in self.mesh.shape:
             what = f"mesh axis 'ranks' of {self.mesh} means the rank ids in text"
-            raise NotationError(what, fix="name the axis otherwise")
+            raise NotationError(what, fix="give the axis another name")
 
     def __str__(self) -> str:
         mesh = _format_mesh(self.mesh)
@@ -213,7 +213,7 @@ def _explain_idle(side: Side, rule: Rule, names: list[str]) -> NotationError:
     some = names[:3] + ["..."] * (len(names) > 3)
     what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({', '.join(some)})"
     kinds = ", ".join(KINDS)
-    fix = f"{hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
+    fix = f"{hint}write a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
     return NotationError(what, str(side), position, fix)
 
 

@@ -85,7 +85,7 @@ def _check_options(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> Non
     """Raise StoreError for options that rows cannot describe."""
     if fused_shared:
         raise StoreError(
-            "fused shared experts lie behind the routed ones of each rank, which no row says; "
+            "fused shared experts lie behind the routed ones of each rank, which no row describes; "
             "start SGLang with --disable-shared-experts-fusion, or record its loader"
         )
     if moe_dense_tp not in (None, 1, tp):

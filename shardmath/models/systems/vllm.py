@@ -100,7 +100,7 @@ def _choose_gated(backend: str, processed: bool) -> str:
         return "parts"
     if backend in TILES:
         raise StoreError(
-            f"{backend} lays processed experts out in blocks, which no row says; "
+            f"{backend} lays processed experts out in blocks, which no row describes; "
             f"declare them as loaded"
         )
     return "swapped" if backend in SWAPS else "parts"

@@ -166,13 +166,13 @@ def _check(src: Layout, dst: Layout) -> None:
     """Raise PlanError unless these are two layouts of one tensor."""
     for layout in (src, dst):
         if not isinstance(layout, Layout):
-            raise PlanError(f"{layout!r} is not a Layout; recognize compares two layouts")
+            raise PlanError(f"{layout!r} is not a Layout; give recognize two layouts")
     if (src.shape, src.dtype) == (dst.shape, dst.dtype):
         return
     here = f"{src.dtype}{list(src.shape)}"
     there = f"{dst.dtype}{list(dst.shape)}"
-    what = "both sides hold one tensor of one shape and dtype"
-    raise PlanError(f"{here} here, {there} there; {what}")
+    fix = "give both sides one shape and dtype"
+    raise PlanError(f"{here} here, {there} there; {fix}")
 
 
 def _stays(move: Move, folded: tuple[str, ...]) -> bool:

@@ -43,7 +43,7 @@ class Topology:
         count = as_integer(self.ranks_per_node, "ranks_per_node", PlanError)
         if not 1 <= count <= MOST_RANKS:
             what = f"ranks_per_node is {count}"
-            raise PlanError(f"{what}; a node has at least one rank, and at most {MOST_RANKS}")
+            raise PlanError(f"{what}; give at least one rank, and at most {MOST_RANKS}")
         object.__setattr__(self, "ranks_per_node", count)
         for name in ("intra_bytes_per_s", "inter_bytes_per_s", "latency_s"):
             number = _check_number(name, getattr(self, name), zero=name == "latency_s")

@@ -157,7 +157,7 @@ def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
         if not holds_all(kept_side.windows):
             incomplete += names
     if not alike:
-        raise PlanError("all ranks of the destination leave; there is nothing left to plan")
+        raise PlanError("all ranks of the destination leave; keep at least one of them")
     src = whole.src
     if len(alike) < len(whole.alike):
         dst = {name: windows for name, windows in dst.items() if windows}

@@ -172,7 +172,7 @@ def _check_alike(name: str, a: Layout, b: Layout) -> None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         raise PlanError(
             f"tensor {name!r}: {describe_form(a)} here, {describe_form(b)} there; "
-            f"both sides hold one tensor of one shape and dtype"
+            f"give both sides one shape and dtype"
         )
 
 

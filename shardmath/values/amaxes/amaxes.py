@@ -234,7 +234,7 @@ class Amaxes:
         part = self._parts.get(rank)
         if part is None:
             what = f"{label(self.name)}rank {rank} holds nothing under {self.layout}"
-            raise PlanError(f"{what}; its ranks are {sorted(self._parts)}")
+            raise PlanError(f"{what}; give one of its ranks: {shown(sorted(self._parts))}")
         return part
 
     def _read(self, rank: int, x: Floats) -> Floats:
@@ -311,12 +311,13 @@ def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
 def _check_given(format: object, layout: object, name: str) -> None:
     """Raise PlanError for arguments that cannot be quantized."""
     if not isinstance(format, Format):
-        what = f"{shown(format)} is no format"
+        what = f"{shown(format)} is not a format"
         raise PlanError(f"{what}; give one such as formats.MXFP8()")
     checked = instance(layout, Layout, "give the layout of the tensor", PlanError)
     if not checked.ndim:
         what = f"{label(name)}{layout} has no dimension"
-        raise PlanError(f"{what}; numbers alone are not quantized")
+        fix = "give the layout of a tensor that has at least one"
+        raise PlanError(f"{what}; numbers alone are not quantized: {fix}")
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from shardmath.base.arguments import as_integer
 from shardmath.base.errors import DigestError
 from shardmath.base.public import public_in
-from shardmath.base.text import shown
+from shardmath.base.text import plural, shown
 from shardmath.layouts.algebra.box import Box, full
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, read_windows
 from shardmath.layouts.layout import Layout
@@ -144,8 +144,9 @@ def find_difference(
 def _check_comparable(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> None:
     """Raise DigestError unless both sides have the same tensors."""
     if src.keys() != dst.keys():
-        unpaired = sorted(src.keys() ^ dst.keys())[:8]
-        raise DigestError(f"one side alone has {unpaired}; compare sides of the same names")
+        unpaired = sorted(src.keys() ^ dst.keys())
+        what = f"one side alone has {plural(unpaired, 'tensor')}, {unpaired[:8]}"
+        raise DigestError(f"{what}; compare sides of the same names")
     for name, windows in src.items():
         for layout in dst[name]:
             if (layout.shape, layout.dtype) != (windows[0].shape, windows[0].dtype):

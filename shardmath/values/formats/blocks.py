@@ -124,7 +124,7 @@ def _read_size(size: object) -> int | None:
         return None
     number = as_integer(size, "a size of a block", FormatError)
     if number < 1:
-        raise FormatError(f"a size of a block is {number}; a block has 1 position at least")
+        raise FormatError(f"a size of a block is {number}; give 1 or more")
     return number
 
 
@@ -143,7 +143,7 @@ def read_shape(shape: object) -> tuple[int, ...]:
     given = listed(shape, "sizes", FormatError)
     sizes = tuple(as_integer(n, f"a size of shape {given}", FormatError) for n in given)
     if min(sizes, default=0) < 0:
-        raise FormatError(f"shape {sizes} has {min(sizes)}; sizes are >= 0")
+        raise FormatError(f"shape {sizes} has {min(sizes)}; give sizes of 0 or more")
     return sizes
 
 
@@ -221,7 +221,7 @@ def _slice_scales(
         if end % size and end != n:
             below, above = find_cuts(end, size, n)
             cuts = f"the nearest cuts to {end} are {below} and {above}"
-            raise FormatError(f"{what} cuts a block of {size}; {cuts}")
+            raise FormatError(f"{what} cuts a block of {size}; {cuts}: cut there")
     return slice(item.start // size, -(-item.stop // size), 1)
 
 

@@ -43,7 +43,8 @@ def read_elements(given: object, name: str, what: str) -> Array:
     has_same_words = array.dtype.name == name and array.dtype.itemsize == wanted.itemsize
     if has_same_words and array.dtype.isnative:
         return array.view(wanted)
-    fault = describe_type(array, f", and is {name}; pass an array of {wanted}")
+    bits = "" if wanted.name == name else f", the bits of {name}"
+    fault = describe_type(array, f", not {name}; pass an array of {wanted}{bits}")
     raise PlanError(f"{what} {fault}")
 
 

@@ -155,8 +155,8 @@ class Format(ABC):
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}a tensor of shape {tuple(shape)}"
-            fix = f"its last dimension has to be a multiple of {count}"
-            raise FormatError(f"{what} parts {count} numbers of one byte of {self.name}; {fix}")
+            fix = f"make its last dimension a multiple of {count}"
+            raise FormatError(f"{what} splits {count} numbers of one byte of {self.name}; {fix}")
 
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
@@ -264,7 +264,7 @@ class Format(ABC):
         """
         if len(parts) != len(self.parts):
             names = ", ".join(part.name for part in self.parts)
-            raise FormatError(f"{self.name}: {plural(parts, 'array')}; give {names}")
+            raise FormatError(f"{self.name}: {plural(parts, 'array')} given; give {names}")
         data, scales, *others = [
             read_array(array, part.dtype, part.name)
             for array, part in zip(parts, self.parts, strict=True)
@@ -306,7 +306,8 @@ def read_array(given: object, dtype: str, what: str) -> Array:
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
     if not array.ndim:
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantized")
+        fix = "give an array with at least one"
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantized: {fix}")
     return array
 
 
@@ -325,5 +326,5 @@ def read_flag(value: Format, field: str) -> None:
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"
-        raise FormatError(f"{what} is neither; give True or False")
+        raise FormatError(f"{what} is not a flag; give True or False")
     object.__setattr__(value, field, bool(given))

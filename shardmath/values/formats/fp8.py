@@ -115,7 +115,7 @@ class FP8Blocks(_Scaled):
         sizes = Blocks(self.block).sizes
         if not sizes or None in sizes:
             raise FormatError(
-                f"FP8Blocks({shown(self.block)}): give a size per dimension of a tile"
+                f"FP8Blocks({shown(self.block)}) lacks a size; give one per dimension of a tile"
             )
         object.__setattr__(self, "block", sizes)
 

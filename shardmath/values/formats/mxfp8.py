@@ -59,7 +59,7 @@ class MXFP8(Format):
         read_choice(self, "rounding", ("rceil", "floor"))
         axis = as_integer(self.axis, "the axis of MXFP8", FormatError)
         if axis not in (-1, -2):
-            fix = "blocks lie along the last dimension (-1) or the last but one (-2)"
+            fix = "give -1 for blocks along the last dimension, or -2 for the last but one"
             raise FormatError(f"MXFP8 has axis {axis}; {fix}")
         object.__setattr__(self, "axis", axis)
 

@@ -120,7 +120,7 @@ def _read_rules(rules: object) -> dict[str, Transform]:
         pattern = text(key, "the pattern of a rule", PlanError)
         if not isinstance(transform, Transform) or isinstance(transform, type):
             fix = "give a value such as transforms.Cast('bfloat16')"
-            raise PlanError(f"rule {pattern!r} has {shown(transform)}, no transform; {fix}")
+            raise PlanError(f"rule {pattern!r} has {shown(transform)}, not a transform; {fix}")
         read[pattern] = transform
     return read
 
@@ -147,6 +147,4 @@ def _word_idle(pattern: str, names: Sequence[str]) -> str:
     hint = f"did you mean {closest[0]!r}? " if closest else ""
     what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({examples})"
     kinds = ", ".join(KINDS)
-    return (
-        f"{what}; {hint}a pattern is a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
-    )
+    return f"{what}; {hint}write a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"

@@ -85,7 +85,8 @@ class Component:
     def __post_init__(self) -> None:
         name = text(self.name, "the name of a component", PlanError)
         if not name or set(name) & set(".[]"):
-            raise PlanError(f"component {name!r} has no plain name; write one such as 'scale'")
+            what = f"the name {name!r} of a component is empty, or has one of . [ ]"
+            raise PlanError(f"{what}; write one such as 'scale'")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "dtype", dtypes.canonical(self.dtype))
         object.__setattr__(self, "grain", _read_grain(name, self.grain))
@@ -137,7 +138,7 @@ def _read_grain(name: str, grain: object) -> Grain:
     listed_grain = listed(grain, f"the grain of component {name!r}", PlanError)
     read = tuple(as_integer(n, f"a grain of component {name!r}", PlanError) for n in listed_grain)
     if min(read, default=1) < 1:
-        raise PlanError(f"component {name!r} has grain {read}; a block has 1 position at least")
+        raise PlanError(f"component {name!r} has grain {read}; give sizes of 1 or more")
     return read
 
 

@@ -56,7 +56,7 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
         arrays = {"": arrays}
     if key not in arrays:
         names = ", ".join(map(repr, arrays)) or "none"
-        raise PlanError(f"rank {rank} gives no array {key!r}; it gives {names}")
+        raise PlanError(f"rank {rank} gives no array {key!r}; give it, too: it gives {names}")
     return arrays[key]
 
 

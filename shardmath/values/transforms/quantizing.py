@@ -58,7 +58,7 @@ def _read_suffixes(format: Format, given: object, what: str) -> Suffixes:
 
 def _check_format(given: object) -> None:
     if not isinstance(given, Format):
-        raise PlanError(f"{shown(given)} is no format; give one such as formats.MXFP8()")
+        raise PlanError(f"{shown(given)} is not a format; give one such as formats.MXFP8()")
 
 
 def _divide_blocks(blocks: Blocks, count: int) -> Blocks:
@@ -104,18 +104,20 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
     data = format.parts[0]
     if form.dtype not in (data.dtype, data.kind):
         kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
-        raise PlanError(f"{what}: {form} cannot be the data of {format.name}; hold {kinds}")
+        raise PlanError(f"{what}: {form} cannot be the data of {format.name}; give {kinds}")
     if not form.shape:
-        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantized")
+        fix = "give a tensor with at least one"
+        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantized: {fix}")
     if shape is None:
         return
     count = format.per_element
     if shape[-1:] and shape[-1] % count:
-        fix = f"its last dimension has to be a multiple of {count}"
-        raise PlanError(f"{what}: a tensor of {list(shape)} parts the numbers of one byte; {fix}")
+        fix = f"make its last dimension a multiple of {count}"
+        raise PlanError(f"{what}: a tensor of {list(shape)} splits the numbers of one byte; {fix}")
     expected = data.blocks.count(shape)
     if form.shape != expected:
-        raise PlanError(f"{what}: the data of {list(shape)} are {list(expected)}, not {form}")
+        what = f"{what}: the data of {list(shape)} are {list(expected)}, not {form}"
+        raise PlanError(f"{what}; give their tensor the shape {list(expected)}")
 
 
 def _check_numbers(form: Form, what: str) -> None:

@@ -109,7 +109,7 @@ def _check_companions(name: str, companions: Sequence[Companion], held: Held, en
             packed = lay(layout, Component("own", layout.dtype), end, full_name)
             if holdings_digest(packed) != holdings_digest(wanted):
                 what = f"{full_name!r} is {layout} at the {end}, beside {tensor_layout}"
-                raise PlanError(f"{what}; ranks hold of both the same blocks as in {wanted}")
+                raise PlanError(f"{what}; let ranks hold the same blocks of both, as in {wanted}")
 
 
 def _check_windows(name: str, companions: Sequence[Companion], held: Held, end: End) -> None:

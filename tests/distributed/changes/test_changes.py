@@ -118,10 +118,10 @@ FAULTS = {
     "shape": r"rank 1: the source tensor has shape \(1, 3\)",
     "whole": "ranks disagree",
     "whole=1": "rank 1: whole=1; pass True or False",
-    "outside": "rank 1: positions of '' go from 4 to 4; the tensor has cells 0 to 3",
+    "outside": "rank 1: positions of '' go from 4 to 4; give cells of the tensor, from 0 to 3",
     "twice": "rank 1: positions of '' have a cell twice",
-    "name": "rank 1: positions= names 'w', which this rank does not send; its source tensors are none",
-    "kind": "rank 1: positions of '' are .*; pass a row of int64",
+    "name": "rank 1: positions= names 'w', which this rank does not send; give those of its 1 source tensors: none",
+    "kind": "rank 1: positions of '' are .*; pass a 1-D tensor of int64",
     "no snapshot": "rank 1: no snapshots are kept; pass positions= on every rank",
 }
 

@@ -45,7 +45,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (zlib.compress(bytes(1 << 26)), "rank 1 marks other chunks than the 9 of this checkpoint"),
         (zlib.compress(b"a"), "rank 1 marks other chunks than the 9 of this checkpoint"),
-        (b"marks", "what rank 1 reads cannot be unpacked"),
+        (b"marks", "the list of what rank 1 reads cannot be unpacked"),
     ],
 )
 def test_marks_of_another_checkpoint(said: bytes, what: str) -> None:
@@ -557,8 +557,8 @@ def test_what_no_url_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "local::memory://x": "taken for the local folder",
         "file:///x::memory://y": "taken for the local folder",
         "my_store://bucket/x": "served by nothing that is installed",
-        " s3://bucket/x": "is a URL of no scheme",
-        "_://x": "is a URL of no scheme",
+        " s3://bucket/x": "is a URL without a valid scheme",
+        "_://x": "is a URL without a valid scheme",
         "": "names no folder",
         " ": "names no folder",
         "file://": "names no folder",

@@ -107,7 +107,7 @@ def test_shared_embeddings_are_named() -> None:
     assert shared == "lm_head.weight"
     with pytest.raises(
         ShardError,
-        match=r"no parameter is called 'head'; embeddings are model.embed_tokens.weight, lm_",
+        match=r"shared names 'head', and .*embeddings: model.embed_tokens.weight, lm_",
     ):
         parameters(dense(), shared=["head"])
 
@@ -248,7 +248,10 @@ def test_errors_are_said_once(
     status, _, err = run(capsys, tmp_path / "nothing", "--dp", 2)
     assert status == 1 and re.match(r"buffers: no config for .*nothing.*; give a config", err)
     status, _, err = run(capsys, model, "--dp", 2, "--shared-embedding", "wte")
-    assert (status, err.partition(";")[0]) == (1, "buffers: no parameter is called 'wte'")
+    assert (status, err.partition(";")[0]) == (
+        1,
+        "buffers: shared names 'wte', and no parameter is called that",
+    )
     status, _, err = run(capsys, model, "--dp", 2, "--svg", tmp_path / "no" / "b.svg")
     assert status == 1 and re.match(
         r"buffers: cannot write .*b.svg: No such file or directory; give", err

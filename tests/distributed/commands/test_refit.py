@@ -103,7 +103,7 @@ def test_one_refit_to_a_folder_at_a_time(
     monkeypatch.setattr("shardmath_torch.commands.refit._show_result", lambda *_: None)
     assert command([*job, "--out", str(out)]) == 0
     assert codes == [1, 1]
-    assert f"refit: another refit to {out} is under way" in capsys.readouterr().err
+    assert f"refit: another refit to {out} is running" in capsys.readouterr().err
     assert {file.name for file in out.iterdir()} == {"rank1.safetensors", "rank2.safetensors"}
     assert {float(load_file(file)["w"][0]) for file in out.iterdir()} == {0.0}
     assert command([*job, "--out", str(out)]) == 0

@@ -271,8 +271,7 @@ def test_c27_an_order_of_plain_shards(pool: Pool) -> None:
 def test_shapes_that_fit_no_reading(pool: Pool) -> None:
     for kind, said in pool.run(work.misfit):
         assert (
-            kind == "LayoutError"
-            and "the DTensor was made with another shape or other placements" in said
+            kind == "LayoutError" and "make the DTensor with the shape and the placements" in said
         )
 
 
@@ -472,8 +471,8 @@ def test_targets_that_dtensor_cannot_say(pool: Pool) -> None:
 
 
 WRONG: list[tuple[str, str, str]] = [
-    ("shape", "LayoutError", "a move changes neither shape nor dtype"),
-    ("dtype", "LayoutError", "a move changes neither shape nor dtype"),
+    ("shape", "LayoutError", "give a target of the same shape and dtype"),
+    ("dtype", "LayoutError", "give a target of the same shape and dtype"),
     (
         "nothing",
         "LayoutError",
@@ -484,12 +483,12 @@ WRONG: list[tuple[str, str, str]] = [
         "LayoutError",
         "give torch's DeviceMesh, or a Layout on that mesh as target",
     ),
-    ("plain", "LayoutError", "a plain tensor is part of what? pass layout=, or a DTensor"),
+    ("plain", "LayoutError", "a plain tensor does not say which part of what tensor it is"),
     ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
-    ("readings", "LayoutError", "pass reading=, or a Layout"),
+    ("readings", "LayoutError", "pass reading='placement' or reading='order', or a Layout"),
     ("mask", "PlacementError", "is not among shardmath's placements"),
     ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
-    ("mesh", "LayoutError", "placements are on a mesh; pass device_mesh="),
+    ("mesh", "LayoutError", "placements are given without their mesh; pass device_mesh="),
     ("freed", "ExchangeError", "reaches 144 bytes into a storage of 0, which was freed"),
 ]
 

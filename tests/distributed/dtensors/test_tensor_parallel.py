@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "no match": (
         "PlacementError",
-        "'*.q' matches no module and no parameter; modules are '', '0', '1'",
+        "'*.q' matches no module and no parameter; write a name of one of the",
     ),
     "no weight": (
         "PlacementError",
@@ -283,26 +283,29 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "not the sum": (
         "PlacementError",
-        "dimension 0: they add up to 6, not 4; give sizes on the whole weight",
+        "dimension 0: components (4, 2) add up to 6, not 4; give sizes on the whole weight",
     ),
     "local sum": (
         "PlacementError",
-        "local (4, 4) as Fused(components=(2, 2)) on tp=2: dimension 0: they add up to 4",
+        "local (4, 4) as Fused(components=(2, 2)) on tp=2: dimension 0: components (2, 2) add up to 4",
     ),
-    "not so many": ("PlacementError", "4 are not 3 equal ones; give a tuple of their whole sizes"),
+    "not so many": (
+        "PlacementError",
+        "4 does not divide into 3 equal components; give a tuple of their whole sizes",
+    ),
     "shared": (
         "PlacementError",
-        "one shared parameter is to be 'column' as '0.weight' (by '0') and 'row'",
+        "one shared parameter has the styles 'column' as '0.weight' (by '0') and 'row'",
     ),
     "shared parts": (
         "PlacementError",
-        "one shared parameter is to be 'column' as '0.weight' (by '0') and Fused(",
+        "one shared parameter has the styles 'column' as '0.weight' (by '0') and Fused(",
     ),
     "gradient": (
         "LayoutError",
         "parameter '0.weight' has a gradient, which would be lost; call zero_grad() first",
     ),
-    "dtensors": ("LayoutError", "parameter '0.weight' is a DTensor; set_device_mesh comes before"),
+    "dtensors": ("LayoutError", "parameter '0.weight' is a DTensor; call set_device_mesh before"),
     "lazy": ("LayoutError", "parameter 'weight' has no shape yet"),
     "amax first": (
         "LayoutError",

@@ -154,7 +154,7 @@ def test_memory_that_is_gone_is_refused() -> None:
         _checked(shrunk, torch.zeros(4, 6))
 
     def move(src: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(sm.ExchangeError, match="the source tensor has no memory of its own"):
+        with pytest.raises(sm.ExchangeError, match="the source tensor has no memory itself"):
             _checked(src, torch.zeros(4, 6))
         return src
 

@@ -380,7 +380,7 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     layouts, tensors = {"w": sm.Layout((2,), sm.Mesh(), {})}, {"w": torch.ones(2)}
     with (
         hf_folder.locked(tmp_path),
-        pytest.raises(CheckpointError, match=r"another export to .* is under way"),
+        pytest.raises(CheckpointError, match=r"another export to .* is running"),
     ):
         smt.export(tmp_path, tensors, layouts)
     (tmp_path / f"{INDEX}.unfinished").write_text("of a process that is gone" * 100)

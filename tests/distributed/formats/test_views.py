@@ -231,8 +231,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "swizzled": (swizzled, "swizzled; unswizzle them"),
     "cut": (truncated, r"scales have shape \(4, 8\), \(96, 5\) are needed"),
     "type": (unknown_type, "give e4m3 or e5m2"),
-    "plain": (lambda: torch.ones(2), "a Tensor is no quantized tensor that is known here"),
-    "none": (lambda: None, "a NoneType is no quantized tensor"),
+    "plain": (lambda: torch.ones(2), "a Tensor is not a quantized tensor of a known kind"),
+    "none": (lambda: None, "a NoneType is not a quantized tensor"),
 }
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_seen_is_told(name: str) -> None:
 
 
 def test_what_cannot_be_sent_is_told() -> None:
-    with pytest.raises(FormatError, match=r"no tensor; give a torch\.Tensor"):
+    with pytest.raises(FormatError, match=r"not a tensor; give a torch\.Tensor"):
         smt.sendable([1.0])
     with pytest.raises(FormatError, match="a TwoTensor is a wrapper"):
         smt.sendable(TwoTensor(torch.ones(2), torch.ones(2)))

@@ -55,7 +55,7 @@ def test_a_wait_may_be_left(pool: Pool) -> None:
         *left, moved, again, warning = found
         if rank != 1:
             late, interrupted, done = left
-            assert "the move is under way after 0.05 s" in late
+            assert "the move is still in flight after 0.05 s" in late
             assert interrupted == "KeyboardInterrupt: "
             assert not done
         assert (moved, again) == ("", "")

@@ -48,7 +48,7 @@ def test_preparing_waits_for_a_step_beside(pool: Pool) -> None:
 def test_what_is_not_prepared_does_not_move_beside(pool: Pool) -> None:
     for first, second in pool.run(refitted.object_beside):
         assert "has not prepared the refit" in first
-        assert "rank 5: " in second and "lies otherwise in memory" in second
+        assert "rank 5: " in second and "lies elsewhere in memory" in second
 
 
 def test_functions_of_committed_changes_are_refused(pool: Pool) -> None:

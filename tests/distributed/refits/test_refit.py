@@ -37,18 +37,18 @@ def test_every_stored_tensor_is_right_after_every_step(pool: Pool, ranks: range)
         ("missing", "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor"),
         ("in no row", "'extra' is in no row; add one, or name it in own="),
         ("dtype", "'lm_head.weight' is float64, the refit moves float32"),
-        ("moved", "engine 'lm_head.weight' lies otherwise in memory than when prepare()"),
+        ("moved", "engine 'lm_head.weight' lies elsewhere in memory than when prepare()"),
         pytest.param(
             "strides",
-            "engine 'lm_head.weight' lies otherwise in memory than when prepare()",
+            "engine 'lm_head.weight' lies elsewhere in memory than when prepare()",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "shorter",
-            "engine 'lm_head.weight' lies otherwise in memory than when prepare()",
+            "engine 'lm_head.weight' lies elsewhere in memory than when prepare()",
             marks=pytest.mark.slow,
         ),
-        ("freed", "engine 'lm_head.weight' lies otherwise in memory than when prepare()"),
+        ("freed", "engine 'lm_head.weight' lies elsewhere in memory than when prepare()"),
     ],
 )
 def test_one_rank_s_tensors_are_an_error_on_all(pool: Pool, fault: str, what: str) -> None:
@@ -109,19 +109,19 @@ def test_virtual_stages_with_equal_names(pool: Pool, chunk: int) -> None:
     name = "'decoder.layers.0.self_attention.linear_proj.weight'"
     for told in pool.run(refits.swap_in_a_chunk, chunk):
         assert told is not None
-        assert name + (" of chunk 1 lies otherwise" if chunk else " lies otherwise") in told
+        assert name + (" of chunk 1 lies elsewhere" if chunk else " lies elsewhere") in told
 
 
 def test_a_dtensor_with_other_memory(pool: Pool) -> None:
     for told in pool.run(refits.swap_inside_a_dtensor):
         assert told is not None
-        assert "source 'w' lies otherwise in memory" in told
+        assert "source 'w' lies elsewhere in memory" in told
 
 
 def test_memory_that_is_given_again(pool: Pool) -> None:
     for told in pool.run(refits.free_and_take_again):
         assert told is not None
-        assert "source 'w' lies otherwise in memory" in told
+        assert "source 'w' lies elsewhere in memory" in told
 
 
 ELSEWHERE = {

@@ -84,7 +84,7 @@ def test_keys_of_state_that_are_not_text() -> None:
     module = nn.Linear(2, 2)
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     optimizer.state[module.weight] = {0: torch.zeros(2, 2)}
-    with pytest.raises(CheckpointError, match="has the key 0; keys are text"):
+    with pytest.raises(CheckpointError, match="has the key 0; use text as keys"):
         training.state_of(module, optimizer)
 
 
@@ -344,7 +344,7 @@ def test_a_wrapper_with_state_beside_that_of_what_it_wraps(tmp_path: Path) -> No
         return str(error.value)
 
     def follow(optimizer: Lookahead) -> Iterator[tuple[Path, Any]]:
-        spelled = said.partition("of its own too: ")[2].partition(", where every rank")[0]
+        spelled = said.partition("its own state too: ")[2].partition(", where every rank")[0]
         first, _, second = spelled.partition(" of it under one path, and under another ")
         make, _, of = second.partition(" with plain.state = ")
         yield tmp_path / "first", eval(first, {"optimizer": optimizer})
@@ -358,7 +358,7 @@ def test_a_wrapper_with_state_beside_that_of_what_it_wraps(tmp_path: Path) -> No
     )
     train(module, optimizer, range(3))
     said = tell(optimizer)
-    assert "save twice, and load twice, as Lookahead has state of its own too: " in said
+    assert "save twice, and load twice, as Lookahead has its own state too: " in said
     other, fresh = made(1)
     for path, given in follow(optimizer):
         training.save_state(path, module, given)
@@ -438,7 +438,7 @@ def test_state_in_another_optimizer(
         "save_state": lambda: training.save_state(tmp_path / "new", module, optimizer),
         "load_state": lambda: training.load_state(tmp_path, module, optimizer),
     }
-    said = "Wrapper keeps state in an optimizer of its own, the Adam in its attribute 'held'"
+    said = "Wrapper keeps state in its own optimizer, the Adam in its attribute 'held'"
     with pytest.raises(CheckpointError, match=said):
         calls[step]()
 

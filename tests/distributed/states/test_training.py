@@ -362,7 +362,7 @@ def test_ranks_that_read_meshes_otherwise_are_told_at_once(pool: Pool, tmp_path:
 
 def test_an_optimizer_that_keeps_its_state_in_another(pool: Pool, tmp_path: Path) -> None:
     """Its own state is empty: all moments would be lost."""
-    said = "ZeroRedundancyOptimizer keeps state in an optimizer of its own, the Adam in its attribute 'optim'"
+    said = "ZeroRedundancyOptimizer keeps state in its own optimizer, the Adam in its attribute 'optim'"
     for saved, loaded in pool.run(work.divided_by_zero, str(tmp_path)):
         for kind, text in (saved, loaded):
             assert kind == "CheckpointError" and said in text and "FSDP2" in text

@@ -147,10 +147,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "is a tensor of float4_e2m1fn_x2",
     ),
-    "complex number": (lambda: 1j, "is 1j, which JSON cannot say"),
-    "bytes": (lambda: b"a", "is b'a', which JSON cannot say"),
-    "keys": (lambda: {1: 2}, "is {1: 2}, which JSON cannot say"),
-    "keys of a class of text": (lambda: {Text("a"): 2}, "is {'a': 2}, which JSON cannot say"),
+    "complex number": (lambda: 1j, "is 1j, which JSON cannot store"),
+    "bytes": (lambda: b"a", "is b'a', which JSON cannot store"),
+    "keys": (lambda: {1: 2}, "is {1: 2}, which JSON cannot store"),
+    "keys of a class of text": (lambda: {Text("a"): 2}, "is {'a': 2}, which JSON cannot store"),
     "a class of text": (lambda: Text("a"), "is 'a', a Text, which would come back as str"),
     "a class of int": (lambda: Whole(2), "is 2, a Whole, which would come back as int"),
     "a class of float": (lambda: Real(2), "is 2.0, a Real, which would come back as float"),
@@ -160,10 +160,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a defaultdict": (lambda: defaultdict(int), "a defaultdict, which would come back as dict"),
     "an ordered dict": (OrderedDict, "is OrderedDict(), a OrderedDict, which would come back as"),
-    "a date": (lambda: np.datetime64("2020-01-01"), "which JSON cannot say"),
-    "a date of Python": (lambda: date(2020, 1, 1), "which JSON cannot say"),
+    "a date": (lambda: np.datetime64("2020-01-01"), "which JSON cannot store"),
+    "a date of Python": (lambda: date(2020, 1, 1), "which JSON cannot store"),
     "an object in a pair": (lambda: Pair(1, object()), "is <object object at "),
-    "digits": (lambda: 10**5000, "is <int that cannot be printed>, which JSON cannot say"),
+    "digits": (lambda: 10**5000, "is <int that cannot be printed>, which JSON cannot store"),
     "endless": (endless, "is nested more than 64 deep"),
 }
 
@@ -237,11 +237,15 @@ def test_keys_of_options_and_state(tmp_path: Path, key: Any) -> None:
     """A key comes back as plain text, under which an Enum is not found."""
     module, optimizer = with_option(1)
     optimizer.param_groups[0][key] = 1
-    with pytest.raises(CheckpointError, match=r"a parameter group has the key .*; keys are text"):
+    with pytest.raises(
+        CheckpointError, match=r"a parameter group has the key .*; use text as keys"
+    ):
         training.save_state(tmp_path, module, optimizer)
     module, optimizer = with_option(1)
     optimizer.state[module.weight] = {key: 1}
-    with pytest.raises(CheckpointError, match=r"state of 'weight' has the key .*; keys are text"):
+    with pytest.raises(
+        CheckpointError, match=r"state of 'weight' has the key .*; use text as keys"
+    ):
         training.save_state(tmp_path, module, optimizer)
 
 

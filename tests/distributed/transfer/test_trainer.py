@@ -374,9 +374,11 @@ def test_other_parameters_than_were_met_with(
 
 
 def test_arguments_that_are_none(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="2 clients, and workers of 1 engines"):
+    with pytest.raises(
+        ValueError, match="2 clients given, and TrainerInfo has workers= of 1 engine"
+    ):
         sv.Trainer.trainer_init(tell(), client=[pair.engine, pair.engine], source=pair.trained)
-    with pytest.raises(ValueError, match="client is Sequential, which does not speak to an engine"):
+    with pytest.raises(ValueError, match="a client is Sequential, which lacks a client's methods"):
         sv.Trainer.trainer_init(tell(), client=pair.trained, source=pair.trained)
     with pytest.raises(TypeError, match="source is int"):
         sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)

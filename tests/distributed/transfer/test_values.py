@@ -79,7 +79,7 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
         ({"address": b"h:1"}, ValueError, "is not 'host:port'; give one"),
         ({"rank": "0"}, ValueError, "rank is '0'; give an integer"),
         ({"trainers": 2.0}, ValueError, "trainers is 2.0; give an integer"),
-        ({"rank": 2}, ValueError, "rank 2 of 2 trainers; give one of them"),
+        ({"rank": 2}, ValueError, "rank=2 is not the rank of one of 2 trainers; give"),
         ({"workers": "2"}, ValueError, "workers are '2'; give a tuple"),
         ({"workers": None}, ValueError, "workers is None; give an integer"),
         ({"workers": 1.5}, ValueError, "workers is 1.5; give an integer"),

@@ -135,8 +135,8 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(pool: Pool) -> None:
     [
         ("format", "to FP8 e4m3 per 4 x 16\nnothing was moved"),
         ("layout", "to FP8 e4m3 per 4 x 32\nrank 1: compile_quantize "),
-        ("none", "None is no format; give one such as formats.MXFP8()"),
-        ("double", "has numbers that float32 has not; round them first"),
+        ("none", "None is not a format; give one such as formats.MXFP8()"),
+        ("double", "has numbers that float32 does not have; round them first"),
         ("absent", "give a group of all ranks that hold the tensor"),
     ],
 )

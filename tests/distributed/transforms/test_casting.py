@@ -151,7 +151,10 @@ def test_what_arrays_make_is_looked_at() -> None:
     part = (Component("data", "bfloat16"),)
     for bad, words in (
         (lambda x: (x, x), "makes 2 arrays for 1 component"),
-        (lambda x: (x,), "has dtype float32, and is bfloat16; pass an array of uint16"),
+        (
+            lambda x: (x,),
+            "has dtype float32, not bfloat16; pass an array of uint16, the bits of bfloat16",
+        ),
         (lambda x: (x.astype(">u2"),), "has dtype >u2, of another byte order"),
         (
             lambda x: (x[:2].astype(np.uint16),),

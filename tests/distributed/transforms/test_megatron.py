@@ -89,7 +89,8 @@ def test_a_hook_takes_whole_blocks() -> None:
     with pytest.raises(sm.ShardError) as caught:
         blocks.make_worker(job._replace(tensor="a.weight"), 0, "source", torch.device("cpu"))
     assert str(caught.value) == (
-        "rank 0 has 0:2 of dimension 0 of 'w' by itself, and a hook takes whole blocks of 4; lay them together"
+        "rank 0 has 0:2 of dimension 0 of 'w' by itself, and a hook takes whole blocks of 4; "
+        "give a layout that does not cut blocks"
     )
 
 

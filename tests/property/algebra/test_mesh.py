@@ -158,7 +158,7 @@ LONG = Mesh(a=17)
         ),
         (
             lambda: Mesh(a=3, ranks=[4, 5, 4]),
-            "rank 4 appears twice in the mesh a=3; a rank has one coordinate",
+            "rank 4 appears twice in the mesh a=3; give each rank one coordinate",
         ),
         (
             lambda: Mesh(a=2, ranks=[0, -1]),
@@ -205,7 +205,7 @@ LONG = Mesh(a=17)
         (lambda: Mesh(a=4).select(b=0), "axis 'b' is not in Mesh(a=4); its axes are a"),
         (
             lambda: Mesh(a=2).relabel({0: 1}),
-            "rank 1 appears twice in the mesh a=2; a rank has one coordinate",
+            "rank 1 appears twice in the mesh a=2; give each rank one coordinate",
         ),
     ],
 )

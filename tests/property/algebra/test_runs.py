@@ -21,8 +21,8 @@ from shardmath.layouts.algebra.runs import (
     spanning,
 )
 
-FIT = "; local start, global start and length are >= 0"
-ONCE = "; each position may appear once"
+FIT = "; give starts and a length of 0 or more, inside that length"
+ONCE = "; give each position once"
 
 
 def of(positions: list[int]) -> Runs:

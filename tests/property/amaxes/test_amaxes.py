@@ -236,7 +236,8 @@ OWN = np.zeros((4, 2), np.float32)
         (lambda: sm.formats.plan_amaxes(MXFP8(), "n k"), "give the layout of the tensor"),
         (
             lambda: sm.formats.plan_amaxes(FP8(), sm.Layout((), sm.Mesh(tp=2), ""), "w"),
-            "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantized",
+            "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantized: "
+            "give the layout of a tensor that has at least one",
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), sm.Layout((8,), sm.Mesh(tp=2), {"tp": sm.Partial()}), "w"),
@@ -250,7 +251,7 @@ OWN = np.zeros((4, 2), np.float32)
             lambda: sm.formats.plan_amaxes(MXFP8(), LOST, "w"),
             "tensor 'w': nobody holds position 3 of dimension 0",
         ),
-        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(2, ROW), "its ranks are [0, 1]"),
+        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(2, ROW), "give one of its ranks: [0, 1]"),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(1, ROW[:2]),
             "tensor 'w': rank 1: the local array has shape (2, 48); pass one of (4, 48)",

@@ -995,52 +995,52 @@ def made(
     [
         (
             made([("a", (0, 4, 0)), ("a", (4, 8, 0))], [(0, 8)], [8]),
-            "parameter 'a' is given twice; a parameter lies in a buffer once",
+            "parameter 'a' is given twice; give each parameter once",
         ),
         (made({"a": (0, 4, 0)}, [(0, 4)], []), "0 unpadded sizes of 1 bucket; give one each"),
         (
             made({}, [(0, 4), (5, 8)], [4, 3]),
-            "bucket 1 is [5, 8), the one before ends at 4; buckets follow one another from 0 on",
+            "bucket 1 is [5, 8), the one before ends at 4; let buckets follow one another from 0 on",
         ),
         (
             made({}, [(1, 4)], [3]),
-            "bucket 0 is [1, 4), the one before ends at 0; buckets follow one another from 0 on",
+            "bucket 0 is [1, 4), the one before ends at 0; let buckets follow one another from 0 on",
         ),
         (
             made({}, [(0, 4), (4, 3)], [4, 0]),
-            "bucket 1 is [4, 3), the one before ends at 4; buckets follow one another from 0 on",
+            "bucket 1 is [4, 3), the one before ends at 4; let buckets follow one another from 0 on",
         ),
         (
             made({}, [(0, 4)], [5]),
-            "bucket 0 has 4 elements, 5 of them unpadded; a bucket holds what is unpadded, and padding after it",
+            "bucket 0 has 4 elements, 5 of them unpadded; give an unpadded size from 0 to 4",
         ),
         (
             made({}, [(0, 4)], [-1]),
-            "bucket 0 has 4 elements, -1 of them unpadded; a bucket holds what is unpadded, and padding after it",
+            "bucket 0 has 4 elements, -1 of them unpadded; give an unpadded size from 0 to 4",
         ),
         (
             made({"a": (0, 4, 1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket 1, which is not a bucket of the buffer",
+            "parameter 'a' lies at [0, 4) of bucket 1, which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 4, -1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket -1, which is not a bucket of the buffer",
+            "parameter 'a' lies at [0, 4) of bucket -1, which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 4, 0)}),
-            "parameter 'a' lies at [0, 4) of bucket 0, which is not a bucket of the buffer",
+            "parameter 'a' lies at [0, 4) of bucket 0, which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 5, 0)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4)",
+            "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4); place it inside a bucket",
         ),
         (
             made({"a": (3, 5, 1)}, [(0, 4), (4, 8)], [4, 4]),
-            "parameter 'a' lies at [3, 5) of bucket 1, which is [4, 8)",
+            "parameter 'a' lies at [3, 5) of bucket 1, which is [4, 8); place it inside a bucket",
         ),
         (
             made({"a": (3, 2, 0)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [3, 2) of bucket 0, which is [0, 4)",
+            "parameter 'a' lies at [3, 2) of bucket 0, which is [0, 4); place it inside a bucket",
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 8)], [3]),
@@ -1048,7 +1048,7 @@ def made(
         ),
         (
             made({"b": (3, 6, 0), "e": (4, 4, 0), "a": (0, 4, 0)}, [(0, 8)], [8]),
-            "parameters 'a' at (0, 4) and 'b' at (3, 6) overlap; an element of a buffer is one parameter's",
+            "parameters 'a' at (0, 4) and 'b' at (3, 6) overlap; give each parameter its own elements",
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 4)], [4], shapes=[(3,)]),
@@ -1077,7 +1077,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
     ("make", "message"),
     [
         (lambda: Param(3, (4,)), "the name of a parameter is 3; name parameters by str"),
-        (lambda: Param("a", (4, -1)), "parameter 'a' has shape (4, -1); sizes are >= 0"),
+        (lambda: Param("a", (4, -1)), "parameter 'a' has shape (4, -1); give sizes of 0 or more"),
         (lambda: Param("a", (4.0,)), "a size of parameter 'a' is 4.0; give an integer"),
         (lambda: Param("a", (True,)), "a size of parameter 'a' is True; give an integer"),
         (lambda: Param("a", "44"), "a size of parameter 'a' is '44'; give an integer"),
@@ -1104,11 +1104,11 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.data_parallel([A, Param("b", 1), Param("a", 3)]),
-            "parameter 'a' is given twice; a tied parameter lies in a buffer once",
+            "parameter 'a' is given twice; give it once, even if it is tied",
         ),
         (
             lambda: full([A, A]),
-            "parameter 'a' is given twice; a tied parameter lies in a buffer once",
+            "parameter 'a' is given twice; give it once, even if it is tied",
         ),
         (lambda: buffers.pad_to_divisor(5, 0), "the divisor is 0; give at least 1"),
         (lambda: buffers.pad_to_divisor(5, -64), "the divisor is -64; give at least 1"),
@@ -1148,7 +1148,7 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: buffers.flat_parameter(
                 [A, Param("b", 1, "float32")], data_parallel_world_size=2
             ),
-            "a FlatParameter has one dtype, these parameters have bfloat16, float32; group them",
+            "a FlatParameter has one dtype, these parameters have bfloat16, float32; make one of each dtype",
         ),
         (
             lambda: buffers.flat_parameter([A], data_parallel_world_size=0),
@@ -1164,7 +1164,8 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: buffers.nvfp4_packed(
                 [A, Param("c", 1)], buffers.data_parallel([A, Param("b", 5)])
             ),
-            "parameters and layout differ in [('b', 5), ('c', 1)]; give the layout of these parameters",
+            "as (name, elements), only the parameters have [('c', 1)], only the layout has [('b', 5)]; "
+            "give the layout of these parameters",
         ),
         (
             lambda: buffers.nvfp4_packed(
@@ -1184,8 +1185,8 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: buffers.shard_ranges(LAYOUT, 2.0, 1),
             "the number of shards is 2.0; give an integer",
         ),
-        (lambda: buffers.shard_ranges(LAYOUT, 2, 2), "shard 2 of 2; use 0..1"),
-        (lambda: buffers.shard_ranges(LAYOUT, 2, -1), "shard -1 of 2; use 0..1"),
+        (lambda: buffers.shard_ranges(LAYOUT, 2, 2), "shard 2 is not one of 2; use 0..1"),
+        (lambda: buffers.shard_ranges(LAYOUT, 2, -1), "shard -1 is not one of 2; use 0..1"),
         (
             lambda: buffers.shard_numel(buffers.layer_wise([A], data_parallel_world_size=4), 2),
             "the buffer is laid out for 4 ranks, 2 share it; lay it out with data_parallel_world_size=2",
@@ -1272,11 +1273,11 @@ def test_unknown_dtypes() -> None:
         ),
         (
             lambda: buffers.data_parallel([Param("a", (2**40, 2**40))]),
-            "the place of parameter 'a' is 1208925819614629174706176; a buffer has at most 2^62 elements",
+            "the place of parameter 'a' is 1208925819614629174706176; give a buffer of at most 2^62 elements",
         ),
         (
             made({"a": (-(2**70), 2, 0)}, [(0, 2)], [2]),
-            "the place of parameter 'a' is -1180591620717411303424; a buffer has at most 2^62 elements",
+            "the place of parameter 'a' is -1180591620717411303424; give a buffer of at most 2^62 elements",
         ),
     ],
 )
@@ -1428,7 +1429,8 @@ RANKS = {"data_parallel_world_size": 2}
         (lambda: FullParamLayout({"a": 3}), "'a': int; give BufferKey -> PerBufferParamLayout"),
         (
             lambda: buffers.nvfp4_packed([Param("a", 400)], buffers.data_parallel([Param("a", 8)])),
-            "parameters and layout differ in [('a', 8), ('a', 400)]; give the layout of these parameters",
+            "as (name, elements), only the parameters have [('a', 400)], only the layout has [('a', 8)]; "
+            "give the layout of these parameters",
         ),
         (
             lambda: buffers.nvfp4_packed(
@@ -1452,9 +1454,12 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: PerBufferParamLayout(*BUCKET, (), 3, data_parallel_world_size=2),
-            "3 optimizer shards for 2 ranks; a rank has one shard",
+            "3 optimizer shards for 2 ranks; give each rank one shard",
         ),
-        (lambda: PerBufferParamLayout(*BUCKET, [-5]), "param_indices has -5; numbers are >= 0"),
+        (
+            lambda: PerBufferParamLayout(*BUCKET, [-5]),
+            "param_indices has -5; give numbers of 0 or more",
+        ),
         (
             lambda: buffers.flat_parameter([Param("a", ())], data_parallel_world_size=2),
             "parameter 'a' is a scalar, which FSDP1 cannot flatten; give it one dimension",

@@ -713,11 +713,15 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
             MeshError,
             "axis 'tp' is not in Mesh(dp=2); its axes are dp",
         ),
-        (model(W), ParamLayoutError, "no layouts for ['w']; give one for each parameter"),
+        (
+            model(W),
+            ParamLayoutError,
+            "no layouts for ['w'], 1 of 1 parameters; give one for each parameter",
+        ),
         (
             model(W, W, w=WHOLE),
             ParamLayoutError,
-            "parameter 'w' is given twice; a tied parameter lies in a buffer once",
+            "parameter 'w' is given twice; give it once, even if it is tied",
         ),
         (
             model(Param("w", (4, 5)), w=WHOLE),
@@ -732,7 +736,7 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             model(W, w=Layout((4, 4), Mesh(ranks=[9]), {})),
             ParamLayoutError,
-            "parameter 'w': no rank of the mesh has a part of it; give its ranks",
+            "parameter 'w': no rank of the mesh has a part of it; give the mesh of the ranks that hold it",
         ),
     ],
 )

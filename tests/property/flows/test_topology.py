@@ -85,7 +85,7 @@ def test_a_network_may_be_faster_than_the_node() -> None:
     [
         (
             {"ranks_per_node": 0},
-            "ranks_per_node is 0; a node has at least one rank, and at most 16777216",
+            "ranks_per_node is 0; give at least one rank, and at most 16777216",
         ),
         ({"ranks_per_node": 2.0}, "ranks_per_node is 2.0; give an integer"),
         ({"ranks_per_node": True}, "ranks_per_node is True; give an integer"),

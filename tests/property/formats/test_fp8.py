@@ -149,11 +149,11 @@ def test_shapes_of_scales() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FP8Blocks(()), "FP8Blocks(()): give a size per dimension of a tile"),
-        (lambda: FP8Blocks((0, 128)), "a size of a block is 0; a block has 1 position at least"),
-        (lambda: FP8Blocks((None, 128)), "give a size per dimension of a tile"),
+        (lambda: FP8Blocks(()), "FP8Blocks(()) lacks a size; give one per dimension of a tile"),
+        (lambda: FP8Blocks((0, 128)), "a size of a block is 0; give 1 or more"),
+        (lambda: FP8Blocks((None, 128)), "lacks a size; give one per dimension of a tile"),
         (lambda: FP8Blocks("12"), "the sizes of a block are '12'; give a tuple"),
-        (lambda: FP8Blocks(power_of_two="yes"), "FP8Blocks(power_of_two='yes') is neither"),
+        (lambda: FP8Blocks(power_of_two="yes"), "FP8Blocks(power_of_two='yes') is not a flag"),
         (lambda: FP8("row"), "FP8(per='row') is not known; use 'tensor' or 'channel'"),
         (lambda: FP8("channel", tensor_amax=1), "each channel has its own amax; leave it out"),
         (lambda: FP8(tensor_amax=float("nan")), "tensor_amax=nan: give a finite number >= 0"),
@@ -161,7 +161,7 @@ def test_shapes_of_scales() -> None:
         (lambda: FP8(tensor_amax="1"), "tensor_amax='1': give a finite number >= 0"),
         (lambda: FP8().quantize(np.float32(3)), "x has no dimension; numbers alone are not quantized"),
         (lambda: FP8Blocks().scale_shape((5,)), "blocks of 128 x 128 have 2 dimensions, the tensor 1"),
-        (lambda: FP8Blocks().scale_shape((-1, 5)), "shape (-1, 5) has -1; sizes are >= 0"),
+        (lambda: FP8Blocks().scale_shape((-1, 5)), "shape (-1, 5) has -1; give sizes of 0 or more"),
     ],
 )  # fmt: skip
 def test_errors(make: object, message: str) -> None:

@@ -113,12 +113,12 @@ def test_parts_need_the_amax_of_all() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(FormatError, match=r"two_d=1\) is neither; give True or False"):
+    with pytest.raises(FormatError, match=r"two_d=1\) is not a flag; give True or False"):
         NVFP4(1)  # type: ignore[arg-type]
-    with pytest.raises(FormatError, match="parts two numbers of one byte"):
+    with pytest.raises(FormatError, match="splits two numbers of one byte"):
         NVFP4().quantize(np.zeros((2, 17), F32))
-    with pytest.raises(FormatError, match="2 arrays; give data, scales, global_scale"):
+    with pytest.raises(FormatError, match="2 arrays given; give data, scales, global_scale"):
         NVFP4().dequantize(np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8))
     arrays = np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8), np.zeros(2, F32)
-    with pytest.raises(FormatError, match=r"global_scale has shape \(2,\); it is one number"):
+    with pytest.raises(FormatError, match=r"global_scale has shape \(2,\); give one number"):
         NVFP4().dequantize(*arrays)

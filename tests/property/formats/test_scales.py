@@ -95,9 +95,9 @@ def test_a_partial_tensor_has_no_scales() -> None:
 def test_an_element_of_two_numbers_has_two() -> None:
     """A byte with one number more than the tensor would be refused by whoever quantizes, in the middle of a call."""
     layout = sm.Layout((8, 3), sm.Mesh(), "n k")
-    with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) parts 2"):
+    with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) splits 2"):
         NVFP4().layouts(layout, "w")
-    with pytest.raises(sm.FormatError, match="has to be a multiple of 2"):
+    with pytest.raises(sm.FormatError, match="make its last dimension a multiple of 2"):
         sm.formats.plan_amaxes(NVFP4(), layout)
 
 

@@ -84,7 +84,7 @@ def test_other_layouts(layout: Layout, data: st.DataObject) -> None:
         (
             lambda: repartialed(Layout((9,), MESH, "(tp n)"), ("tp",)),
             LayoutError,
-            "mesh axis 'tp' is used in dimension 0 and in Partial('sum'); an axis has one use",
+            "mesh axis 'tp' is used in dimension 0 and in Partial('sum'); give an axis one use",
         ),
         (
             lambda: cast(Layout((9,), MESH, "n"), "int7"),

@@ -118,7 +118,11 @@ RANKS = "its ranks are 0, 1, 2, 3, 4, 5, 6, 7"
             LayoutError,
             "reading='torch' is not a reading; use 'placement' or 'order'",
         ),
-        (lambda: Layout((9, -1), MESH, "n h"), LayoutError, "shape (9, -1) has -1; sizes are >= 0"),
+        (
+            lambda: Layout((9, -1), MESH, "n h"),
+            LayoutError,
+            "shape (9, -1) has -1; give sizes of 0 or more",
+        ),
         (
             lambda: Layout((9, 1.0), MESH, "n h"),
             LayoutError,

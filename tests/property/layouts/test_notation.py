@@ -190,7 +190,7 @@ def test_padded() -> None:
 DEEP = Mesh(dp=2, tp=2)
 ONE = "write a free name if it is not divided"
 MORE = "add a name for each, or '...' for the rest"
-ONE_USE = "an axis divides a dimension or is Partial, not both"
+ONE_USE = "leave it out of one: an axis divides a dimension or is Partial, not both"
 ADD = "; make them add up"
 NO_FREE = "a group without a free name divides"
 ADD_FREE = "add a free name, or make the length"
@@ -243,9 +243,9 @@ DIM_0 = "dimension 0 of (8,)"
             "n {sum: tp} w",
             "w",
             "unexpected 'w'",
-            "a layout is words and groups, then {op: axes}",
+            "write words and groups, then {op: axes}",
         ),
-        ((8,), "n }", "}", "unexpected '}'", "a layout is words and groups, then {op: axes}"),
+        ((8,), "n }", "}", "unexpected '}'", "write words and groups, then {op: axes}"),
         (
             (8,),
             "tp",
@@ -300,28 +300,28 @@ DIM_0 = "dimension 0 of (8,)"
             "(tp n | tp m)",
             "tp m",
             "mesh axis 'tp' is used twice in one field",
-            "an axis divides once",
+            "write it once: an axis divides once",
         ),
         (
             (8,),
             "(tp n dp*tp)",
             "dp",
             "mesh axis 'tp' is used twice in one field",
-            "an axis divides once",
+            "write it once: an axis divides once",
         ),
         (
             (8,),
             "(tp*tp n)",
             "tp*",
             "mesh axis 'tp' is used twice in one field",
-            "an axis divides once",
+            "write it once: an axis divides once",
         ),
         (
             (8, 2),
             "(tp n) (tp m)",
             "(tp m",
             "mesh axis 'tp' is used in two dimensions",
-            "an axis divides one dimension; leave it out of the other",
+            "leave it out of one: an axis divides one dimension",
         ),
         ((8,), "(tp* n)", "n)", "unknown mesh axis 'n'", "mesh axes are dp, tp"),
         ((8,), "(tp*4 n)", "4", "expected a mesh axis, found '4'", "write a mesh axis"),
@@ -437,14 +437,14 @@ DIM_0 = "dimension 0 of (8,)"
             (8,),
             "(n)=<0:3 2:4>",
             "=<",
-            "segments (0, 0, 3) and (3, 2, 2) share global position 2; each position may appear once",
+            "segments (0, 0, 3) and (3, 2, 2) share global position 2; give each position once",
             "the dimension has 8 logical positions",
         ),
         (
             (8,),
             "(n)=<0:9>",
             "=<",
-            "stored [0:9] reaches position 8, beyond the dimension",
+            "stored [0:9] reaches position 8, the dimension has 8; store positions below 8",
             "the dimension has 8 logical positions",
         ),
         (

@@ -209,7 +209,7 @@ def test_an_overlap_that_is_not_meant_is_no_layout() -> None:
         Layout((16,), mesh, {"cp": OffByOne(0, inside=True)})
     assert str(caught.value) == (
         "dimension 0 of shape (16,): OffByOne(dim=0, inside=True).split(16, 4): "
-        "segments (0, 0, 4) and (4, 3, 1) share global position 3; each position may appear once"
+        "segments (0, 0, 4) and (4, 3, 1) share global position 3; give each position once"
     )
     meant = Layout((16,), mesh, {"cp": Copied(0)})
     verify(plan(meant, Layout((16,), mesh, "n")))

@@ -156,12 +156,12 @@ class Strange:
         (
             lambda: Layout((9,), MESH, {"tp": Shard(0), ("tp", "dp"): Shard(0)}),
             LayoutError,
-            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); an axis has one placement",
+            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give an axis one placement",
         ),
         (
             lambda: Layout((9,), MESH, {("tp", "tp"): Shard(0)}),
             LayoutError,
-            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); an axis has one placement",
+            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give an axis one placement",
         ),
         (
             lambda: Layout((9,), MESH, {"tp": Shard(1)}),
@@ -216,17 +216,17 @@ class Strange:
         (
             lambda: Layout((9,), MESH, {3: Shard(0)}),
             LayoutError,
-            "3 is not a mesh axis; the keys of a spec are axis names or tuples of them",
+            "3 is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
         ),
         (
             lambda: Layout((9,), MESH, {(): Shard(0)}),
             LayoutError,
-            "() is not a mesh axis; the keys of a spec are axis names or tuples of them",
+            "() is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
         ),
         (
             lambda: Layout((9,), MESH, {("tp", 3): Shard(0)}),
             LayoutError,
-            "('tp', 3) is not a mesh axis; the keys of a spec are axis names or tuples of them",
+            "('tp', 3) is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={0: 8}),

@@ -439,7 +439,7 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
             lambda: check(
                 Store({("w", 2): View("b", 0, (0, 1)), ("x", 2): View("b", 20)}), BOTH, 2
             ),
-            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes must interlock",
+            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; give them views that share no element",
         ),
         (
             lambda: Store([(("w", 2), View("a")), (("v", 2), View("a")), (("w", 2), View("b"))]),
@@ -447,11 +447,11 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
         ),
         (
             lambda: told().place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; the store has views for 'w' of rank 2",
+            "no view for local tensor 'x' of rank 2; give one of the 1 that have views: 'w' of rank 2",
         ),
         (
             lambda: Store({}).place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; the store has views for none",
+            "no view for local tensor 'x' of rank 2; give one of the 0 that have views: none",
         ),
         (
             lambda: told(0, (3,)).place("w", ROW, 2),
@@ -470,26 +470,26 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
         ),
         (
             lambda: views(told(), W, 2, {"a": np.zeros(12), "c": np.zeros(1)}),
-            "no buffer 'b' for 'w'; buffers are 'a', 'c'",
+            "no buffer 'b' for 'w'; give it, too: buffers are 'a', 'c'",
         ),
-        (lambda: views(told(), W, 2, {}), "no buffer 'b' for 'w'; buffers are none"),
+        (lambda: views(told(), W, 2, {}), "no buffer 'b' for 'w'; give it, too: buffers are none"),
         (
             lambda: views(told(1), W, 2, {"b": np.zeros(12)}),
             "Place(buffer='b', offset=1, shape=(4, 3), strides=(3, 1)) of 'w' ends at 13, the buffer has shape (12,); "
-            "give a flat one that holds it",
+            "give a flat one of at least 13 elements",
         ),
         (
             lambda: views(told(), W, 2, {"b": np.zeros((4, 3))}),
             "Place(buffer='b', offset=0, shape=(4, 3), strides=(3, 1)) of 'w' ends at 12, the buffer has shape (4, 3); "
-            "give a flat one that holds it",
+            "give a flat one of at least 12 elements",
         ),
         (
             lambda: check(Store({("w", 2): View("b"), ("x", 2): View("b", 11)}), BOTH, 2),
-            "rank 2: 'x' and 'w' both lie at element 11 of 'b'; their holes must interlock",
+            "rank 2: 'x' and 'w' both lie at element 11 of 'b'; give them views that share no element",
         ),
         (
             lambda: check(Store({("w", 2): View("b", 0, (0, 1))}), W, 2),
-            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; their holes must interlock",
+            "rank 2: 'w' and 'w' both lie at element 0 of 'b'; give them views that share no element",
         ),
     ],
 )
@@ -510,5 +510,7 @@ def test_a_hole_may_lie_on_a_cell_and_a_cell_may_not(fails) -> None:
     fused = Attention(2, 1, 2).megatron(Mesh(tp=1))
     check(one_view(fused, "qkv"), fused, 0)
     part = {"q": fused["q"], "v": window(fused["q"], ((3, 4), (0, 2)))}
-    message = "rank 0: 'v' and 'q' both lie at element 6 of 'qkv'; their holes must interlock"
+    message = (
+        "rank 0: 'v' and 'q' both lie at element 6 of 'qkv'; give them views that share no element"
+    )
     fails(lambda: check(one_view(part, "qkv"), part, 0), StoreError, message)

@@ -244,9 +244,9 @@ def test_engines_leave_a_refit() -> None:
 
 def test_engines_that_cannot_leave() -> None:
     moved = sm.refit(trainer(), engines(), shapes())
-    with pytest.raises(PlanError, match="no engine 'two'; engines are one, other, copy"):
+    with pytest.raises(PlanError, match="no engine 'two'; give one of one, other, copy"):
         moved.without("two")
-    with pytest.raises(PlanError, match="no engine 'one'; engines are other, copy"):
+    with pytest.raises(PlanError, match="no engine 'one'; give one of other, copy"):
         moved.without("one").without("one")
     with pytest.raises(PlanError, match="leave, and no engine is left"):
         moved.without(*engines())

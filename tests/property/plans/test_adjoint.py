@@ -84,7 +84,7 @@ def test_a_transposed_plan_is_a_value_of_its_own(fails) -> None:
     assert again == p and hash(again) == hash(p) and p != forward and forward != p
     verify(again)
     assert p.ranks == forward.ranks and p.topology is None and p.is_tree
-    what = "the plan has no tensor 'v'; it has 'w'"
+    what = "the plan has no tensor 'v'; it has 'w': give one of these"
     fails(lambda: p.fill("v"), PlanError, what)
     fails(lambda: p.divisor("v"), PlanError, what)
     fails(lambda: adjoint("p"), PlanError, "'p' is not a Plan; pass what plan(src, dst) returns")
@@ -243,7 +243,7 @@ def test_nonlinear_plans_have_none(src: str, dst: str, op: str, fails) -> None:
     fails(
         lambda: of(src, dst),
         PlanError,
-        f"tensor '' is reduced by {op}, which is not linear; only copies, sum and avg have an adjoint",
+        f"tensor '' is reduced by {op}, which is not linear and has no adjoint; plan with copies, sum or avg",
     )
 
 

@@ -278,23 +278,24 @@ def halves(layout: Layout) -> tuple[Layout, ...]:
         ),
         (
             lambda: plan({}, {f"w{i}": A for i in range(10)}),
-            f"names differ: the destination alone has {[f'w{i}' for i in range(8)]}; give both sides the same names",
+            f"names differ: the destination alone has {[f'w{i}' for i in range(8)]} and 2 more; "
+            "give both sides the same names",
         ),
         (
             lambda: plan({"w": A}, {"w": Layout((8, 3), TP4, "n h")}),
-            "tensor 'w': float32[8, 2] here, float32[8, 3] there; both sides and all windows hold one tensor "
-            "of one shape and dtype",
+            "tensor 'w': float32[8, 2] here, float32[8, 3] there; give both sides and all windows one shape "
+            "and dtype",
         ),
         (
             lambda: plan(A, Layout((8, 2), TP4, "n h", dtype="int8")),
-            "tensor '': float32[8, 2] here, int8[8, 2] there; both sides and all windows hold one tensor "
-            "of one shape and dtype; to cast it on the way, plan what transformed(src, dst, "
+            "tensor '': float32[8, 2] here, int8[8, 2] there; give both sides and all windows one shape "
+            "and dtype; to cast it on the way, plan what transformed(src, dst, "
             "{'': transforms.Cast('int8')}) gives",
         ),
         (
             lambda: plan((window(A, ((0, 1), (0, 2))), Layout((8,), TP2, "n")), A),
-            "tensor '': float32[8, 2] here, float32[8] there; both sides and all windows hold one tensor "
-            "of one shape and dtype",
+            "tensor '': float32[8, 2] here, float32[8] there; give both sides and all windows one shape "
+            "and dtype",
         ),
         (lambda: plan({3: A}, {3: B}), "tensor name 3 is not text; name tensors by str"),
         (

@@ -169,7 +169,7 @@ REFUSED = {
         (
             op,
             "complex64",
-        ): f"{op} of complex64: complex numbers have no order; reduce real and imaginary parts apart"
+        ): f"{op} of complex64: complex numbers have no order; reduce real and imaginary parts separately"
         for op in ("max", "min")
     },
 }

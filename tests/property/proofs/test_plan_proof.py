@@ -536,19 +536,19 @@ TURNED = Mesh(a=3, ranks=(0, 2, 1))
             SPLIT,
             "lines.holders",
             to(1, 0),
-            "tensor 'w': rank 0 is to send element (2, 0), which it does not hold at the source",
+            "tensor 'w': rank 0 has to send element (2, 0), which it does not hold at the source",
         ),
         (
             TWICE,
             "lines.receivers",
             to(1, 1),
-            "tensor 'w': rank 3 is to receive element (0, 2), which it does not hold at the destination",
+            "tensor 'w': rank 3 has to receive element (0, 2), which it does not hold at the destination",
         ),
         (
             SPLIT,
             "lines.sets.3",
             to((3, 4, 9)),
-            "tensor 'w': rank 9 is to receive element (0, 0), which it does not hold at the destination",
+            "tensor 'w': rank 9 has to receive element (0, 0), which it does not hold at the destination",
         ),
         (
             SPLIT,
@@ -596,7 +596,7 @@ def test_a_fault_of_ours_is_not_a_wrong_plan() -> None:
 def test_reductions_are_named(fails: Callable[..., None]) -> None:
     rule = SUM.rules["w"]
     wrong = dataclasses.replace(rule, addends=3)
-    message = f"tensor 'w' is reduced by {wrong}; its layouts ask for {rule}"
+    message = f"tensor 'w' is reduced by {wrong}; its layouts ask for {rule}: make the plan again"
     fails(
         lambda: verify(edited(SUM, "batches.0.template.reduction", to(wrong))), PlanError, message
     )
@@ -646,9 +646,7 @@ def test_every_dimension_counts(fails: Callable[..., None]) -> None:
     """Rank 3 holds the first columns of the first rows, and is to receive those of the last rows for rank 5."""
     p = plan({"w": lay(ONE, "n h")}, {"w": lay(FIVE, "(x n) (y h)")})
     rows = [row._replace(receivers=(3,)) if row.receivers == (5,) else row for row in rows_of(p)]
-    message = (
-        "tensor 'w': rank 3 is to receive element (3, 0), which it does not hold at the destination"
-    )
+    message = "tensor 'w': rank 3 has to receive element (3, 0), which it does not hold at the destination"
     fails(lambda: verify(uncut(p, rows)), PlanError, f"{message}; make the plan again")
 
 

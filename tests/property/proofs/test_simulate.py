@@ -116,11 +116,11 @@ GIVEN = {r: np.zeros(2) for r in range(3)}
             lambda: simulate(
                 plan({"w": SRC}, {"w": DST}), {r: {"v": x, "u": x} for r, x in GIVEN.items()}
             ),
-            "rank 0 gives no source array 'w'; it gives 'v', 'u'",
+            "rank 0 gives no source array 'w'; give it, too: it gives 'v', 'u'",
         ),
         (
             lambda: simulate(plan({"w": SRC}, {"w": DST}), {r: {} for r in GIVEN}),
-            "rank 0 gives no source array 'w'; it gives none",
+            "rank 0 gives no source array 'w'; give it, too: it gives none",
         ),
         (
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.zeros((1, 2))}),

@@ -283,7 +283,7 @@ W = ("w", Layout((4, 6), Mesh(a=2), "(a n) h"), Layout((4, 6), Mesh(b=2, ranks=(
 TREE = plan({"v": W[1], "w": W[1]}, {"v": W[2], "w": W[2]})
 CUT = plan({"w": halves(W[1], 1)}, {"w": halves(W[2], 3)})
 REDUCE = of((4,), (Mesh(a=2), "n {sum: a}"), (FAR, "n"))
-ONE_BOX = "all slices of a transfer list the same box"
+ONE_BOX = "give slices that list the same box"
 ONCE = "it must be received exactly once"
 
 
@@ -304,7 +304,7 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
 @pytest.mark.parametrize(
     ("p", "change", "message"),
     [
-        (TREE, first(tensor="x"), "{t}: the plan has no tensor 'x'; its tensors are 'v', 'w'"),
+        (TREE, first(tensor="x"), "{t}: the plan has no tensor 'x'; give one of 'v', 'w'"),
         (
             TREE,
             first(dst_slices=box((0, 2), (0, 2))),
@@ -335,11 +335,19 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
             first(shape=(2,), **dict.fromkeys(ALL, box((0, 2)))),
             "{t}: shape (2,) is not a box of (4, 6); give each dimension a positive length",
         ),
-        (TREE, first(nbytes=6), "{t}: 6 B for (2, 3) of 4 B each; it is 24 B"),
-        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; there are 'v'"),
-        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; there are 'w[0]', 'w[1]'"),
-        (TREE, first(src_rank=2), f"{{t}}: rank 2 is not in the source {W[1]}"),
-        (TREE, first(dst_rank=0), f"{{t}}: rank 0 is not in the destination {W[2]}"),
+        (TREE, first(nbytes=6), "{t}: 6 B for (2, 3) of 4 B each; give nbytes=24"),
+        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; give one of 'v'"),
+        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; give one of 'w[0]', 'w[1]'"),
+        (
+            TREE,
+            first(src_rank=2),
+            f"{{t}}: rank 2 is not in the source {W[1]}; give one of its ranks",
+        ),
+        (
+            TREE,
+            first(dst_rank=0),
+            f"{{t}}: rank 0 is not in the destination {W[2]}; give one of its ranks",
+        ),
         (
             TREE,
             first(global_slices=box((1, 3), (0, 3))),
@@ -353,12 +361,12 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         (
             TREE,
             first(op="sum"),
-            "{t}: enters by 'sum' as addend 0; rank 0 enters by 'copy' as addend 0",
+            "{t}: rank 0 enters by 'sum' as addend 0; give op='copy' and addend=0",
         ),
         (
             TREE,
             first(addend=1),
-            "{t}: enters by 'copy' as addend 1; rank 0 enters by 'copy' as addend 0",
+            "{t}: rank 0 enters by 'copy' as addend 1; give op='copy' and addend=0",
         ),
         (
             REDUCE,
@@ -384,7 +392,7 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         (
             PLANS["pass through"],
             first(src_rank=1),
-            "{t}: addend 1 of b arrives as addend 0 of b; addends pass through along these axes",
+            "{t}: addend 1 of b arrives as addend 0 of b; pass the same addend through along these axes",
         ),
     ],
 )
@@ -426,7 +434,9 @@ def test_what_is_no_plan(fails) -> None:
 def test_fills_and_divisors_are_proved(fails) -> None:
     p = of((4,), (Mesh(a=2), "n {avg: a}"), (FAR, "n"))
     other = dataclasses.replace(p.rules[""], divisor=3)
-    message = f"tensor '' is reduced by {other}; its layouts ask for {p.rules['']}"
+    message = (
+        f"tensor '' is reduced by {other}; its layouts ask for {p.rules['']}: make the plan again"
+    )
     fails(lambda: verify(dataclasses.replace(p, rules={"": other})), PlanError, message)
     verify(dataclasses.replace(p, rules={"": other}), transfers=p.transfers())
     whole = adjoint(of((4,), (Mesh(a=2), "(a n)"), (FAR, "n"), "int32"))

@@ -210,11 +210,14 @@ Q = {"q": ((4, 6), "int64")}
 @pytest.mark.parametrize(
     ("cells", "what"),
     [
-        (np.array([[0, 1], [6, 8]]), "its cells are not a product of positions of each dimension"),
-        (np.array([0, 7]), "not a product"),
+        (
+            np.array([[0, 1], [6, 8]]),
+            "its elements here are not all combinations of some positions",
+        ),
+        (np.array([0, 7]), "not all combinations"),
         (np.arange(24), "lie along a stored one"),
         (np.arange(24).reshape(2, 2, 6), "its dimension 0 lies along several stored ones"),
-        (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "not a product"),
+        (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "not all combinations"),
     ],
 )
 def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
@@ -241,7 +244,9 @@ def test_all_that_does_not_fit_is_one_error() -> None:
         sm.storage.RecordedSide({})
     with pytest.raises(sm.StoreError, match="rank 0 is recorded as 'x'"):
         sm.storage.RecordedSide({0: "x"})  # type: ignore[dict-item]
-    with pytest.raises(sm.StoreError, match="rank 7 is not recorded; ranks are"):
+    with pytest.raises(
+        sm.StoreError, match="rank 7 is not recorded; give one of the ranks that are"
+    ):
         side.bind(Q).slots(7)
 
 
@@ -322,9 +327,12 @@ def test_text_that_was_changed_is_refused() -> None:
     endless["natives"][0][3][0][2] = float("inf")
     for broken, what in (
         (json.dumps(changed), "has digest"),
-        (text.replace('"version":1', '"version":2'), "^'.*' of version 2; give 1$"),
+        (
+            text.replace('"version":1', '"version":2'),
+            "^'.*' is of version 2, this shardmath reads 1; write it again",
+        ),
         (json.dumps({key: json.loads(text)[key] for key in ("format", "version")}), "no recorded"),
-        (text.replace("[4,6]", "[-4,-6]"), r"'q' has shape \(-4, -6\); sizes are >= 0"),
+        (text.replace("[4,6]", "[-4,-6]"), r"'q' has shape \(-4, -6\); give sizes of 0 or more"),
         ("{}", "no recorded storage"),
         ("[", "no recorded storage"),
         ("[" * 100_000, "no recorded storage"),

@@ -218,8 +218,8 @@ def test_the_destination_s_own_list_is_counted() -> None:
         moved.check(5, has, "engine")
     assert str(caught.value) == (
         "rank 5:\n"
-        "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor\n"
-        "'model.norm.weight' is stored as (8,), the rank has (9,)\n"
+        "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor; pass it, or correct the row\n"
+        "'model.norm.weight' is stored as (8,), the rank has (9,); pass one of that shape, or correct the row\n"
         "'model.layers.0.self_attn.k_scale' is in no row; add one, or name it in own="
     )
 

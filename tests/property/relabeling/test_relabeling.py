@@ -290,7 +290,7 @@ def test_what_cannot_be_relabeled(fails) -> None:
     fails(
         lambda: relabel(src, wrong),
         PlanError,
-        "tensor '': float32[8] here, float32[9] there; both sides hold one tensor of one shape and dtype",
+        "tensor '': float32[8] here, float32[9] there; give both sides one shape and dtype",
     )
     fails(
         lambda: relabel({"a": src}, {"b": dst}),

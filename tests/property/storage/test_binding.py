@@ -188,7 +188,7 @@ def test_experts_that_several_ranks_have() -> None:
             "a = {e}.b : e n",
             {"0.b": (2,), "1.b": (3,)},
             "'0.b' is ((2,), 'int8') and '1.b' is ((3,), 'int8'); "
-            "tensors of one index have one shape and dtype\nin the row a = {e}.b : e n",
+            "give tensors of index 'e' one shape and dtype\nin the row a = {e}.b : e n",
         ),
         (
             "a@tp=0 = b : (tp n)",
@@ -227,7 +227,7 @@ def test_experts_that_several_ranks_have() -> None:
             "a = {e}.b : e e n",
             {"0.b": (2,), "1.b": (2,)},
             "index 'e' is in two dimensions of 'a = {e}.b : e e n'; "
-            "a stack has one, in which its tensors lie in order\nin the row a = {e}.b : e e n",
+            "write it in one, in which its tensors lie in order\nin the row a = {e}.b : e e n",
         ),
     ],
 )

@@ -152,11 +152,11 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
             "(tp q)",
             "'tp' has 2 parts, and 'q' 7 to divide; choose sizes that divide, or write 'tp~'",
         ),
-        ("(q hd)", "7 positions of 'q' into blocks of 3 do not divide evenly"),
+        ("(q hd)", "7 positions of 'q' into blocks of 3 do not divide evenly; give a divisor"),
         (
             "(up q)",
             "'up q' needs one component, and has up and q; "
-            "components: q; mesh axes: tp; numbers: hd, rep",
+            "write one of components: q; mesh axes: tp; numbers: hd, rep",
         ),
         ("(q tp tp)", "tp and tp both deal blocks of one component; write one of them left of it"),
         ("(tp=8 q)", f"'tp=8' in 'tp=8 q': {AT_COMPONENT.format('tp')}"),
@@ -167,9 +167,9 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         ("(4/2 q)", f"'4/2' in '4/2 q': {NEIGHBORS}"),
         ("(tp q/2)", f"'q/2' in 'tp q/2': {CUTTING}"),
         ("(tp q~)", f"'q~' in 'tp q~': {CUTTING}"),
-        ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2"),
-        ("(q=hd)", "'q=hd': 7 positions do not fit 3"),
-        ("(q=many)", "unknown number 'many'; numbers of this side are hd, rep"),
+        ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2; give a divisor"),
+        ("(q=hd)", "'q=hd': 7 positions do not fit 3; store all of them"),
+        ("(q=many)", "unknown number 'many'; write one that this side has: hd, rep"),
     ],
 )
 def test_what_does_not_fit(text: str, message: str) -> None:

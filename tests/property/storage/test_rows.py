@@ -56,7 +56,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("a.w = b.w : (tp ? n)", 16, "unexpected character '?'"),
         ("a.w = b.w : (| n)", 13, "nothing to lay out"),
         ("a.* = b.w", 0, "a star in one name only"),
-        ("[a b].w = c.w", 0, "a choice in the name that ranks store"),
+        ("[a b].w = c.w", 0, "a choice [...] in the stored name [a b].w, which is one tensor"),
         ("a.w = b.w : " + "(" * 3000 + "n", 78, "more than 64 nested groups"),
         ("a.0.w = b.0.w", 10, "number 0 in the logical name b.0.w"),
         ("a.... = b.0....", 10, "number 0 in the logical name b.0...."),
@@ -77,8 +77,8 @@ def test_carets(text: str, position: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a.{l} = q.{l} ? /x.{m}", "x.{m} has an index that the row lacks"),
-        ("a.* = q.* ? b.*", "b.* asks for a star"),
+        ("a.{l} = q.{l} ? /x.{m}", "the condition x.{m} has the index {m}, which q.{l} lacks"),
+        ("a.* = q.* ? b.*", "the condition b.* has a *"),
     ],
 )
 def test_a_condition_is_one_tensor(text: str, said: str) -> None:

@@ -130,8 +130,8 @@ def test_equal_values_have_one_digest() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "what"),
     [
-        ("version", 2, "'shardmath declared storage' of version 2; give 1"),
-        ("format", "other", "'other' of version 1; give 1"),
+        ("version", 2, "'shardmath declared storage' is of version 2, this shardmath reads 1"),
+        ("format", "other", "'other' is of version 1, this shardmath reads 1"),
         ("exact", True, r"declared storage has digest [0-9a-f]{12}, its text says [0-9a-f]{12}"),
         ("rows", ["a = a", "b = b"], "has digest"),
         ("meshes", [], r"meshes \[\] do not have the same ranks"),
@@ -167,8 +167,8 @@ def test_text_that_is_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "what"),
     [
-        ({"a": ((-4,), "int8")}, r"shape \(-4,\) has -4; sizes are from 0 to"),
-        ({"a": ((1 << 70,), "int8")}, "sizes are from 0 to"),
+        ({"a": ((-4,), "int8")}, r"shape \(-4,\) has -4; give sizes from 0 to"),
+        ({"a": ((1 << 70,), "int8")}, "give sizes from 0 to"),
         ({"a": (4, "int8")}, r"tensor 'a' is \(4, 'int8'\); give \(shape, dtype\)"),
         ({1: ((4,), "int8")}, "the name of a tensor is 1; give a str"),
         (5, "shapes are 5; give a mapping"),

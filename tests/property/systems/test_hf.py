@@ -96,7 +96,7 @@ BF = "bfloat16"
             ),
             LayoutError,
             "2 experts numbered 0 to 2 of 'experts.w1.weight', each bfloat16[6, 8]; "
-            "the experts of a group are alike, and numbered from 0 without gaps",
+            "give experts of one shape and dtype, numbered from 0 without gaps",
         ),
         (
             lambda: grouped(
@@ -104,7 +104,7 @@ BF = "bfloat16"
             ),
             LayoutError,
             "2 experts numbered 0 to 1 of 'experts.w1.weight', each bfloat16[6, 4] and bfloat16[6, 8]; "
-            "the experts of a group are alike, and numbered from 0 without gaps",
+            "give experts of one shape and dtype, numbered from 0 without gaps",
         ),
     ],
 )

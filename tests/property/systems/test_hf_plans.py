@@ -210,7 +210,7 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         lay({}, axis="model"),
         MeshError,
-        "Mesh(tp=4) has no axis 'model'; name the one of the plan",
+        "Mesh(tp=4) has no axis 'model'; give one of its axes: tp",
     )
 
 

@@ -123,7 +123,9 @@ def test_layers_behind_the_last_predict_further_tokens() -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     config = {**SIZES, "model_type": "phi3"}
-    with pytest.raises(StoreError, match="30 positions are not q=16, k=8, v=8 of q, k, v"):
+    with pytest.raises(
+        StoreError, match="30 positions cannot be divided into q, k, v with q=16, k=8, v=8"
+    ):
         logical_shapes(config, {f"{LAYER}self_attn.qkv_proj.weight": ((30, 8), "float32")})
 
 

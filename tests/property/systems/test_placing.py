@@ -94,6 +94,7 @@ def test_the_size_that_is_left_out_is_found_again(sizes: list[int], left_out: in
 
 @pytest.mark.parametrize(("total", "tp", "ep"), [(6, 4, 1), (0, 1, 1), (4, 0, 1), (4, -2, -2)])
 def test_sizes_that_do_not_divide(total: int, tp: int, ep: int) -> None:
-    message = f"tp={tp} ep={ep} do not divide {total} ranks; choose divisors"
+    what = f"tp={tp} ep={ep}: the product {tp * ep} does not divide {total} ranks"
+    message = f"{what}; choose sizes of 1 or more that do"
     with pytest.raises(MeshError, match=f"^{message}$"):
         fill_sizes(total, {"tp": tp, "dp": None, "ep": ep})

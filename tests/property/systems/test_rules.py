@@ -265,7 +265,7 @@ def test_rules_that_text_cannot_say(rule: tuple[str, str]) -> None:
 
 
 def test_an_axis_called_ranks() -> None:
-    with pytest.raises(NotationError, match="name the axis otherwise"):
+    with pytest.raises(NotationError, match="give the axis another name"):
         Side(Mesh(ranks=None, **{"tp": 2}).merge(["tp"], "ranks"))
 
 

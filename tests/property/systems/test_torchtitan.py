@@ -297,5 +297,7 @@ def test_what_does_not_fit(fails: Fails) -> None:
         "3 layers do not fall to 2 stages as [1, 1]; give the number of layers of each stage",
     )
     fails(
-        declare(ep=3), MeshError, "ep=3 do not divide 4 ranks of dp_shard times tp; choose divisors"
+        declare(ep=3),
+        MeshError,
+        "ep=3: the product 3 does not divide 4 ranks of dp_shard times tp; choose sizes of 1 or more that do",
     )

@@ -154,7 +154,7 @@ def test_trtllm_pads_each_part_of_an_expert(fails: Fails) -> None:
     fails(
         lambda: vllm(SPARSE, ranks=range(2), processed=True, **sizes),
         StoreError,
-        "flashinfer_trtllm lays processed experts out in blocks, which no row says; "
+        "flashinfer_trtllm lays processed experts out in blocks, which no row describes; "
         "declare them as loaded",
     )
 

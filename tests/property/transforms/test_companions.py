@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_named() -> None:
         "'w_scale' is float32[8, 4] (tp n) h on dp=2 tp=2 at the destination, beside int8" in said
     )
     wide = held | {"w_scale": sm.Layout((8, 4), mesh, "n (tp h)", dtype="float64")}
-    assert "ranks hold of both the same blocks as in float32[8, 4] n (tp h)" in refusal(
+    assert "let ranks hold the same blocks of both, as in float32[8, 4] n (tp h)" in refusal(
         plain, wide, AT_DESTINATION
     )
     assert "and sends int8[8, 16], float32[8, 4]" in refusal(plain, wide)
@@ -180,5 +180,5 @@ def test_companions_are_what_they_are_said_to_be(beside: Any, said: str) -> None
     assert said in str(caught.value)
     with pytest.raises(sm.PlanError, match="a companion has no suffix"):
         Companion("", "float32")
-    with pytest.raises(sm.PlanError, match="a block has 1 position at least"):
+    with pytest.raises(sm.PlanError, match="give sizes of 1 or more"):
         Companion("_scale", "float32", (0,))

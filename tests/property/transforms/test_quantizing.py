@@ -294,7 +294,7 @@ def test_bytes_of_two_numbers_and_numbers_alone() -> None:
     data = {"w": lay((2, 32), "uint8"), "w_scale": lay((2, 4), "uint8")}
     data["w_scale_2"] = lay((1, 1), "float32")
     for src, dst, rule in ((odd, data, Quantize(four)), (data, odd, Dequantize(four))):
-        with pytest.raises(sm.PlanError, match=r"\[2, 63\] parts the numbers of one byte"):
+        with pytest.raises(sm.PlanError, match=r"\[2, 63\] splits the numbers of one byte"):
             sm.transforms.transformed(src, dst, {"w": rule})
     alone = {"w": lay((), "uint8"), "w_scale": lay((), "float32")}
     with pytest.raises(sm.PlanError, match="numbers alone are not quantized"):
@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_named() -> None:
             )
         assert said in str(caught.value)
     for make, said in (
-        (lambda: Quantize("MXFP8"), "'MXFP8' is no format"),
+        (lambda: Quantize("MXFP8"), "'MXFP8' is not a format"),
         (
             lambda: Quantize(mx, suffixes=("_a", "_b")),
             "MXFP8 e4m3 rceil rowwise has scales: give one for each",

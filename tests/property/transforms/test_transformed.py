@@ -200,11 +200,11 @@ ERRORS = {
     ),
     "type": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": "bfloat16"}),  # type: ignore[dict-item]
-        "rule '*' has 'bfloat16', no transform; give a value such as transforms.Cast('bfloat16')",
+        "rule '*' has 'bfloat16', not a transform; give a value such as transforms.Cast('bfloat16')",
     ),
     "class": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": Cast}),  # type: ignore[dict-item]
-        "rule '*' has <class 'shardmath.values.transforms.pointwise.Cast'>, no transform; "
+        "rule '*' has <class 'shardmath.values.transforms.pointwise.Cast'>, not a transform; "
         "give a value such as transforms.Cast('bfloat16')",
     ),
     "clash": (
@@ -273,11 +273,11 @@ ERRORS = {
     ),
     "name": (
         lambda: Component("a.b", "int8"),
-        "component 'a.b' has no plain name; write one such as 'scale'",
+        "the name 'a.b' of a component is empty, or has one of . [ ]; write one such as 'scale'",
     ),
     "no block": (
         lambda: Component("a", "int8", (0,)),
-        "component 'a' has grain (0,); a block has 1 position at least",
+        "component 'a' has grain (0,); give sizes of 1 or more",
     ),
     "end": (
         lambda: Cast("int8", at="sender"),
@@ -303,11 +303,13 @@ def test_errors(case: str, fails: Fails) -> None:
 def test_arrays_that_do_not_fit() -> None:
     t = sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
     cases: dict[str, Callable[[], object]] = {
-        "rank 0 gives no array 'w'; it gives 'v'": lambda: t.prepare(0, {"v": np.zeros(3)}),
+        "rank 0 gives no array 'w'; give it, too: it gives 'v'": lambda: t.prepare(
+            0, {"v": np.zeros(3)}
+        ),
         "array 'w' has shape (8, 64), float32[8, 64] n (tp h) on tp=4 has (8, 16) there": (
             lambda: t.prepare(0, {"w": np.zeros((8, 64), np.float32)})
         ),
-        "array 'w' has dtype float64, and is float32; pass an array of float32": (
+        "array 'w' has dtype float64, not float32; pass an array of float32": (
             lambda: t.prepare(0, {"w": np.zeros((8, 16))})
         ),
         # Of the same name.

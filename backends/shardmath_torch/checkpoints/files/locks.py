@@ -105,7 +105,7 @@ def _lock_handle(file: Path, handle: int, what: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"another {what} is under way; wait for it to end") from error
+        raise CheckpointError(f"another {what} is running; wait for it to end") from error
     # The last holder may have removed the file after it was opened here; then a third may lock a new file of that name.
     if not _is_open_as(file, handle):
         raise CheckpointError(f"another {what} has just ended; do it again if yours is newer")

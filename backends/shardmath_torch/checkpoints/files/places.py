@@ -200,8 +200,10 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
 def _check_not_url(text: str) -> None:
     """Raise CheckpointError for a path that was meant as a URL."""
     if ODD.match(text):
-        what = f"{text!r} is a URL of no scheme: what is before :// does not begin with a letter, or has odd signs"
-        raise CheckpointError(f"{what}; mend the URL, or give ./{text} for a folder of that name")
+        what = (
+            f"{text!r} is a URL without a valid scheme: letters, digits, +, - and ., a letter first"
+        )
+        raise CheckpointError(f"{what}; correct it, or give ./{text} for a folder of that name")
     lost = MANGLED.match(text)
     if lost is not None and _is_known(lost.group(1)):
         what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
@@ -242,8 +244,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
         fix = "give a folder, or a URL of a scheme that fsspec serves"
         raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
     except Exception as error:  # services raise errors of any kind
-        why = word_error(error)
-        raise CheckpointError(f"{url} cannot be reached: {why}") from error
+        what = f"{url} cannot be reached: {word_error(error)}"
+        raise CheckpointError(f"{what}; check the URL, and the access to it") from error
     if LOCAL.match(url):
         return Path(path)
     if isinstance(fs, LocalFileSystem):
@@ -315,7 +317,8 @@ def check_length(
         size = size_of(file)
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror}"
-        raise CheckpointError(f"{what}; it belongs to the checkpoint") from error
+        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
+        raise CheckpointError(f"{what}; {fix}") from error
     if expected is not None and size != expected:
         fault = f"it was saved with {expected}"
     elif size < end:

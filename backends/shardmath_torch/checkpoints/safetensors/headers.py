@@ -174,7 +174,7 @@ def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry
         raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
         what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, which cannot be sliced"
-        raise WeightsError(f"{what}; types are {', '.join(DTYPES)}")
+        raise WeightsError(f"{what}; store it as one of {', '.join(DTYPES)}")
     begin, end = offsets
     entry = HeaderEntry(file, name, tuple(shape), DTYPES[dtype], data + begin)
     try:

@@ -91,8 +91,8 @@ def _place_boxes(file: Place, entries: _Entries, sharding: object) -> Iterator[t
         offsets = record.get(SAVED) if isinstance(record, dict) else None
         if not _is_index(offsets, len(entry.shape)):
             shape = shown(list(entry.shape))
-            what = f"its {SHARDING} says of {shown(name)} {shape} {shown(record)}"
-            fix = "not at which index it begins; fetch it again"
+            what = f"its {SHARDING} says {shown(record)} of {shown(name)}, a box of shape {shape}"
+            fix = "not at which index of the tensor it begins; fetch it again"
             raise WeightsError(f"{file} is damaged: {what}, {fix}")
         yield name, (tuple(offsets), entry)
 
@@ -120,7 +120,7 @@ def _join_boxes(name: str, boxes: list[_Box]) -> Parts:
     ends = []
     for offsets, entry in boxes:
         if (entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)):
-            what = f"{shown(name)} is {_describe(first)} and {_describe(entry)}"
+            what = f"{shown(name)} has a part {_describe(first)} and a part {_describe(entry)}"
             raise WeightsError(f"{what}; {FIX}")
         ends.append([start + n for start, n in zip(offsets, entry.shape, strict=True)])
     shape = tuple(map(max, zip(*ends, strict=True)))

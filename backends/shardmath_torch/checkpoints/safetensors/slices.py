@@ -81,7 +81,7 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
     if entry is None:
         count = plural(weights.entries, "tensor")
         what = f"{weights.path} has no {name!r} among its {count}"
-        raise WeightsError(f"{what}; drop it or tie it")
+        raise WeightsError(f"{what}; leave it out, or tie it to one of them with `tied`")
     if (layout.shape, layout.dtype) != (entry.shape, entry.dtype):
         found = f"{entry.dtype}{list(entry.shape)}"
         what = f"{name!r} is {found} in {entry.file}, its layout says {layout}"

@@ -153,7 +153,7 @@ def _read_weight_map(index: Place) -> dict[str, str]:
     for tensor, file in files.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             what = f"{index} puts {shown(tensor)} in {shown(file)}"
-            raise WeightsError(f"{what}; a file of an index is a name in the index's folder")
+            raise WeightsError(f"{what}, not the name of a file in its folder; fetch it again")
     return files
 
 

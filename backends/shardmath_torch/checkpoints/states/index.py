@@ -141,7 +141,7 @@ def check_key(key: object, of: str) -> None:
     """Raise CheckpointError unless the key is exactly a str: a subclass would come back as str."""
     if type(key) is not str:
         raise CheckpointError(
-            f"{of} has the key {shown(key)}; keys are text, of exactly the type str"
+            f"{of} has the key {shown(key)}; use text as keys, of exactly the type str"
         )
 
 

@@ -97,7 +97,7 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
             what = (
                 f"{here} are one parameter here, and {len(stored_names)} in the checkpoint: {there}"
             )
-            raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")
+            raise CheckpointError(f"{what}; load them separately, and tie them when they are equal")
         if stored_names:
             stored[first_name] = stored_names[0]
     return stored
@@ -300,8 +300,8 @@ def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> 
     if different is not None:
         first_name, name, keys = different
         what = f"{first_name} and {name} are in one group of the optimizer here"
-        fix = "give them groups of their own"
-        raise CheckpointError(f"{what}, and differ in {', '.join(keys)} there; {fix}")
+        fix = "put them into separate groups"
+        raise CheckpointError(f"{what}, and differ in {', '.join(keys)} in the checkpoint; {fix}")
 
 
 def _find_different(
@@ -370,7 +370,8 @@ def _fit_kinded(what: str, held: object, value: Kinded) -> object:
         return rebuild(held, fitted)
     except (TypeError, ValueError) as error:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
-        raise CheckpointError(f"{said}, which {here} here does not take: {error}") from error
+        why = f"which {here} here does not take: {error}"
+        raise CheckpointError(f"{said}, {why}; make the optimizer as it was saved") from error
 
 
 def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:

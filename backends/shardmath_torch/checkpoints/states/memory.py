@@ -68,7 +68,7 @@ def check_shaped(name: str, tensor: Tensor) -> None:
     if tensor.is_nested:
         parts = plural(tensor.size(0), "part")
         what = f"{name!r} is a nested tensor, of {parts} without one shape"
-        raise CheckpointError(f"{what}; save its parts under names of their own, from unbind()")
+        raise CheckpointError(f"{what}; save its parts under separate names, from unbind()")
 
 
 def say_unwritable(local: Tensor) -> str:

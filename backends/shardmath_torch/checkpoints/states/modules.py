@@ -165,7 +165,7 @@ def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
         stripped = _strip_wrappers(name)
         if stripped in unwrapped:
             what = f"without {' and '.join(WRAPPERS)}, several names are {stripped!r}"
-            raise CheckpointError(f"{what}; name modules otherwise")
+            raise CheckpointError(f"{what}; rename one of the modules")
         unwrapped[stripped] = value
     return unwrapped
 
@@ -339,13 +339,13 @@ def check_slots(model: Model) -> None:
         why = say_unwritable(slot.local)
         if why:
             raise CheckpointError(
-                f"{name!r} {why}; give the module a tensor with memory of its own, such as a clone"
+                f"{name!r} {why}; give the module a tensor with its own memory, such as a clone"
             )
         names.setdefault(spot_of(slot.local), name)
     for spot, other in find_meetings(slot.local for slot in model.slots.values()):
         what = f"{names[spot]!r} and {names[other]!r} have a part of their memory in common"
-        fix = "give each a tensor with memory of its own, such as a clone"
-        raise CheckpointError(f"{what}, and are stored apart; {fix}")
+        fix = "give each a tensor with its own memory, such as a clone"
+        raise CheckpointError(f"{what}, and are stored separately; {fix}")
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
@@ -361,4 +361,4 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
         values = [found[prefix + each].to(spot.dtype) for each in (first, name)]
         if not has_same_bits(*values):
             what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
-            raise CheckpointError(f"{what}; load them apart, and tie them when they are equal")
+            raise CheckpointError(f"{what}; load them separately, and tie them when they are equal")

@@ -337,9 +337,10 @@ def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str)
     known = "where it lies is known only of scalars and of state like the parameter"
     if isinstance(entry, Value):
         what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
-        return f"{what}; keep each under a key of its own, as a DTensor like the parameter: {known}"
+        return f"{what}; keep each under its own key, as a DTensor like the parameter: {known}"
     shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
-    return f"{key!r} of {name!r} has {shapes}, or other placements; {known}"
+    fix = "keep a scalar, or a tensor placed like the parameter"
+    return f"{key!r} of {name!r} has {shapes}, or other placements; {fix}: {known}"
 
 
 def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:

@@ -156,7 +156,7 @@ def check_fillable(goals: Iterable[Goal]) -> None:
         for state in held:
             if not isinstance(state, MutableMapping):
                 what = f"{type(optimizer).__name__} has state in a {type(state).__name__}"
-                raise CheckpointError(f"{what}, into which nothing is put; give a dict there")
+                raise CheckpointError(f"{what}, which cannot be filled; keep it in a dict")
 
 
 # Jobs

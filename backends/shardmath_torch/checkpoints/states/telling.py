@@ -75,7 +75,7 @@ def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Ten
     if rank_or_0() not in ranks:
         what = f"rank {rank_or_0()} is on no mesh of the module, whose ranks are {shown(ranks)}"
         fix = "give group= of all ranks that call, this one too"
-        raise CheckpointError(f"{what}, and is not told what they hold of optimizers; {fix}")
+        raise CheckpointError(f"{what}, and does not learn what they hold of optimizers; {fix}")
     firsts = _find_firsts(model, ranks)
     if not firsts:
         return NOWHERE
@@ -97,7 +97,7 @@ def _find_group(ranks: Sequence[int], tensors: Iterable[Tensor]) -> ProcessGroup
     fix = (
         "give group=, of the ranks that call: one of these others, or torch.distributed.group.WORLD"
     )
-    raise CheckpointError(f"{what} no mesh of one axis in which to tell of their optimizers; {fix}")
+    raise CheckpointError(f"{what} no mesh of one axis on which to report their optimizers; {fix}")
 
 
 def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
@@ -121,11 +121,11 @@ def _gather_reports(
     if is_alone() or not firsts:
         return NOWHERE
     # A separate step name: a rank that found other meshes is in another step, which raises at once.
-    report = on_all("describe what lies on meshes apart", make_report, group)
+    report = on_all("describe what lies on separate meshes", make_report, group)
     _, count = share_of(group)
     entries: dict[str, Entries] = {}
     groups: list[SavedGroup] = []
-    for each in gather_all("tell what lies on it alone", report, count, group):
+    for each in gather_all("report what lies only on it", report, count, group):
         entries |= read_entries(each["entries"])
         groups += read_groups(each["groups"])
     return Elsewhere(entries, tuple(groups))

@@ -134,7 +134,7 @@ def _explain_uncodable(value: object, what: str) -> str:
         if isinstance(value, base) and kind is not base:
             fault = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
             return f"{fault} {base.__name__}; {CODABLE}, of exactly these types"
-    return f"{what} is {shown(value)}, which JSON cannot say; {CODABLE}"
+    return f"{what} is {shown(value)}, which JSON cannot store; {CODABLE}"
 
 
 def _is_plain(value: object) -> bool:
@@ -178,7 +178,7 @@ def _explain_unreadable(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     # torch does not list elements of less than a byte
     if tensor.is_complex() or dtype not in ITEMSIZE or dtype.startswith("float4"):
-        return f"is a tensor of {dtype}, which JSON cannot say"
+        return f"is a tensor of {dtype}, which JSON cannot store"
     return missing_memory(plain(tensor))
 
 

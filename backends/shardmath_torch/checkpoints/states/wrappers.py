@@ -210,7 +210,7 @@ def _explain_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
     """The message of an error about inner optimizers with separate state, and what to give instead."""
     first = apart[0]
     holder_kind, kind = type(first.holder).__name__, type(first.optimizer).__name__
-    what = f"{holder_kind} keeps state in an optimizer of its own, the {kind} in its attribute {first.attribute!r}"
+    what = f"{holder_kind} keeps state in its own optimizer, the {kind} in its attribute {first.attribute!r}"
     # Optimizers inside a listed one are checked when that one is given.
     paths: list[str] = []
     for path in (inner.path for inner in apart):
@@ -245,7 +245,7 @@ def _advise_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) ->
 def _advise_twice(kind: str, listed: str, added: Sequence[str]) -> str:
     """The advice for an optimizer that has state in addition to the state of the listed inner ones."""
     rest = f"; keep {', '.join(map(repr, added))} as an option of a group" if added else ""
-    twice = f"save twice, and load twice, as {kind} has state of its own too: [{listed}] of it under one path"
+    twice = f"save twice, and load twice, as {kind} has its own state too: [{listed}] of it under one path"
     return f"{twice}, and under another {_advise_plain('optimizer').removeprefix('give ')}{rest}"
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath import Layout, Mesh, ParamLayoutError, StoreError, buffers
+from shardmath.base.text import plural
 from shardmath.layouts.store import Held, Place, Store, locals_of
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.dtensors.dtensor import local_of
@@ -119,7 +120,8 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
     unknown = [name for name, _ in layout.placed if name not in named]
     if unknown:
         fix = "lay out those of `params_of(module)`"
-        raise ParamLayoutError(f"the module has no parameters {unknown[:8]}; {fix}")
+        what = f"the module lacks {plural(unknown, 'parameter')} of the layout: {unknown[:8]}"
+        raise ParamLayoutError(f"{what}; {fix}")
     return ParamLayout(
         {named[name]: at for name, at in layout.placed},
         list(layout.bucket_indices),
@@ -144,8 +146,8 @@ def by_name(
     placed = list(layout.param_index_map.items())
     unknown = [tuple(p.shape) for p, _ in placed if id(p) not in names]
     if unknown:
-        what = f"the layout has parameters of shapes {unknown[:8]} that are not the module's"
-        raise ParamLayoutError(f"{what}; give its own")
+        what = f"the layout has {plural(unknown, 'parameter')}, of shapes {unknown[:8]}"
+        raise ParamLayoutError(f"{what}, that are not the module's; give the module's own layout")
     return buffers.PerBufferParamLayout(
         [(names[id(p)], at) for p, at in placed],
         layout.bucket_indices,
@@ -178,7 +180,8 @@ def state_views(
         return {}
     if tuple(array.shape) != (share,):
         expected = f"rank {rank} has {share} elements of the buffer"
-        raise StoreError(f"the array has shape {tuple(array.shape)}, {expected}")
+        what = f"the array has shape {tuple(array.shape)}, {expected}"
+        raise StoreError(f"{what}; give a flat array of {share}")
     if shape == "nd":
         layouts, store = buffers.state_layouts(
             buffer_layout, mesh, axis=axis, shape="nd", dtype=array.dtype, ranks=[rank]
@@ -210,11 +213,13 @@ def _view_in(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tens
     array = arrays.get(place.buffer)
     if array is None:
         known = ", ".join(map(repr, arrays)) or "none"
-        raise StoreError(f"no array {place.buffer!r} for {local!r}; arrays are {known}")
+        what = f"there is no array {place.buffer!r}, where {local!r} lies; the arrays are {known}"
+        raise StoreError(f"{what}: give that one too")
     if array.ndim != 1 or place.end > array.numel() or array.dtype != dtype_of(layout.dtype):
         what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
-        given = f"the array is {array.dtype}{list(array.shape)}"
-        raise StoreError(f"{what}, {given}; give a flat one that holds it")
+        given = f"the array is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}"
+        fix = f"give a flat one of {layout.dtype} with at least {place.end} elements"
+        raise StoreError(f"{what}, {given}; {fix}")
     # A place counts elements of the array, as_strided elements of its storage, which the array may stride over.
     step = array.stride(0)
     strides = tuple(stride * step for stride in place.strides)

@@ -160,7 +160,8 @@ def _check_shared(
     missing = sorted(set(shared) - set(entries))
     if missing:
         known = ", ".join(embeddings) or "none"
-        raise ShardError(f"no parameter is called {missing[0]!r}; embeddings are {known}")
+        what = f"shared names {missing[0]!r}, and no parameter is called that"
+        raise ShardError(f"{what}; give names of parameters, such as these embeddings: {known}")
 
 
 # The model

@@ -113,7 +113,7 @@ def _unpickle(pickled: bytes) -> Any:
         return pickle.loads(pickled)
     except Exception as error:
         what = f"a rank's object cannot be read here: {word_error(error)}"
-        raise ExchangeError(f"{what}; run one version of everything") from error
+        raise ExchangeError(f"{what}; run the same versions on all ranks") from error
 
 
 def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:

@@ -230,8 +230,10 @@ class Party:
                 self.leave(error)
             if isinstance(error, Exception) and not compat.is_there(self.group):
                 ended = compat.word_gone(self.group)
-                what = f"the process group was {ended} while a call on it was under way"
-                raise ExchangeError(f"{what}; wait for background moves first") from error
+                what = f"the process group was {ended} while a call on it was in flight"
+                raise ExchangeError(
+                    f"{what}; wait for background moves before you destroy it"
+                ) from error
             raise
 
     def _look_for_goodbye(self, failure: PeerFailure) -> str:

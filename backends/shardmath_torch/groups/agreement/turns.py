@@ -348,7 +348,7 @@ class Turns:
             self.protocol.note(Event.LEAVE)
         # The cause was lost if an exception came while another was being handled.
         if self.protocol.state is not State.IDLE and not self.broken:
-            self.broken = "a move or a compile was left in the middle"
+            self.broken = "a move or a compile was left in the middle; make a new group"
             let_go()
         if self.broken:
             raise ExchangeError(f"this {what} is broken: {self.broken}")

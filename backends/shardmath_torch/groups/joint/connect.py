@@ -143,9 +143,10 @@ def _check_rank(rank: object, size: object) -> tuple[int, int]:
     number = as_integer(size, "size", ExchangeError)
     place = as_integer(rank, "rank", ExchangeError)
     if number > MOST:
-        raise ExchangeError(f"size={number}; torch has groups of at most {MOST} ranks")
+        what = f"size={number} is above {MOST}, the most ranks of a torch group"
+        raise ExchangeError(f"{what}; give fewer")
     if not 0 <= place < number:
-        fix = "ranks are 0 to size - 1, places in the group"
+        fix = f"give this process's place in the group, 0 to {number - 1}"
         raise ExchangeError(f"rank={place} is not in a group of size={number}; {fix}")
     return place, number
 

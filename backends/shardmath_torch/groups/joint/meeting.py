@@ -103,7 +103,8 @@ def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
     try:
         return meet(threads.within(seconds_left + GRACE_S, partial(connect_anew, given)))
     except RuntimeError as error:
-        raise ExchangeError(f"the store in which ranks meet is lost: {error}") from error
+        what = f"the store in which ranks meet is lost: {error}"
+        raise ExchangeError(f"{what}; see that its process runs, and connect again") from error
 
 
 def _open(address: Address, serves: bool, until: float) -> Store:

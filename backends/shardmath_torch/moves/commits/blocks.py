@@ -238,7 +238,8 @@ def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
 def _end(party: Party, block: CommitBlock) -> None:
     """Promise the block's moves, and put them in place."""
     if block.was_refused:
-        raise ExchangeError("a call in this smt.commit was refused: nothing in it is committed")
+        what = "a call in this smt.commit was refused: nothing in it is committed"
+        raise ExchangeError(f"{what}; begin another on all ranks")
     promise = Ballot(block.claim, objection=block.object())
     versions = [entry.standing.version for entry in block.entries]
     try:

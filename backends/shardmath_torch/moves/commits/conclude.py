@@ -85,4 +85,4 @@ def _word_verdict(protocol: Protocol) -> str:
     """Why the group is broken if nothing failed on this rank."""
     if protocol.verdict is Event.LOSE:
         return "the group's store, which has what was decided, does not answer"
-    return "a rank gave up before all had heard that all is there"
+    return "a rank gave up before all had read that everything arrived"

@@ -57,7 +57,7 @@ def missing_memory(tensor: Tensor) -> str:
         start = storage.data_ptr()
     except RuntimeError:
         # Or NotImplementedError, its subclass: wrappers of torch.func and functionalization.
-        return "has no memory of its own"
+        return "has no memory itself"
     end = (tensor.storage_offset() + reach(tensor)) * tensor.element_size()
     if not tensor.numel():
         return ""

@@ -54,7 +54,7 @@ class Handle:
         previous = turns.put_beside(self._errand)
 
     def __repr__(self) -> str:
-        state = "is under way" if not self.done() else "failed" if self._error else "is done"
+        state = "is in flight" if not self.done() else "failed" if self._error else "is done"
         return f"<a move that {state}>"
 
     def __del__(self) -> None:
@@ -79,7 +79,7 @@ class Handle:
         if self._errand.is_mine:
             raise ExchangeError("a move waits for itself; wait in the thread that called it")
         if not self._errand.wait(timeout):
-            what = f"the move is under way after {shown(timeout)} s"
+            what = f"the move is still in flight after {shown(timeout)} s"
             raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")
         if not self.done():
             raise ExchangeError("this process was forked from the one that moves; wait there")

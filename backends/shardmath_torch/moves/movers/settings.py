@@ -112,7 +112,7 @@ def _check_numbers(plan: Plan | Transposed | Program, settings: Settings) -> Non
         what = f"max_inflight_bytes={shown(limit)} is not a number of bytes"
         raise ExchangeError(f"{what}; pass an int from 1 on")
     if isinstance(plan, Program) and limit != plan.max_inflight_bytes:
-        what = f"max_inflight_bytes={limit}, the program has {plan.max_inflight_bytes} of its own"
+        what = f"max_inflight_bytes={limit}, the program has its own, {plan.max_inflight_bytes}"
         raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
     if isinstance(plan, Program) and plan.max_ops_per_group > MOST_OPS:
         what = f"the program has up to {plan.max_ops_per_group} messages of a rank in a round"

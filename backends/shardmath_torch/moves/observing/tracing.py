@@ -118,9 +118,7 @@ def _write_first(file: Path) -> None:
     try:
         write_text("", file)
     except ShardError as error:
-        raise ExchangeError(
-            f"{message_of(error)}; give a path in a folder that is there"
-        ) from error
+        raise ExchangeError(message_of(error)) from error
 
 
 def _write_last(trace: Trace, file: Path, cause: BaseException | None) -> None:

@@ -298,7 +298,7 @@ def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[C
         if key not in src:
             sent = ", ".join(list(src)[:8]) or "none"
             what = f"positions= names {key!r}, which this rank does not send"
-            raise ExchangeError(f"{what}; its source tensors are {sent}")
+            raise ExchangeError(f"{what}; give those of its {len(src)} source tensors: {sent}")
     for key, given in positions.items():
         cells = _check_positions(key, src[key], given)
         if len(cells):
@@ -308,7 +308,9 @@ def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[C
 def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
     """The cells, ascending. Raises ExchangeError unless they are cells of the tensor, each given once."""
     if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.ndim != 1:
-        raise ExchangeError(f"positions of {key!r} are {shown(given)}; pass a row of int64")
+        kind = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else shown(given)
+        fix = "pass a 1-D tensor of int64, as mask.flatten().nonzero().flatten() is"
+        raise ExchangeError(f"positions of {key!r} are {kind}; {fix}")
     cells = given.numpy(force=True)
     if (cells[1:] <= cells[:-1]).any():
         cells = np.sort(cells)
@@ -316,7 +318,7 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         return cells
     if cells[0] < 0 or cells[-1] >= tensor.numel():
         what = f"positions of {key!r} go from {cells[0]} to {cells[-1]}"
-        raise ExchangeError(f"{what}; the tensor has cells 0 to {tensor.numel() - 1}")
+        raise ExchangeError(f"{what}; give cells of the tensor, from 0 to {tensor.numel() - 1}")
     if (cells[1:] == cells[:-1]).any():
         raise ExchangeError(f"positions of {key!r} have a cell twice; pass each once")
     return cells

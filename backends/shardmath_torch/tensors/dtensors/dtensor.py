@@ -54,6 +54,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+MAKE_ANEW = "make the DTensor with the shape and the placements that its local tensors have"
+
 
 # DTensor -> Layout
 
@@ -69,7 +71,7 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
-            f"{type(tensor).__name__} is not a DTensor; a plain tensor's layout is for you to say"
+            f"{type(tensor).__name__} is not a DTensor; give one, or write a plain tensor's Layout yourself"
         )
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
@@ -217,8 +219,7 @@ def _check_held(tensor: DTensor, layout: Layout) -> Layout:
     held, expected = tuple(local_of(tensor).shape), layout.local_shape(rank)
     if held != expected:
         what = f"rank {rank} holds {held}, {layout} has {expected} there"
-        fix = "the DTensor was made with another shape or other placements"
-        raise LayoutError(f"{what}; {fix}")
+        raise LayoutError(f"{what}; {MAKE_ANEW}")
     return layout
 
 
@@ -244,8 +245,7 @@ def _decide(tensor: DTensor, candidates: list[Layout], shapes: Mapping[int, Shap
     for layout, rank in misfits:
         expected = layout.local_shape(rank)
         reasons.append(f"rank {rank} holds {shapes[rank]}, {layout.text} has {expected}")
-    fix = "the DTensor was made with another shape or other placements"
-    raise LayoutError(f"{placed}: {'; '.join(reasons)}; {fix}")
+    raise LayoutError(f"{placed}: {'; '.join(reasons)}; {MAKE_ANEW}")
 
 
 def _find_misfit(layout: Layout, shapes: Mapping[int, Shape]) -> int | None:
@@ -289,7 +289,8 @@ def to_dtensor(
         device_mesh = device_mesh_of(layout.mesh, local.device.type)
     mesh = mesh_of(device_mesh)
     if mesh.array().tolist() != layout.mesh.array().tolist():
-        raise LayoutError(f"the layout is on {layout.mesh}, device_mesh= is {mesh}; pass one mesh")
+        what = f"the layout is on {layout.mesh}, device_mesh= is {mesh}"
+        raise LayoutError(f"{what}; pass a DeviceMesh of the layout's ranks, in their order")
     _check_local(local, layout)
     is_outside = compat.my_rank() not in layout.mesh
     if is_outside and not layout.shape:
@@ -317,4 +318,5 @@ def _check_local(local: Tensor, layout: Layout) -> None:
         return
     given, expected = tuple(local.shape), layout.local_shape(rank)
     if given != expected:
-        raise LayoutError(f"rank {rank} gives {given}, {layout} has {expected} there")
+        what = f"rank {rank} gives a tensor of shape {given}, {layout} has {expected} there"
+        raise LayoutError(f"{what}; give the local tensor of that shape")

@@ -175,9 +175,9 @@ def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
     """Raise PlacementError for placements that label fused weights without expressing their layout."""
     given = tuple(placements)
     if _misleads(mesh, given):
-        what = f"{given} are those of a fused weight, whose components no placements say"
+        what = f"{given} are those of a fused weight, whose components no placements describe"
         fix = "take layout_of(module), and move the local tensor with layout= and device_mesh="
-        raise PlacementError(f"{what}; {fix}; or pass reading= if it is no part of such a weight")
+        raise PlacementError(f"{what}; {fix}; or pass reading= if it is not part of such a weight")
 
 
 def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:

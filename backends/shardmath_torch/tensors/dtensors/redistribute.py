@@ -125,7 +125,7 @@ def _check_same_tensor(src: Layout, dst: Layout) -> None:
         return
     given = f"{src.dtype}{list(src.shape)}"
     wanted = f"{dst.dtype}{list(dst.shape)}"
-    fix = "a move changes neither shape nor dtype"
+    fix = "give a target of the same shape and dtype"
     raise LayoutError(f"the tensor is {given}, the target {wanted}; {fix}")
 
 
@@ -133,7 +133,7 @@ def _require_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh for a target of text or placements. Raises LayoutError if there is none."""
     if mesh is None:
         fix = "pass device_mesh= with them, or a Layout as the target"
-        raise LayoutError(f"placements are on a mesh; {fix}")
+        raise LayoutError(f"placements are given without their mesh; {fix}")
     return mesh
 
 
@@ -160,7 +160,8 @@ def _find_source(
             raise LayoutError(f"layout= is for plain tensors, a DTensor has its own; {fix}")
         return layout_among(tensor, ranks, reading=reading, meshes=[mesh])
     if layout is None:
-        raise LayoutError("a plain tensor is part of what? pass layout=, or a DTensor")
+        what = "a plain tensor does not say which part of what tensor it is"
+        raise LayoutError(f"{what}; pass layout=, or a DTensor")
     return layout
 
 
@@ -176,7 +177,7 @@ def _read_placements(
     if not all(equivalent(first, other) for other in layouts[1:]):
         texts = " and ".join(layout.text for layout in layouts)
         what = f"{tuple(target)} has two readings at {src.shape}, {texts}"
-        raise LayoutError(f"{what}; pass reading=, or a Layout")
+        raise LayoutError(f"{what}; pass reading='placement' or reading='order', or a Layout")
     return first
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from shardmath.base.errors import PlacementError
 from shardmath.base.public import public
+from shardmath.base.text import plural
 from shardmath.layouts.placement import Packed, Replicate, Shard, StridedShard
 
 __all__ = [
@@ -82,12 +83,13 @@ class Fused:
         """The division of a dimension of length n. Raises PlacementError if the components do not add up to n."""
         if isinstance(self.components, int):
             if n % self.components:
-                what = f"{n} are not {self.components} equal ones"
+                what = f"{n} does not divide into {self.components} equal components"
                 raise PlacementError(f"{what}; give a tuple of their whole sizes")
             return StridedShard(0, self.components)
         total = sum(self.components)
         if total != n:
-            raise PlacementError(f"they add up to {total}, not {n}; give sizes on the whole weight")
+            what = f"components {self.components} add up to {total}, not {n}"
+            raise PlacementError(f"{what}; give sizes on the whole weight")
         if len(set(self.components)) == 1:
             return StridedShard(0, len(self.components))
         return Packed(0, self.components)
@@ -184,9 +186,10 @@ def _explain_unmatched(pattern: str, style: AnyStyle, module: nn.Module) -> str:
     if matched:
         lacking = " or ".join(_look_up(style).names)
         what = f"{pattern!r} matches module {matched[0]!r}, which has no parameter {lacking}"
-        return f"{what}; write the full name of the parameter that is to be {style!r}"
+        return f"{what}; write the full name of a parameter for the style {style!r}"
     shown = ", ".join(map(repr, names[:8]))
-    return f"{pattern!r} matches no module and no parameter; modules are {shown}, for example"
+    what = f"{pattern!r} matches no module and no parameter"
+    return f"{what}; write a name of one of the {plural(names, 'module')}, such as {shown}"
 
 
 def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
@@ -196,8 +199,8 @@ def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
         return
     as_a = f"{first.style!r} as {a!r} (by {first.pattern!r})"
     as_b = f"{second.style!r} as {b!r} (by {second.pattern!r})"
-    fix = "let patterns be about one of its names"
-    raise PlacementError(f"one shared parameter is to be {as_a} and {as_b}; {fix}")
+    fix = "let patterns match only one of its names"
+    raise PlacementError(f"one shared parameter has the styles {as_a} and {as_b}; {fix}")
 
 
 def _components_of(asked: Asked) -> int | tuple[int, ...]:

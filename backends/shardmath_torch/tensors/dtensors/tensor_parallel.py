@@ -151,7 +151,7 @@ def _find_parameters(module: object) -> dict[str, nn.Parameter]:
 def _explain_unplaceable(parameter: nn.Parameter) -> str:
     """Why a parameter cannot be placed, and the fix, as words after its name; "" if it can."""
     if isinstance(parameter, DTensor):
-        return "is a DTensor; set_device_mesh comes before parallelize and fully_shard"
+        return "is a DTensor; call set_device_mesh before parallelize and fully_shard"
     if isinstance(parameter, nn.UninitializedParameter):
         return SHAPELESS
     if parameter.grad is not None:

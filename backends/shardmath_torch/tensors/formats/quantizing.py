@@ -171,8 +171,8 @@ def dequantize(
 def _check_format(format: object) -> None:
     """Raise FormatError for a value that is not a format."""
     if not isinstance(format, Format):
-        fix = "give one of shardmath.formats, as MXFP8()"
-        raise FormatError(f"{shown(format)} is no format; {fix}")
+        fix = "give one of shardmath.formats, such as MXFP8()"
+        raise FormatError(f"{shown(format)} is not a format; {fix}")
 
 
 def _read_tensor(given: object, what: str) -> Tensor:
@@ -186,7 +186,8 @@ def _read_tensor(given: object, what: str) -> Tensor:
     if given.dtype not in DTYPES:
         raise FormatError(f"{what} has dtype {given.dtype}; give {', '.join(DTYPES.values())}")
     if not given.ndim:
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantized")
+        fix = "give a tensor with at least one"
+        raise FormatError(f"{what} has no dimension; numbers alone are not quantized: {fix}")
     if given.is_meta:
         raise FormatError(f"{what} is on the meta device and has no values; fill it first")
     return given.detach()
@@ -260,7 +261,9 @@ def _read_out(
 def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
     """The shape of the numbers that the data stand for."""
     if not given or not isinstance(given[0], Tensor) or not given[0].ndim:
-        raise FormatError(f"{format.name}: no data with dimensions; give the tensors of its parts")
+        names = ", ".join(part.name for part in format.parts)
+        what = f"{format.name}: the first of {plural(given, 'part')} is not data with dimensions"
+        raise FormatError(f"{what}; give tensors of {names}")
     *outer, last = given[0].shape
     return (*outer, last * format.per_element)
 

@@ -171,7 +171,7 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
         case NVFP4() if g is not None:
             return _Global(g)
     fix = "give MXFP8, FP8Blocks, FP8 or NVFP4 of shardmath.formats"
-    raise FormatError(f"{shown(format)} is no format that tensors are quantized to; {fix}")
+    raise FormatError(f"{shown(format)} is not a format that tensors are quantized to; {fix}")
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
     """
     found = _find_reader(tensor)
     if found is None:
-        what = f"a {type(tensor).__name__} is no quantized tensor that is known here"
+        what = f"a {type(tensor).__name__} is not a quantized tensor of a known kind"
         fix = "give its data and scales as plain tensors, with a format of shardmath.formats"
         raise FormatError(f"{what}; {fix}")
     return found(tensor, columnwise)
@@ -78,7 +78,7 @@ def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
         claimed = dtype or getattr(param, "dtype", None) or torch.float32
         return own().detach().to(claimed)
     if not isinstance(param, Tensor):
-        raise FormatError(f"{shown(param)} is no tensor; give a torch.Tensor")
+        raise FormatError(f"{shown(param)} is not a tensor; give a torch.Tensor")
     # Assigned to a name, since mypy would narrow the type by the call.
     is_wrapper: bool = is_traceable_wrapper_subclass(param)
     if is_wrapper:
@@ -168,7 +168,7 @@ def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, 
         fix = "take the other one, or keep both (`update_usage`)"
         raise FormatError(f"the {type(tensor).__name__} has no {way} copy; {fix}")
     if _is_swizzled(tensor):
-        fix = "unswizzle them, or `sendable` it"
+        fix = "unswizzle them, or pass `sendable(tensor)`"
         raise FormatError(f"scales of the {type(tensor).__name__} are swizzled; {fix}")
     return data.detach(), scales.detach(), columnwise
 
@@ -213,10 +213,12 @@ def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:
     if columnwise or (columnwise is None and data is None):
         data = getattr(tensor, "_transpose", None)
         if data is None or getattr(tensor, "_transpose_invalid", False):
-            raise FormatError(f"the {type(tensor).__name__} has no columnwise copy; take the other")
+            what = f"the {type(tensor).__name__} has no columnwise copy"
+            raise FormatError(f"{what}; take the other with columnwise=False")
         data = data.movedim(0, -1)
     if data is None:
-        raise FormatError(f"the {type(tensor).__name__} has no rowwise copy; take the other")
+        what = f"the {type(tensor).__name__} has no rowwise copy"
+        raise FormatError(f"{what}; take the other with columnwise=True")
     format = FP8(data=_name_element(tensor._fp8_dtype))
     scale = tensor._scale_inv.detach().reshape((1,) * data.ndim)
     return _make_quantized(format, data.detach(), scale)
@@ -231,7 +233,7 @@ def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantized:
     if tensor.block_size != 32 or _is_swizzled(tensor):
         what = f"an MXTensor of blocks of {tensor.block_size}"
         swizzled = ", swizzled" if _is_swizzled(tensor) else ""
-        raise FormatError(f"{what}{swizzled}: blocks of 32 that are not swizzled have parts")
+        raise FormatError(f"{what}{swizzled}; give one of blocks of 32, not swizzled")
     data = tensor.qdata.detach()
     is_transposed = data.ndim > 1 and data.stride(-2) < data.stride(-1)
     format = MXFP8(element, "floor", -2 if is_transposed else -1)

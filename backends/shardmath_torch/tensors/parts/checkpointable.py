@@ -90,7 +90,8 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
     held = sum(math.prod(n for _, _, n in box) for box in boxes)
     if held != math.prod(part.size for part in runs):
         fix = "give boxes that are all combinations of ranges, some ranges per dimension"
-        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)} is no layout's; {fix}")
+        what = f"tensor {name!r}: {_show_attributes(tensor)} cannot be described by a layout"
+        raise LayoutError(f"{what}; {fix}")
     return LocalRuns(shape, runs)
 
 
@@ -101,7 +102,9 @@ def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
     boxes = []
     for local, whole, sizes in sides:
         if not len(local) == len(whole) == len(sizes) == len(shape) == tensor.ndim:
-            raise ValueError(f"a box has not the {len(shape)} dimensions of the tensor")
+            given = f"local {tuple(local)}, global {tuple(whole)}, sizes {tuple(sizes)}"
+            ndims = f"global_shape has {len(shape)} dimensions, the local tensor {tensor.ndim}"
+            raise ValueError(f"a box has {given}, {ndims}; give all of them the same number")
         box = tuple(zip(local, whole, sizes, strict=True))
         if all(n for _, _, n in box):
             boxes.append(box)
@@ -111,7 +114,8 @@ def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
 def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple[Runs, ...]:
     """The Runs of each dimension that has them. Raises RunsError for boxes that overlap or are outside."""
     if not boxes and not shape:
-        raise ValueError("a scalar without a box is held by nobody; give it the box ()")
+        lists = "global_offsets, local_offsets and local_sizes"
+        raise ValueError(f"a scalar without a box is held by nobody; give {lists} one () each")
     found = []
     for d, (n, size) in enumerate(zip(shape, local, strict=True)):
         segments = {box[d] for box in boxes}
@@ -120,7 +124,7 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
             segments = {(0, 0, n)}
         runs = Runs(segments, size)
         if runs.extent > n:
-            raise ValueError(f"{runs} is outside dimension {d} of {n}")
+            raise ValueError(f"{runs} is outside dimension {d} of {n}; give boxes inside it")
         found.append(runs)
     return tuple(found)
 
@@ -171,7 +175,7 @@ def _pick(name: str, by_rank: Sequence[Mapping[str, LocalRuns]]) -> dict[int, Lo
     """The boxes of one tensor by rank. Raises LayoutError if a rank has none."""
     without = [rank for rank, boxes in enumerate(by_rank) if name not in boxes]
     if without:
-        what = f"tensor {name!r} says here which part it is, and not on {show_ranks(without)}"
+        what = f"tensor {name!r} describes its part on this rank, and not on {show_ranks(without)}"
         raise LayoutError(f"{what}; give it the attributes on all ranks")
     return {rank: boxes[name] for rank, boxes in enumerate(by_rank)}
 

@@ -212,7 +212,7 @@ def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = Non
     moved = _find_moved(watched)
     if moved is not None:
         return (
-            f"{moved} lies otherwise in memory than when prepare() was called; "
+            f"{moved} lies elsewhere in memory than when prepare() was called; "
             f"call it again on all ranks"
         )
     replaced = find_replaced(watched)

@@ -190,7 +190,8 @@ class _Recording:
         # Sets, as threads write in any order.
         same = all(set(writes[name]) == set(second_writes[name]) for name in writes)
         if not same or second_watch.filled != watch.filled:
-            raise StoreError("the loader goes by what it reads of targets that it has loaded")
+            what = "the loader goes by what it reads of targets that it has loaded"
+            raise StoreError(f"{what}; record one that only writes to its targets")
 
     def _run_watched(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
         """Run the loader without data; return each target's writes. Memory of these keys is spoiled before."""
@@ -289,8 +290,9 @@ class _Recording:
             raise _Unrecordable(self._describe(name, "is computed"))
         if function is not None and not all(ways):
             part = "in part " if self.operations[name] else ""
+            fix = "compute all of it, or nothing" if part else "leave it out of functions="
             raise _Unrecordable(
-                f"{name!r} is {part}stored as it is, and functions= says {function!r}"
+                f"{name!r} is {part}stored as it is, and functions= says {function!r}; {fix}"
             )
         if function is not None and len(ways) > 1:
             one, other = (", ".join(way) for way in ways[:2])

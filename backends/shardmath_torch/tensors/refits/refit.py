@@ -114,7 +114,7 @@ class Refit(Leaves):
     ) -> None:
         if not isinstance(planned, Planned):
             raise ExchangeError(
-                f"planned is not a refit, but {type(planned).__name__}; give what sm.refit gives"
+                f"planned is not a refit, but {type(planned).__name__}; give what sm.refit returns"
             )
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)

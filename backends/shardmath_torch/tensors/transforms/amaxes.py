@@ -260,7 +260,7 @@ def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
     """Plan the amaxes. Raises ShardError to object."""
     amaxes = plan_amaxes(format, layout, "amaxes")
     if layout.dtype not in EXACT:
-        what = f"{layout} has numbers that float32 has not"
+        what = f"{layout} has numbers that float32 does not have"
         raise PlanError(f"{what}; round them first, and give a layout of {' or '.join(EXACT)}")
     absent = set(layout.mesh.ranks).difference(party.ranks)
     if absent:

@@ -365,7 +365,7 @@ def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:
     """Raise ExchangeError for `commit="all"` with tensors that a hook stores itself, which cannot have shadows."""
     for job, worker in parts:
         if worker is not None and worker.holds and commit == ALL:
-            what = f"a hook stores {job.key!r} in memory of its own as soon as it has come"
+            what = f"a hook stores {job.key!r} in its own memory as soon as it has arrived"
             raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
 
 

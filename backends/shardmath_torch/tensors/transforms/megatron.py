@@ -171,7 +171,7 @@ def _find_places(job: WireJob, rank: int, d: int, size: int | None) -> dict[int,
         if start % block or (stop % block and stop != layout.shape[d]):
             what = f"rank {rank} has {start}:{stop} of dimension {d} of {job.key!r} by itself"
             raise ExchangeError(
-                f"{what}, and a hook takes whole blocks of {block}; lay them together"
+                f"{what}, and a hook takes whole blocks of {block}; give a layout that does not cut blocks"
             )
         count = -(-n // block)
         places[start] = slice(first, first + count)
