@@ -64,7 +64,11 @@ def test_errors_of_ours_are_one_status(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("argv", [["show", "tp=2", "9;4", "n"], ["show"], ["plan", "tp=2"]])
-def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Usage names the program as it was typed, which in a test is pytest.
+    monkeypatch.setattr("sys.argv", ["shardmath/__main__.py", *argv])
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2

@@ -225,7 +225,7 @@ class Moving:
     beside: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, other: str = "") -> None:
-        self.said: list[int] = []
+        self.update_numbers: list[int] = []
         self.board = Board(dist.HashStore(), 0, trainers=1, size=2, timeout=5.0)
         self.board.store.set("begin update 1/1", other)
 
