@@ -84,7 +84,8 @@ class Link:
         """The board of the group's ranks. Raises ExchangeError once the group was left."""
         store = compat.store_of(self.group)
         if store is None:
-            raise ExchangeError("the group was left; connect to the engines again by trainer_init")
+            what = "this rank has left the group of the engines, by shutdown() or after an update that failed"
+            raise ExchangeError(f"{what}; connect to the engines again by trainer_init")
         return Board(store, self.place, self.trainers, self.group.size(), self.timeout)
 
 

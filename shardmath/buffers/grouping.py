@@ -72,7 +72,8 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
         for known, layout in self.entries:
             if known == key:
                 return layout
-        raise KeyError(key)
+        known_keys = [known for known, _ in self.entries]
+        raise KeyError(f"no buffer {key!r}; the buffers are {known_keys}")
 
     def __iter__(self) -> Iterator[BufferKey]:
         return iter([key for key, _ in self.entries])

@@ -297,7 +297,7 @@ def _check_inside(layout: PerBufferParamLayout, places: Ints) -> None:
     if 0 <= named < count:
         low, high = layout.bucket_indices[named]
         extent = f"[{low}, {high})"
-    what = f"parameter {name!r} lies at [{begin}, {finish}) of bucket {named}"
+    what = f"parameter {name!r} lies at [{begin}, {finish}) of the buffer, in bucket {named}"
     raise ParamLayoutError(f"{what}, which is {extent}; place it inside a bucket")
 
 

@@ -266,9 +266,8 @@ def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
     d = as_integer(dim, f"the dimension of {shown(placement)}", PlacementError)
     ndim = len(shape)
     if not -ndim <= d < ndim:
-        raise LayoutError(
-            f"{placement} divides dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
-        )
+        fix = f"use {-ndim}..{ndim - 1}" if ndim else "replicate it"
+        raise LayoutError(f"{placement} divides dimension {d}, shape {shape} has {ndim}; {fix}")
     return d % ndim
 
 

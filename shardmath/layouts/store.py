@@ -198,7 +198,9 @@ def _read_entry(entry: Any) -> _Entry:
     pair = listed(entry, "an entry and its view", StoreError)
     key, view = pair if len(pair) == 2 else (None, None)
     if not isinstance(key, tuple) or len(key) != 2 or not isinstance(view, View):
-        raise StoreError(f"entry {shown(entry)} is malformed; give (local tensor, rank): View")
+        raise StoreError(
+            f"entry {shown(entry)} is not a name, a rank and a View; give (name of a local tensor, rank): View"
+        )
     local, rank = key
     if type(local) is str and type(rank) is int:
         return key, view

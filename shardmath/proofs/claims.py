@@ -429,7 +429,7 @@ def _require_transfer(given: object) -> Transfer:
         named = all(isinstance(name, str) for name in names)
         if named and all(map(_is_box, slices)):
             return given
-    what = "is not a Transfer whose slices have integer starts and stops"
+    what = "is not a Transfer with texts as names and tuples of slices between integers"
     raise PlanError(f"{given!r} {what}; give shardmath.Transfer")
 
 

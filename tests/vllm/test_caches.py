@@ -95,7 +95,7 @@ def test_replicas_of_experts_take_weights_while_none_steps() -> None:
     asked: list[Any] = []
     core = make_core(asked, kind=DPEngineCoreProc)
     core.engines_running = True
-    with pytest.raises(ExchangeError, match=r"step together.*POST /pause\?mode=keep"):
+    with pytest.raises(ExchangeError, match=r"not paused.*POST /pause\?mode=keep"):
         core.collective_rpc("update_weights")
     assert not asked
     core.engines_running = False

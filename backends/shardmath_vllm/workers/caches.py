@@ -68,8 +68,9 @@ def _check_steps_alone(core: Any) -> None:
     """Raise ExchangeError if other replicas' steps wait for this one's, and so would never come to take weights."""
     if isinstance(core, DPEngineCoreProc) and core.engines_running:
         raise ExchangeError(
-            "replicas of a mixture of experts step together, and one that takes weights between two steps would wait "
-            "for one that is within a step, which waits for it; POST /pause?mode=keep first, and /resume after"
+            "this engine is not paused, and replicas of a mixture of experts step together: one that takes weights "
+            "between two steps would wait for one within a step, which waits for it; POST /pause?mode=keep first, and "
+            "/resume after"
         )
 
 

@@ -45,7 +45,8 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
     if not isinstance(planned, Refit):
         raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit returns")
     if planned.whole is not None:
-        raise PlanError("engines have left this refit; divide it first, and each portion without()")
+        fix = "divide its .whole, then call without(...) on each portion"
+        raise PlanError(f"engines have left {planned!r}; {fix}")
     known = set(planned.moved)
     # In the trainer's order, in which models are mostly run.
     moved = [name for name in planned.trainer.layouts if name in known]

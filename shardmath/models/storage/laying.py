@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 from shardmath.base.errors import LayoutError, StoreError
 from shardmath.base.memo import memo
+from shardmath.base.text import plural
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.runs import Runs, restrict
 from shardmath.layouts.fitting import Trim, fit, trim
@@ -212,7 +213,7 @@ def _expand_dots(dims: list[Structure], ndim: int, row: Row) -> list[Structure]:
         at = words.index("...")
         words[at : at + 1] = ["..."] * max(ndim - len(dims) + 1, 0)
     if len(words) < ndim:
-        raise StoreError(f"'{row}' has {len(words)} dimensions, its tensor {ndim}; add '...'")
+        raise StoreError(f"'{row}' has {plural(words, 'dimension')}, its tensor {ndim}; add '...'")
     return words[:ndim]
 
 

@@ -209,7 +209,8 @@ def _read_head(line: str) -> _Head:
     read.expect("]", "close the head")
     place = read.place()
     if read.at < len(line):
-        raise NotationError("a head ends here", line, read.at, "write [NATIVE = LOGICAL] @pp=0")
+        what = f"{line[read.at :]!r} stands behind the head"
+        raise NotationError(what, line, read.at, "write [NATIVE = LOGICAL] @pp=0 and nothing more")
     return _Head(native.strip(), logical.strip(), place)
 
 

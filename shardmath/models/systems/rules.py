@@ -63,7 +63,7 @@ class Rule:
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "layout", layout)
         if pattern.split() != [pattern] or not layout or ";" in str(self):
-            what = f"rule {pattern!r} {layout!r} is not one pattern without blanks and one layout"
+            what = f"rule {pattern!r} {layout!r} is not a pattern without blanks and a layout, without ';'"
             raise NotationError(what, fix=RULE_FIX)
 
     def __str__(self) -> str:

@@ -207,8 +207,9 @@ def _check_rule(name: str, batch: Batch, source: Layout, target: Layout) -> None
     rule = find_reduction(source, target)
     if rule != batch.template.reduction:
         raise PlanError(
-            f"tensor {name!r}: {source} and {target} have the same addends once ranks have left, which "
-            f"then pass through; make a new plan from layouts of the ranks that stay"
+            f"tensor {name!r}: the plan reduces addends, and without the ranks that leave, {source} and {target} "
+            f"have the same addends, so that nothing would be reduced; make a new plan from layouts of the ranks "
+            f"that stay"
         )
 
 

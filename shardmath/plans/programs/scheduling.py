@@ -315,7 +315,7 @@ def _choose_turns(undivided: _Undivided) -> int:
         count = int(counts.max(initial=0))
         if count <= limit:
             return turns
-    what = f"found no rounds in which no rank has more than {plural(count - 1, 'message')}"
+    what = f"even in the smallest rounds a rank has {plural(count, 'message')}"
     raise PlanError(f"max_ops_per_group={limit}: {what}; pass {count} or more")
 
 

@@ -116,8 +116,8 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
         raise PlanError(f"{what}: a tensor of {list(shape)} splits the numbers of one byte; {fix}")
     expected = data.blocks.count(shape)
     if form.shape != expected:
-        what = f"{what}: the data of {list(shape)} are {list(expected)}, not {form}"
-        raise PlanError(f"{what}; give their tensor the shape {list(expected)}")
+        what = f"{what}: the data of a tensor of shape {list(shape)} have shape {list(expected)}"
+        raise PlanError(f"{what}, and {form} is given; give {list(expected)}")
 
 
 def _check_numbers(form: Form, what: str) -> None:

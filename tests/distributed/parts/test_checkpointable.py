@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
             "local_offsets": ((0, 0), (1, 1)),
             "local_sizes": ((1, 1), (1, 1)),
         },
-        "all combinations of ranges",
+        "all combinations of some ranges",
     ),
 }
 

@@ -212,7 +212,7 @@ def test_an_operation_that_writes_into_two_targets() -> None:
         torch.frexp(given["q"], out=(into["a"], torch.zeros(4, 3, dtype=torch.int32)))
         into["b"].copy_(given["k"])
 
-    with pytest.raises(sm.StoreError, match=r"'a' is computed: .* by aten\.frexp"):
+    with pytest.raises(sm.StoreError, match=r"'a' is computed by aten.frexp"):
         record(load, into)
 
 
@@ -281,7 +281,7 @@ def test_part_of_a_target_that_is_seen_as_bytes() -> None:
 
 def test_a_sum_of_two_tensors_is_computed() -> None:
     into = {"a": torch.zeros(4, 3)}
-    with pytest.raises(sm.StoreError, match=r"'a' is computed: cell 0 .* by aten.add"):
+    with pytest.raises(sm.StoreError, match=r"cell 0 .*: 'a' is computed by aten.add"):
         record(lambda given: into["a"].copy_(given["q"] + given["k"]), into)
 
 
@@ -679,6 +679,6 @@ def test_a_thread_that_computes_without_logical_tensors(what: str, device: str) 
             into["a"].copy_(copied)
 
     profile = threading.getprofile()
-    with pytest.raises(sm.StoreError, match=r"'a' is computed: .* by aten.mul_.Tensor"):
+    with pytest.raises(sm.StoreError, match=r"'a' is computed by aten.mul_.Tensor"):
         record(load, into)
     assert threading.getprofile() is profile

@@ -164,7 +164,7 @@ STRAYS: dict[str, tuple[Callable[[optim.Optimizer, nn.Module], None], str]] = {
     ),
     "number": (
         _hold_number,
-        "the optimizer's state of 'weight' is 5; give a dict of values by text",
+        "the optimizer's state of 'weight' is 5; give a dict of values by name",
     ),
 }
 

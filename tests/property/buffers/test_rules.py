@@ -1020,27 +1020,30 @@ def made(
         ),
         (
             made({"a": (0, 4, 1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket 1, which is not a bucket of the buffer; place it inside a bucket",
+            "parameter 'a' lies at [0, 4) of the buffer, in bucket 1, "
+            "which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 4, -1)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 4) of bucket -1, which is not a bucket of the buffer; place it inside a bucket",
+            "parameter 'a' lies at [0, 4) of the buffer, in bucket -1, "
+            "which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 4, 0)}),
-            "parameter 'a' lies at [0, 4) of bucket 0, which is not a bucket of the buffer; place it inside a bucket",
+            "parameter 'a' lies at [0, 4) of the buffer, in bucket 0, "
+            "which is not a bucket of the buffer; place it inside a bucket",
         ),
         (
             made({"a": (0, 5, 0)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [0, 5) of bucket 0, which is [0, 4); place it inside a bucket",
+            "parameter 'a' lies at [0, 5) of the buffer, in bucket 0, which is [0, 4); place it inside a bucket",
         ),
         (
             made({"a": (3, 5, 1)}, [(0, 4), (4, 8)], [4, 4]),
-            "parameter 'a' lies at [3, 5) of bucket 1, which is [4, 8); place it inside a bucket",
+            "parameter 'a' lies at [3, 5) of the buffer, in bucket 1, which is [4, 8); place it inside a bucket",
         ),
         (
             made({"a": (3, 2, 0)}, [(0, 4)], [4]),
-            "parameter 'a' lies at [3, 2) of bucket 0, which is [0, 4); place it inside a bucket",
+            "parameter 'a' lies at [3, 2) of the buffer, in bucket 0, which is [0, 4); place it inside a bucket",
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 8)], [3]),

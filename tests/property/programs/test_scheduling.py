@@ -290,7 +290,7 @@ def test_limits_that_nothing_keeps(fails) -> None:
     fails(
         lambda: schedule(swap, max_ops_per_group=1),
         PlanError,
-        "max_ops_per_group=1: found no rounds in which no rank has more than 1 message; pass 2 or more",
+        "max_ops_per_group=1: even in the smallest rounds a rank has 2 messages; pass 2 or more",
     )
     assert under_way(all_rounds(schedule(swap, max_ops_per_group=2))) == (32, 2)
 

@@ -405,7 +405,7 @@ def test_messages(
 
 def test_what_is_no_transfer(fails) -> None:
     good = next(iter(TREE.transfers()))
-    fix = "is not a Transfer whose slices have integer starts and stops; give shardmath.Transfer"
+    fix = "is not a Transfer with texts as names and tuples of slices between integers; give shardmath.Transfer"
     for bad in (
         tuple(good),
         None,

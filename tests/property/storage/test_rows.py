@@ -63,7 +63,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),
         # A KeyError of 'tp l' in binding.
         ("a{ep e}{tp l} = b.{l}.{e}", 7, "indices {ep e} and {tp l} are both spread"),
-        ("[a. = b.] @pp=0 w", 16, "a head ends here"),
+        ("[a. = b.] @pp=0 w", 16, "'w' stands behind the head"),
         ("[a. = b.", 8, "expected ']', found 'the end'"),
         ("a.w = f(b.w : h", 12, "expected ')', found ': h'"),
     ],

@@ -209,7 +209,7 @@ def _check_state(model: Model, optimizer: Optimizer) -> None:
             raise CheckpointError(_explain_stray(model, key))
         if not isinstance(held, Mapping):
             what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
-            raise CheckpointError(f"{what}; give a dict of values by text")
+            raise CheckpointError(f"{what}; give a dict of values by name")
 
 
 def _explain_stray(model: Model, key: object) -> str:

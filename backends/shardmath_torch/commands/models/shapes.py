@@ -182,8 +182,7 @@ def _find_config(model: PretrainedConfig | str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the file is the user's, and what reads it transformers'
-        first = str(error).strip().splitlines()[0]
-        what = f"no config for {model!r}: {type(error).__name__}: {first}"
+        what = f"no config for {model!r}: {word_error(error).splitlines()[0]}"
         raise ShardError(f"{what}; {fix}") from error
 
 

@@ -116,6 +116,11 @@ class Mover(Leaving):
         return self._landing.standing.version
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the mover's group takes no more calls, after a failure: make another group, and `replan` to it."""
+        return bool(self._party.turns.broken)
+
+    @property
     def in_doubt(self) -> bool:
         """Whether the others may have one version more, since the group's store did not answer."""
         return self._landing.standing.in_doubt

@@ -88,10 +88,11 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
     except (ShardError, TypeError, ValueError) as error:
         raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {error}") from error
     held = sum(math.prod(n for _, _, n in box) for box in boxes)
-    if held != math.prod(part.size for part in runs):
-        fix = "give boxes that are all combinations of ranges, some ranges per dimension"
-        what = f"tensor {name!r}: {_show_attributes(tensor)} cannot be described by a layout"
-        raise LayoutError(f"{what}; {fix}")
+    product = math.prod(part.size for part in runs)
+    if held != product:
+        fix = "give boxes that are all combinations of some ranges of each dimension"
+        what = f"its boxes have {held} elements, and all combinations of their ranges {product}"
+        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {what}; {fix}")
     return LocalRuns(shape, runs)
 
 
@@ -176,7 +177,7 @@ def _pick(name: str, by_rank: Sequence[Mapping[str, LocalRuns]]) -> dict[int, Lo
     without = [rank for rank, boxes in enumerate(by_rank) if name not in boxes]
     if without:
         what = f"tensor {name!r} describes its part on this rank, and not on {show_ranks(without)}"
-        raise LayoutError(f"{what}; give it the attributes on all ranks")
+        raise LayoutError(f"{what}; set {', '.join(ATTRIBUTES)} on all ranks")
     return {rank: boxes[name] for rank, boxes in enumerate(by_rank)}
 
 

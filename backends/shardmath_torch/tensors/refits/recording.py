@@ -325,7 +325,7 @@ class _Recording:
         if self._differs(name, reading) or (fault and reading.is_written_once):
             raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
         if fault:
-            raise StoreError(self._describe(name, f"is computed: {fault}"))
+            raise StoreError(f"{fault}: {self._describe(name, 'is computed')}")
         self.pieces[name] = reading.list_pieces()
         self.recorded_by[name] = "numbers" if self.pieces[name] else ""
 

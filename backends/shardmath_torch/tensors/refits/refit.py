@@ -208,6 +208,11 @@ class Refit(Leaves):
         return self._mover.version
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the refit's group takes no more calls, as in `Mover.is_broken`."""
+        return self._mover.is_broken
+
+    @property
     def in_doubt(self) -> bool:
         """Whether other ranks may be one version ahead, as in `Mover.in_doubt`."""
         return self._mover.in_doubt
