@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """A group of trainer and engine ranks; each of its `refits` moves a portion of the tensors, `planned` is of all.
+    """A group of trainer and engine ranks; each of its `refits` moves a portion of the tensors of the refit `planned`.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.

@@ -156,7 +156,7 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Return the content of the named tensors' archives: the i-th of n shares of them, if `share` is (i, n).
+        """Describe the tensors in archives of named tensors: the i-th of n shares of them, if `share` is (i, n).
 
         Raises CheckpointError if one holds another tensor than the metadata says.
         """
@@ -169,7 +169,7 @@ class Checkpoint:
         return self.describe(mine)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Return the content of each (tensor, box) in `archives`. Raises CheckpointError if metadata differ."""
+        """Describe the tensor in each archive, given as (tensor, box). Raises CheckpointError if metadata differ."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))

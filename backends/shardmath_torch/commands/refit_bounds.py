@@ -41,7 +41,7 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """Return bounds for moving all tensors from their layouts in `src` to those in `dst`, none of them Partial."""
+    """Return lower bounds for moving all tensors from layouts in `src` to layouts in `dst`, none of them Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})

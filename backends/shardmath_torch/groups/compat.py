@@ -347,7 +347,7 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Return `local`, empty as this rank is not on a scalar's mesh, with shape () and the same autograd graph.
+    """Return the empty `local` of a rank outside a scalar's mesh with shape (), in the same autograd graph.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """

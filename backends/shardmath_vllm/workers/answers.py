@@ -60,7 +60,7 @@ class _Asking:
 
 
 def pass_over_old_answers() -> None:
-    """Patch vLLM's executors in this process to skip unread answers to earlier calls; again does nothing."""
+    """Patch vLLM's executors in this process to skip unread answers to earlier calls; a second call does nothing."""
     if hasattr(MultiprocExecutor, DONE):
         return
     MultiprocExecutor.collective_rpc = _count(MultiprocExecutor.collective_rpc)

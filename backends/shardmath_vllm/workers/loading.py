@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Allocate the tensors named by `natives`, whose values count unwritten elements; if any, fill with zeros.
+        """Allocate and return the tensors named in `natives`; those with a number other than 0 there are zeroed.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

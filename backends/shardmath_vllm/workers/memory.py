@@ -36,7 +36,7 @@ def take_like(tensor: Tensor) -> Tensor:
 
 
 def free() -> None:
-    """Return unused memory to the system by malloc_trim(3), on a CPU whose allocator has it."""
+    """Return unused memory to the system by malloc_trim(3), if vLLM runs on CPUs and the allocator has it."""
     if not current_platform.is_cpu():
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

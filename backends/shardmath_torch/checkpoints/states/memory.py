@@ -133,7 +133,7 @@ def _plain_local(tensor: Tensor) -> Tensor:
 
 
 def spot_of(tensor: Tensor) -> MemorySpot | None:
-    """Return the memory spot of this rank's part of `tensor`; None if it has no elements, or no known address."""
+    """Return the place in memory of this rank's part of `tensor`; None if it is empty, or its place is not known."""
     if tensor.is_nested:
         return None
     local = _plain_local(tensor)
@@ -148,13 +148,13 @@ def spot_of(tensor: Tensor) -> MemorySpot | None:
 
 
 def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
-    """Return the memory spots (addresses) of the tensors that have elements and a known address."""
+    """Return the places in memory of those tensors that have elements and a known address."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield the pairs of tensors' memory spots that are different, but share a byte."""
+    """Yield the pairs of different places in memory, of these tensors, that share a byte."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -176,5 +176,5 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return the memory spots of tensors that share a byte with another tensor's spot."""
+    """Return the places in memory of those tensors that share a byte with a tensor at another place."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

@@ -123,7 +123,7 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Describe the module, without communication. FSDP2 first reshards gathered parameters.
+    """Return a description of the module, made without communication. FSDP2 first reshards gathered parameters.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
@@ -197,7 +197,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Lay out the module, over `group`. Ranks exchange local shapes only if all have described the same module."""
+    """Return the module with the layouts of its tensors. Collective over `group`, whose ranks must have one module."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )

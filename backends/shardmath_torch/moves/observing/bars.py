@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Count and report the message `about` that was sent or received, if the ended phase `lap` is of one."""
+        """Count and report the message `about` if the phase that ended, `lap`, sent or received one."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):

@@ -66,7 +66,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """A carrier that moves only changed elements, by a plan without reductions; `whole` carries whole moves."""
+    """The carrier that moves only changed elements, by a plan without reductions; `whole` moves all elements."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task

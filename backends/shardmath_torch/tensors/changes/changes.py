@@ -137,7 +137,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile like `compile_changes`, with `stages`; ranks call `agree_first` before another plan."""
+    """Compile like `compile_changes`, with `stages`; ranks call `agree_first` before they agree on another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

@@ -48,7 +48,7 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """A copy that a loader made into a target: the pieces written, None if unknown, and the operations before.
+    """A copy that a loader made into a target: the pieces written, None if unknown, and how they were computed.
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """

@@ -59,7 +59,7 @@ class HasWorkers(Protocol):
     """A transform that makes its own workers."""
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
-        """Return the worker that transforms one tensor of the rank at `end`."""
+        """Return the worker that transforms one local tensor of `rank` at this `end` of a move."""
 
 
 def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
