@@ -34,7 +34,7 @@ class _Source(NamedTuple):
 
 
 class Broadcast:
-    """The engine "broadcast"."""
+    """The engine "broadcast", which broadcasts each source tensor to all ranks; each rank keeps what it needs."""
 
     def __init__(self, task: Task) -> None:
         assert isinstance(task.wire, GlooWire), "an engine of gloo's"
@@ -54,28 +54,28 @@ class Broadcast:
 
     @property
     def staging_bytes(self) -> int:
-        """Always 0: no staging is kept."""
+        """Always 0: no staging memory is kept between moves."""
         return 0
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Do nothing."""
+        """Do nothing: this engine makes no memory before a move."""
 
     def let_go(self) -> None:
         """Do nothing: no tensor is kept."""
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The part's rounds: the plan's bytes are counted, not those broadcast."""
+        """The rounds of this rank's part of the plan, as if its messages were sent, though tensors are broadcast."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
-        """Make an engine for the task."""
+        """Return a new engine for `task`, since nothing of this one can be reused."""
         return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move the tensors. Raises PeerFailure."""
+        """Move the plan's tensors from `src` to `dst`. Raises PeerFailure."""
         # Not known: tensors arrive in another order than in the part's steps.
         self.begun = None
         # Only in inference mode may inference tensors be written.

@@ -66,7 +66,7 @@ class _Pending(NamedTuple):
     is_late: bool = False
 
     def wait(self) -> None:
-        """Wait until the message has been received or sent. Raises PeerFailure."""
+        """Wait until this message has been received or sent. Raises PeerFailure."""
         if self.is_late:
             _wait_in_thread(self._replace(is_late=False))
             return
@@ -91,7 +91,7 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until the whole message has been received or sent. Raises PeerFailure."""
+        """Wait until all parts of this long message have been received or sent. Raises PeerFailure."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -112,7 +112,7 @@ def _make_byte() -> Tensor:
 
 
 class GlooWire:
-    """A gloo process group; waiting ends `patience` seconds after posting."""
+    """Messages over a gloo process group; a wait ends `patience` seconds after its message was posted."""
 
     device = torch.device("cpu")
 
@@ -126,7 +126,7 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark the following messages with this turn; they wait `patience` seconds, None for the wire's default."""
+        """Mark the following messages with the number `turn`; they wait `patience` seconds, None for the default."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None
@@ -178,7 +178,7 @@ class GlooWire:
         """Do nothing: a message that was waited for has arrived."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Gather every rank's record, all of one size, in the group's order. Raises PeerFailure.
+        """Return every rank's `record`, in the group's order; all records have one size. Raises PeerFailure.
 
         Waits `patience` seconds; None for the turn's.
 

@@ -22,7 +22,7 @@ NO_TAG = 0
 
 
 class WireMessage(NamedTuple):
-    """Bytes to send or receive; `place` is the other rank's place in the group."""
+    """Bytes to send or to receive; `place` is the other rank's place in the group."""
 
     sends: bool
     memory: Tensor
@@ -32,7 +32,7 @@ class WireMessage(NamedTuple):
 def start_batch(
     group: compat.Group, device: torch.device, messages: Sequence[WireMessage]
 ) -> list[dist.Work]:
-    """Start all messages as one group, or one by one if the backend has no groups; return the works to wait for."""
+    """Start all `messages`, as one NCCL group if the backend has groups, and return the works to wait for."""
     channel = compat.channel_of(group)
     if not channel._get_backend(device).supports_coalescing:
         return [_post(channel, message) for message in messages]
@@ -49,7 +49,7 @@ def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
 
 
 def start_gather(group: compat.Group, rows: Sequence[Tensor], mine: Tensor) -> dist.Work | None:
-    """Gather each rank's `mine` into the row of its place; None if there is nothing to wait for."""
+    """Start gathering each rank's `mine` into `rows`, in the group's order; return the work to wait for, if any."""
     options = AllgatherOptions()
     options.asyncOp = True
     return compat.channel_of(group).allgather([list(rows)], [mine], options)

@@ -61,7 +61,7 @@ class _Batch:
         self._is_ordered = False
 
     def wait(self) -> None:
-        """Order the current stream's further work after all messages. Raises PeerFailure."""
+        """Have later work on the current stream wait for all messages of this batch. Raises PeerFailure."""
         if not self._is_ordered:
             _order(self.works)
             self._is_ordered = True
@@ -116,7 +116,7 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """An NCCL process group; a wait ends if no group of messages is done within `patience` seconds."""
+    """Messages over an NCCL process group; a wait ends if no batch of messages is done within `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
@@ -134,21 +134,21 @@ class NcclWire:
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Set the turn's patience. The number has no use: NCCL pairs messages by order, which votes keep equal."""
+        """Set for how many seconds messages wait from now on. `turn` is not used: NCCL pairs messages by order."""
         self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
-        """Add a receive of bytes from `rank` into `memory` to the next group."""
+        """Queue a receive of bytes from `rank` into `memory`; the next `start` launches it with all queued messages."""
         self._batch.ops.append(WireMessage(False, memory, self._places[rank]))
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
-        """Queue a send of `memory`'s bytes to `rank`; the next `start` launches it with the others of its group."""
+        """Queue a send of the bytes of `memory` to `rank`; the next `start` launches it with all queued messages."""
         self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
         return self._batch
 
     def start(self) -> None:
-        """Start all posted messages as one group. Raises PeerFailure."""
+        """Start all queued messages as one NCCL group. Raises PeerFailure."""
         # Messages posted later are of the next group, even if this one fails.
         batch, self._batch = self._batch, _Batch()
         if not batch.ops:
@@ -173,7 +173,7 @@ class NcclWire:
         self._started_batches.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Gather every rank's record, all of one size, in the group's order. Raises PeerFailure."""
+        """Return every rank's `record`, in the group's order; all records have one size. Raises PeerFailure."""
         if patience is None:
             patience = self._patience
         self._meet(patience)

@@ -49,7 +49,7 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The store, and who this rank is; `trainers` have the first places of `size`, `timeout` is in seconds."""
+    """The exchange of messages about updates in `store`, for rank `place` of `size`; trainers have the first places."""
 
     store: Store
     place: int
@@ -58,7 +58,7 @@ class Board:
     timeout: float
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
-        """Have place 0 act while other trainers wait. Raises ExchangeError on all of them where that fails."""
+        """Call `act` at place 0 while other trainers wait for its result. Raises ExchangeError on all if it fails."""
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
@@ -80,7 +80,7 @@ class Board:
             raise
 
     def give_up(self, whats: Iterable[str], error: BaseException) -> None:
-        """Have nobody wait for place 0 to say how these went; what it has said stays, since others act on it."""
+        """Post `error` at place 0 as the result of each step in `whats` that has none, so that no rank waits for it."""
         if self.place:
             return
         with suppress(RuntimeError):
@@ -91,7 +91,7 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """Do the last step of an update, like `relay`: place 0, whose process may end next, waits until others read it.
+        """Run the last step of an update, like `relay`; place 0 also waits until the others have read the result.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
         in time.
@@ -105,11 +105,11 @@ class Board:
                 raise ExchangeError(find_failure() or f"{self._word_late(what, late)}; {fix}")
 
     def vote(self, what: str, fault: str) -> None:
-        """Say what keeps this rank from it; "" where it is ready."""
+        """Post this rank's vote on the step `what`: the `fault` that prevents it, or "" if this rank is ready."""
         self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
-        """Say that this rank does not come, to the ranks that wait for its vote, or for place 0's decision."""
+        """Post `error` as this rank's vote on the step `what`, and at place 0 as its result, so that no rank waits."""
         objection = word_objection(error)
         # Where place 0 is gone, nobody waits.
         with suppress(ExchangeError):
@@ -120,11 +120,11 @@ class Board:
             self.excuse(what)
 
     def excuse(self, what: str) -> None:
-        """Have place 0 not wait for this rank to hear what becomes of that: it raises what is its own."""
+        """Mark the result of the step `what` as read by this rank, so that place 0 does not wait for that."""
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
-        """Whether all are ready, as place 0 decides once all have voted: what is wrong, on every rank; "" for nothing.
+        """Return place 0's decision on the step `what`, once all have voted: the faults, or "" if all are ready.
 
         `fail_early()` says at place 0 why some will not come, "" where they will.
         """
@@ -169,7 +169,7 @@ class Board:
             raise ExchangeError(f"{what}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Remove what was said of updates from the store: all have read it who come to the next."""
+        """Delete the messages about the updates with these `numbers` from the store, which no rank needs any more."""
         for number in numbers:
             for step in (*WAITED_FOR, "fail"):
                 what = f"{step} update {number}"
@@ -179,7 +179,7 @@ class Board:
                     self.store.delete_key(f"{what}/heard/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Leave, as all ranks do when an update fails: why another one says that it did, "" if none does.
+        """Post `why` this rank ends the update, call `leave`, and return why another rank ended it, "" if none did.
 
         `why` is what is wrong here, "" where it is what others have done.
         """

@@ -66,17 +66,17 @@ class _Call:
             self._end_event.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for its end."""
+        """Wait at most `seconds` for the end of the call."""
         self._end_event.wait(seconds)
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the call has not ended."""
         return not self._end_event.is_set()
 
 
 class Calls:
-    """The last call of each engine, by the engine's number."""
+    """The latest call to each engine, by the engine's number; each call runs in a separate thread."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
@@ -84,7 +84,7 @@ class Calls:
     def ask(
         self, acts: Sequence[Callable[[], object]], give_up: Callable[[str], None] = _ignore
     ) -> None:
-        """Begin a call of each engine.
+        """Start a call to each engine in a separate thread: `acts[i]()` calls engine i.
 
         Where one fails while this rank waits for others, `give_up(why)` may end that: it is called on another thread.
         Raises ExchangeError, and calls none, where an engine has not answered the call before.
@@ -95,7 +95,7 @@ class Calls:
         self._begin(dict(enumerate(acts)), give_up)
 
     def answer(self, seconds: float) -> None:
-        """Wait for the end of all calls, of which few seconds are left once one has failed.
+        """Wait at most `seconds` for the end of all calls; once one has failed, at most GRACE_S more.
 
         Raises ExchangeError with those that failed, or did not end in time.
         """
@@ -113,12 +113,12 @@ class Calls:
             raise ExchangeError(silent)
 
     def tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call each engine, and wait for the end, as `ask` and `answer`."""
+        """Call each engine by its function in `acts`, as by `ask`, and wait at most `seconds`, as by `answer`."""
         self.ask(acts)
         self.answer(seconds)
 
     def try_to_tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call each engine that has answered the call before, and wait at most `seconds`, whatever the results."""
+        """Call each engine whose previous call has ended, and wait at most `seconds`; errors are ignored."""
         able = {}
         for number, act in enumerate(acts):
             if number not in self._calls or not self._calls[number].is_open:
@@ -138,7 +138,7 @@ class Calls:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Add the errors of open calls to any error raised inside.
+        """Add the errors of calls to engines to an exception that the `with` block raises.
 
         Raises ExchangeError instead of that error if a call has failed.
         """

@@ -27,14 +27,14 @@ _NONE: Ints = np.zeros(0, np.int64)
 
 
 class Cells:
-    """Cells of stored tensors, which any hashable value names; false where there are none."""
+    """A set of elements (cells) of stored tensors, which any hashable value names; an empty set is false."""
 
     def __init__(self, borders: Mapping[Hashable, Ints]) -> None:
         self._borders = {name: at for name, at in borders.items() if len(at)}
 
     @classmethod
     def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
-        """Those that pieces of each tensor fill, no two of them the same cell."""
+        """Return the set of the elements that each tensor's `pieces` fill; no two pieces of a tensor may overlap."""
         return cls({name: _find_borders(filled) for name, filled in pieces.items()})
 
     def __or__(self, other: Cells) -> Cells:

@@ -27,7 +27,7 @@ TIMEOUT_S = 600.0
 
 @runtime_checkable
 class Client(Protocol):
-    """A connection to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
+    """The interface of a connection to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -54,28 +54,28 @@ class LLMClient:
         self._turn_lock = _turns.setdefault(llm, threading.Lock())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have its workers join."""
+        """Have the engine's workers connect to the trainer that `init_info` describes."""
         with self._turn_lock:
             self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Before an update."""
+        """Tell the engine that an update of its weights begins."""
         with self._turn_lock:
             self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have its workers receive."""
+        """Have the engine's workers receive the weights of the update that `update_info` describes."""
         with self._turn_lock:
             self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """After an update."""
+        """Tell the engine that the update is over; `weight_version` is the name of the new weights."""
         with self._turn_lock:
             self._llm.finish_weight_update(weight_version)
 
 
 class HTTPClient:
-    """Speaks to a server of vLLM's, `vllm serve` with VLLM_SERVER_DEV_MODE=1, at a URL; needs no vLLM itself.
+    """A client for a vLLM server, `vllm serve` with VLLM_SERVER_DEV_MODE=1, at `url`; does not need vLLM itself.
 
     `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. What
     the server refuses, or does not answer in time, is an ExchangeError with what it said. Raises ValueError for what is
@@ -91,19 +91,19 @@ class HTTPClient:
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have its workers join."""
+        """Have the engine's workers connect to the trainer that `init_info` describes."""
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Before an update."""
+        """Tell the engine that an update of its weights begins."""
         self._post("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have its workers receive."""
+        """Have the engine's workers receive the weights of the update that `update_info` describes."""
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """After an update."""
+        """Tell the engine that the update is over; `weight_version` is the name of the new weights."""
         self._post("finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
@@ -124,7 +124,7 @@ class _NoRedirects(HTTPRedirectHandler):
     """Urllib would follow a redirect by GET, of which an engine hears nothing; without one, it is an error."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: nothing is asked in its place."""
+        """Return None, so that no request is redirected."""
 
 
 OPENER = build_opener(_NoRedirects)

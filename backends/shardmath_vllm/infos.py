@@ -23,7 +23,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class TrainerInfo:
-    """The arguments of one rank of a trainer to `Trainer.trainer_init`.
+    """The settings that one rank of a trainer passes to `Trainer.trainer_init`.
 
     `rank` is this process of `trainers`, and `workers` how many each engine has, in the order of its clients.
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
@@ -70,21 +70,21 @@ class TrainerInfo:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """How many workers each engine has."""
+        """The number of workers of each engine."""
         return (self.workers,) if isinstance(self.workers, int) else tuple(self.workers)
 
     @property
     def size(self) -> int:
-        """All ranks of the group: trainers first, then the workers of each engine."""
+        """The number of ranks in the group, in which trainers come first, then the workers of each engine."""
         return self.trainers + sum(self.engines)
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank speaks to the engines."""
+        """Whether this rank is the one rank of the trainer that calls the engines."""
         return self.rank == 0
 
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """Return the message that asks the workers of an engine to join."""
+        """Return the message that asks the workers of `engine` to join the meeting (connecting) named `meeting`."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -138,7 +138,7 @@ def _read_limit(given: object) -> int | None:
 
 @dataclass
 class Joining:
-    """The message that asks a worker to join. Worker `i` of the engine has place `first + i` of `size`.
+    """The message that asks a worker to join its trainer. Worker `i` of the engine has place `first + i` of `size`.
 
     `meeting` is a text that no other meeting has: the worker takes updates of this one from then on.
     """
@@ -157,7 +157,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message to a worker about an update: its number since the ranks connected, from 1 on, and the meeting."""
+    """The message to a worker about an update: its number since the ranks connected, from 1, and the meeting's name."""
 
     number: int
     meeting: str = ""

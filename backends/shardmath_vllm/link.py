@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
-    """Return `act()` once it has succeeded on all ranks. Raises ExchangeError with the fault of each rank.
+    """Call `act` on every rank, and return this rank's result. Raises ExchangeError on all ranks if it fails on one.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """The group, and the refit of each portion of the tensors; `planned` is all of them, on all ranks.
+    """A group of trainer and engine ranks; each of its `refits` moves a portion of the tensors of the refit `planned`.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
@@ -75,13 +75,13 @@ class Link:
     update_numbers: list[int] = field(default_factory=list)
 
     def leave(self) -> None:
-        """End the group, and the groups in `beside`."""
+        """Disconnect this rank from the group, and from the groups in `beside`."""
         for group in (*self.beside.values(), self.group):
             smt.disconnect(group)
 
     @property
     def board(self) -> Board:
-        """The board of the group's ranks. Raises ExchangeError once the group was left."""
+        """The board through which the group's ranks exchange messages. Raises ExchangeError if the group was left."""
         store = compat.store_of(self.group)
         if store is None:
             what = "this rank has left the group of the engines, by shutdown() or after an update that failed"
@@ -90,7 +90,7 @@ class Link:
 
 
 class Life:
-    """An update at this rank, from its first step to its last or to what it fails by; `update` says how it stands.
+    """An update on this rank, from its first step to its last or to a failure; `update` is its present state.
 
     Raises ExchangeError once the group was left.
     """
@@ -101,13 +101,13 @@ class Life:
         self._board = link.board
 
     def call(self, act: Callable[[], None]) -> None:
-        """Have engines be told, by place 0. Raises ExchangeError on all trainers where that fails."""
+        """Call `act` at place 0 to start the update in engines. Raises ExchangeError on all trainers if that fails."""
         self._note()
         with self._step(Step.CALL):
             self._board.relay(self._name("start"), act)
 
     def receive(self, act: Callable[[], None]) -> None:
-        """Move weights, as a worker that was told to. Raises ExchangeError on all ranks where one fails.
+        """Receive weights by calling `act`, on a worker. Raises ExchangeError on all ranks if one fails.
 
         Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
         """
@@ -123,7 +123,7 @@ class Life:
         act: Callable[[], None],
         fail_early: Callable[[], str] = str,
     ) -> None:
-        """Move weights: nothing moves before `check` was right on all ranks, and it is over once `act` was on all.
+        """Move weights by calling `act`, after `check` has succeeded on all ranks; returns once all ranks have moved.
 
         `fail_early()` says at place 0 why some ranks will not come, "" where they will. Raises ExchangeError on all
         ranks where one fails.
@@ -148,12 +148,12 @@ class Life:
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
-        """Have place 0 hear that engines have taken it. Raises ExchangeError on all trainers where one has not."""
+        """Call `act` at place 0 to await the answers of engines. Raises ExchangeError on all trainers if one failed."""
         with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
-        """Have engines be told that it is over, by place 0. Raises ExchangeError on all trainers where that fails."""
+        """Call `act` at place 0 to end the update in engines. Raises ExchangeError on all trainers if that fails."""
         with self._step(Step.END):
             self._board.finish(self._name("finish"), act, self._find_failure)
 
@@ -187,7 +187,7 @@ class Life:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """End the update if the code inside raises, in a step or between two steps.
+        """End the update if the `with` block raises, in a step or between two steps.
 
         Raises its error, with the other ranks' reports on it.
         """

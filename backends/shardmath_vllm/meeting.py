@@ -33,7 +33,7 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """A rank's contribution: `told`, if it is a trainer; else its engine, and a function that records its loader.
+    """A rank's contribution to a meeting: `told` of a trainer, or an `engine` and the function to `record` its loader.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
@@ -45,7 +45,7 @@ class Given:
 
 
 class Where(Protocol):
-    """A meeting's address, size and time limit, and the settings of its moves; the same on all of its ranks."""
+    """The address, size, and time limit of a meeting, and the settings of its moves; equal on all of its ranks."""
 
     @property
     def address(self) -> str: ...
@@ -65,7 +65,7 @@ class Where(Protocol):
 
 @contextmanager
 def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
-    """A group of the trainer's ranks, within which they draw the meeting's name; None for a trainer of one.
+    """Connect the trainer's ranks in a group for the `with` block; None instead if the trainer has one rank.
 
     Collective. Raises ExchangeError where one does not come, and on all ranks where one was told otherwise.
     """
@@ -97,7 +97,7 @@ def _check_alike(infos: list[TrainerInfo]) -> None:
 
 
 class Meeting:
-    """A meeting of all ranks, by its name, and this rank's place in it."""
+    """The connecting of all trainer and engine ranks under one name, on this rank."""
 
     def __init__(self, where: Where, name: str, place: int) -> None:
         self._where = where
@@ -106,7 +106,7 @@ class Meeting:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, given: Given) -> Link:
-        """Join the others, and plan.
+        """Connect to all other ranks, plan the moves with them, and return the connection.
 
         Raises ExchangeError on all ranks where one does not come, or fails.
         """
@@ -126,7 +126,7 @@ class Meeting:
             raise
 
     def call_off(self, why: str) -> None:
-        """Have nobody wait for ranks that do not come, while another thread is in `join`."""
+        """End `join`, running in another thread, with the error `why` on all ranks, unless all have connected."""
         # Once all have come they hear of each other.
         if self._group is None:
             where = self._where

@@ -17,7 +17,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make both ends known to vLLM as "shardmath"; again does nothing."""
+    """Register shardmath's trainer and worker classes with vLLM as "shardmath"; a second call does nothing."""
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     pass_over_old_answers()

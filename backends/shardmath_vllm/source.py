@@ -41,7 +41,7 @@ Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of a trainer's rank, and how all of its ranks store them.
+    """The tensors of one rank of a trainer, and a description of how all ranks of the trainer store them.
 
     `tensors` are this rank's, by the trainer's names, or one such mapping per virtual stage. `side` is how all of the
     trainer's ranks store them: rows, or a layout of each. `shapes` has shape and dtype of each tensor by the name that
@@ -60,14 +60,14 @@ class Source:
     rank: int | None = None
 
     def tell(self) -> Told:
-        """Return the facts with which all ranks plan."""
+        """Return the facts about the source that all ranks need to plan."""
         shapes = dict(self.shapes)
         return Told(self.side, shapes, dict(self.served or shapes), self.checkpoint)
 
 
 @dataclass(frozen=True)
 class Told:
-    """The facts that all ranks of a trainer share."""
+    """The facts about a trainer's tensors that all of its ranks share: storage, shapes and dtypes."""
 
     side: Stored | Mapping[str, sm.Layout]
     shapes: Shapes
@@ -85,7 +85,7 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """Return the source itself, or the source of a module, or of an object that holds one, such as vLLM's ModuleSource.
+    """Return `given` if it is a Source, else the Source of the module that it is or holds, as vLLM's ModuleSource does.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
     Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
@@ -137,14 +137,14 @@ def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def watch_modules(source: Source) -> list[Watched]:
-    """The source's tensors, and where in its modules each is."""
+    """Return records of the source's tensors and of the places in its modules that hold them, for later checks."""
     watched = watch("the trainer's", None, name_natives(source.tensors))
     find_owners(watched, [part for module in source.modules for part in module.modules()])
     return watched
 
 
 def check_kept(watched: list[Watched], source: Source) -> None:
-    """Raise StoreError where the source's modules no longer have one of these."""
+    """Raise StoreError if a tensor in `watched` was replaced in, or removed from, the modules of `source`."""
     # Without modules, nothing was found in any.
     gone = find_replaced(watched) or find_removed(watched, source.modules)
     if gone is not None:
@@ -155,7 +155,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
 
 
 def check_types(source: Source, bound: KnownSide, place: int) -> None:
-    """Raise StoreError where a tensor of this place is of another dtype than was planned."""
+    """Raise StoreError if a tensor of `source` has another dtype than `bound` has for the rank at `place`."""
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():
         if slot.function:

@@ -41,7 +41,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """One rank of a trainer that has met its engines; made by `trainer_init`.
+    """One rank of a trainer that is connected to its engines; made by `trainer_init`.
 
     As vLLM's own have it, `client` is what that was given, and `is_sender` says whether this rank calls the engines.
     """
@@ -74,7 +74,7 @@ class Trainer:
         client: Client | Sequence[Client],
         source: Any,
     ) -> Trainer:
-        """Connect to the engines, one per client. Collective over the trainer's ranks, and again after a failure.
+        """Connect to the engines, one per client. Collective over the trainer's ranks, also to recover after a failure.
 
         `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
         Raises ExchangeError on all ranks if one does not come, or if its arguments or its tensors do not fit the
@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank speaks to the engines."""
+        """Whether this rank is the one rank of the trainer that calls the engines."""
         return self.link.place == 0
 
     @as_main()
@@ -152,7 +152,7 @@ class Trainer:
             refit.release()
 
     def shutdown(self) -> None:
-        """Leave the engines, which continue with the weights that they have."""
+        """Disconnect from the engines, which continue with the weights that they have."""
         self.link.leave()
 
     def _check(self) -> None:

@@ -46,7 +46,7 @@ NO_CELLS = Cells({})
 
 
 class Phase(Enum):
-    """The phase of an update at one rank."""
+    """The state that an update has reached on one rank."""
 
     IDLE = "idle"
     CALLED = "called"
@@ -89,7 +89,7 @@ NEW = (Phase.MOVED, Phase.TAKEN, Phase.ENDED, Phase.STALE)
 
 @dataclass(frozen=True)
 class Update:
-    """An update by its number since ranks met, and where it stands at this rank.
+    """An update, by its `number` since ranks connected, and the `phase` that it has reached on this rank.
 
     `writes` are the cells of the engine's stored tensors that it writes, on any rank of the engine; `torn` those that
     were mixed before. A trainer's rank has neither.
@@ -101,7 +101,7 @@ class Update:
     torn: Cells = NO_CELLS
 
     def after(self, step: Step) -> Update:
-        """The update once that has happened. Raises ExchangeError for what cannot happen now."""
+        """Return the update in the phase that follows `step`. Raises ExchangeError if `step` is impossible now."""
         ways = TABLE.get(self.phase, {})
         if step not in ways:
             able = " or ".join(way.value for way in ways) or "do nothing more"
@@ -112,22 +112,22 @@ class Update:
 
     @property
     def mixed(self) -> Cells:
-        """The cells that may be old on one rank of the engine and new on another; none where its model may answer."""
+        """The elements that may be old on one rank of the engine and new on another; empty if its model may answer."""
         if self.phase in MIXING:
             return self.torn | self.writes
         return self.torn - self.writes if self.phase in NEW else self.torn
 
     @property
     def is_new(self) -> bool:
-        """Whether engines have the new weights, so that nothing they have cached of prompts is of use."""
+        """Whether the engines have the new weights, so that their caches of prompts are outdated."""
         return self.phase in NEW
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can happen to it."""
+        """Whether the update has ended, so that no step can follow."""
         return self.phase not in TABLE
 
     @property
     def keeps_link(self) -> bool:
-        """Whether ranks may stay connected; after a torn update they have to connect again."""
+        """Whether ranks may stay connected after the update; after a torn one they must connect again."""
         return self.phase is not Phase.TORN

@@ -302,7 +302,7 @@ def _fill(
 
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
-    """The windows of each tensor; names with a layout of None, for per-rank bytes, are left out.
+    """Return the windows of each tensor in `layouts`, without the names whose layout is None, for per-rank bytes.
 
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """

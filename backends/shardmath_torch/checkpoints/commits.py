@@ -59,12 +59,12 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """The file name of a save's draft of `.metadata`."""
+    """Return the file name of the draft of `.metadata` that the save with the digits `save` writes."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
 class Claim(NamedTuple):
-    """A running save: its digits, its draft, and the handle that holds the lock (None in an object store)."""
+    """A running save: its digits, its draft of `.metadata`, and the handle of its lock (None in an object store)."""
 
     save: str
     draft: Place
@@ -86,7 +86,7 @@ class Claim(NamedTuple):
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begin a save. Raises CheckpointError for a folder with an export, which no later export could replace."""
+    """Begin a save in `folder`. Raises CheckpointError if it has an export, which no later export could replace."""
     if isinstance(folder, Path) and has_export(folder):
         what = f"{folder} has an export, which could not be replaced beside a save"
         raise CheckpointError(f"{what}; give another folder, or move the export away")
@@ -124,7 +124,7 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Make the save the one that counts: its draft, with this text, replaces `.metadata`.
+    """Make the save `held` the folder's current one: its draft, with this `text`, replaces `.metadata`.
 
     Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
@@ -161,7 +161,7 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of dead saves that do not count: the i-th of n shares of them, if `share` is (i, n)."""
+    """Remove files of saves that ended without completion: the i-th of n shares of them, if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
@@ -210,7 +210,7 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """The digits of the save that counts; None if `save` did not write it, or nothing is there."""
+    """Return the digits of the save that the folder's `.metadata` belongs to; None if there is none by `save`."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -234,7 +234,7 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """End a failed save: remove its files, unless it counts. What cannot be removed stays."""
+    """End the failed save `held` and remove its files, unless it is current. A file that cannot be removed stays."""
     if not held.is_ours:
         return
     folder = held.draft.parent

@@ -45,7 +45,7 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """(name, local buffer key, layout) of each tensor or window that the rank holds."""
+    """Yield (name, local buffer key, layout) of each tensor or window that `rank` holds on `side`."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
@@ -75,7 +75,7 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata: Mapping[str, object] = {}
 
     def make_room(self) -> dict[str, Tensor]:
-        """Tensors of zeros for all that this rank loads, by local buffer key."""
+        """Return tensors of zeros for all that this rank loads, by local buffer key."""
         held = local_layouts(self._windows, self._rank)
         return {key: make_room(layout, self._rank) for _, key, layout in held}
 
@@ -91,7 +91,7 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """A read for each intersection of a stored box with a box that this rank holds."""
+        """Return a read for each intersection of a stored box with a box that this rank holds."""
         items: list[ReadItem] = []
         tables: dict[str, _BoxTable] = {}
         for name, key, layout in local_layouts(self._windows, self._rank):
@@ -114,20 +114,20 @@ class LoadPlanner(theirs.LoadPlanner):
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged: ranks need not know of each other."""
+        """Return the plans of all ranks, unchanged: no rank's reads depend on another's."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
+        """Return the plan, unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise CheckpointError: objects are not loaded."""
+        """Raise CheckpointError: this planner loads tensors only, not pickled objects."""
         name = read_item.dest_index.fqn
         raise CheckpointError(f"{name!r} is not a tensor; load it with the layout None")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """A view of the local cells that an item is read into."""
+        """Return a view of the local tensor's elements that `read_item` is read into."""
         local = self._tensors[read_item.dest_index.fqn].detach()
         stored = self._find_stored(read_item.storage_index.fqn)
         # in the stored dtype, or copying into the cells would convert
@@ -138,7 +138,7 @@ class LoadPlanner(theirs.LoadPlanner):
         return local[cells]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the tensor is a view of the cells."""
+        """Do nothing: `tensor` is a view, so that reading has filled the local tensor."""
 
 
 def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> None:

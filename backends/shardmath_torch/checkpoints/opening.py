@@ -56,8 +56,8 @@ _DAMAGE = (
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at `path`, written by `save` or torch.distributed.checkpoint, or safetensors as in `weights` and
-    `hf_sharded`. `path` may be a URL that fsspec serves.
+    """Open the checkpoint at `path`: one by `save` or torch.distributed.checkpoint, or safetensors as in `weights`
+    and `hf_sharded`. `path` may be a URL that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
@@ -213,7 +213,7 @@ class _Files:
         self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """The file of a box of the tensor. Raises CheckpointError for a box that extensions of torch transformed."""
+        """Return the file of a box of tensor `name`. Raises CheckpointError if extensions of torch transformed it."""
         if getattr(info, "transform_descriptors", None):
             what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
             why = "extensions of torch that are not read here; save it without them"

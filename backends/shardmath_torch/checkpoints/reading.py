@@ -89,12 +89,12 @@ class Reader(storage.StorageReader):
         self._marks_to_check: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint, if given."""
+        """Read the checkpoint `checkpoint_id` from now on, if it is given."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """The metadata of the tensors, checked as far as that is possible without data."""
+        """Return the metadata of the checkpoint's tensors, checked as far as that is possible without data."""
         found = self._path
         if not isinstance(found, Checkpoint):
             found = open_checkpoint(os.fspath(found))
@@ -112,7 +112,7 @@ class Reader(storage.StorageReader):
         """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which chunks with checksums this rank reads; the plan is unchanged."""
+        """Note which chunks with checksums this rank reads, and return `plan` unchanged."""
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
@@ -120,16 +120,16 @@ class Reader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
+        """Return the plans of all ranks, unchanged."""
         return plans
 
     @property
     def touched(self) -> bytes | None:
-        """Packed marks of the chunks that this rank reads, to send to the others; None without checksums."""
+        """Packed marks of the chunks that this rank reads, to send to other ranks; None without checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Keep this rank's share of the checksums, given every rank's `touched`, in order.
+        """Choose the chunks whose checksums this rank checks, given every rank's `touched` in order as `packed`.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
@@ -137,7 +137,7 @@ class Reader(storage.StorageReader):
             self._marks_to_check = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
-        """Copy the plan's items into the planner's tensors, file by file."""
+        """Copy the items of `plan` from the files into the planner's tensors, file by file."""
         by_file = self._list_reads(plan)
         self._tally.begin(sum(read.nbytes for reads in by_file.values() for read in reads))
         for file, reads in by_file.items():
@@ -253,18 +253,18 @@ class _Read(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements have."""
+        """The size in bytes of the elements to read."""
         return math.prod(self.strided.shape) * dtype_of(self.strided.dtype).itemsize
 
     @property
     def stop(self) -> int:
-        """One past its last byte in the file."""
+        """One past the last byte to read in the file."""
         dtype = dtype_of(self.strided.dtype)
         return self.strided.start + self.strided.extent * dtype.itemsize
 
     @property
     def span(self) -> tuple[int, int]:
-        """Its first byte, counted from the box's, and one past its last."""
+        """The first byte to read and one past the last, counted from the first byte of the stored box."""
         base = self.box.start
         return self.strided.start - base, self.stop - base
 

@@ -67,7 +67,7 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors share a local buffer key, as `w[0]` a tensor and a window of `w`."""
+    """Raise CheckpointError if two names share a local buffer key, as a tensor `w[0]` and a window of `w` do."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -109,11 +109,11 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the local tensors."""
+        """Take this rank's local tensors from `state_dict`."""
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """The boxes that this rank writes, with its report to the others as planner data."""
+        """Return the boxes that this rank writes, with its report to other ranks as planner data."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -169,7 +169,7 @@ class SavePlanner(theirs.SavePlanner):
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """All ranks' boxes, equal bytes once, and the metadata. Raises CheckpointError if ranks disagree."""
+        """Return all ranks' boxes, equal ones once, and the metadata. Raises CheckpointError if ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
         stored = _name_bytes(reports, self._names)
@@ -183,18 +183,18 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note under which stored names this rank writes its bytes; the plan is unchanged."""
+        """Note the stored names of the bytes that this rank writes, and return the plan unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """An item's data: a view of a local tensor."""
+        """Return the data of `write_item`: a view of a local tensor."""
         return self._sources[write_item.index]
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """The plan that sends all of every tensor to one more rank, the disk. Raises CheckpointError for Partial."""
+    """Return the plan that sends every tensor whole to one more rank, the disk. Raises CheckpointError for Partial."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
@@ -226,7 +226,7 @@ def _describe_box(
 
 
 def count_bytes(items: Iterable[WriteItem]) -> int:
-    """How many bytes the items' boxes have."""
+    """Return the size in bytes of the boxes of `items`."""
     boxes = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(box.chunk.sizes.numel() * box.properties.dtype.itemsize for box in boxes)
 
@@ -249,7 +249,7 @@ def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetad
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """Per-rank bytes as a tensor of uint8. Raises CheckpointError for data that are not bytes."""
+    """Return per-rank bytes `data` as a uint8 tensor. Raises CheckpointError, with `name`, if `data` are not bytes."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
         tensor = plain(data)
         fault = missing_memory(tensor)
@@ -342,7 +342,7 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError for a path that is not its name split at dots, or that leads through another path."""
+    """Raise CheckpointError if a path is not its name split at dots, or begins with the whole path of another name."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -30,7 +30,7 @@ Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor: where it begins in the tensor, its sizes, and its bytes in a file.
+    """A stored box of a tensor: its offsets in the tensor, its sizes, and its bytes in a file.
 
     The bytes are the elements, row-major, with their `sums` (`checksums`) if they have any; or an `archive` of
     torch.save.
@@ -51,13 +51,13 @@ class StoredBox(NamedTuple):
 
     @property
     def ranges(self) -> Box:
-        """The box's range in the tensor, from begin to end, per dimension."""
+        """The range of the box in each dimension of the tensor, from begin to end."""
         stops = [at + n for at, n in zip(self.offsets, self.sizes, strict=True)]
         return tuple(zip(self.offsets, stops, strict=True))
 
     @property
     def stop(self) -> int:
-        """One past its last byte."""
+        """One past the box's last byte in the file."""
         return self.start + self.length
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> Shapes:
-        """Global shape and dtype of each tensor, by name; per-rank bytes appear once, as stored under their name."""
+        """The global shape and dtype of each tensor by name, and of each rank's bytes by their stored name."""
         hidden: set[str] = set()
         for by_rank in self.blobs.values():
             hidden.update(by_rank.values())
@@ -128,7 +128,7 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """The stored name of the rank's bytes; if it saved none, of the bytes of the lowest rank that did."""
+        """Return the stored name of the bytes that `rank` saved as `name`, or else the lowest rank that did."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -136,7 +136,7 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless the tensors are complete: each element once, in files that are long enough."""
+        """Raise CheckpointError unless named tensors are complete: each element once, in files that are long enough."""
         ends: dict[Place, int] = {}
         # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
@@ -156,7 +156,7 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Return the content of these tensors' archives: the i-th of n shares of them, if `share` is (i, n).
+        """Describe the tensors in archives of named tensors: the i-th of n shares of them, if `share` is (i, n).
 
         Raises CheckpointError if one holds another tensor than the metadata says.
         """
@@ -169,7 +169,7 @@ class Checkpoint:
         return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Return the content of these archives (tensor, box). Raises CheckpointError if the metadata says otherwise."""
+        """Describe the tensor in each archive, given as (tensor, box). Raises CheckpointError if metadata differ."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
@@ -184,7 +184,7 @@ class Checkpoint:
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """The layout of one rank's bytes. Raises CheckpointError if a tensor is stored under that name."""
+    """Return the layout of the bytes that `rank` saved as `name`. Raises CheckpointError if that is a tensor."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"

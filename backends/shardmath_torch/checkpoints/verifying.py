@@ -37,7 +37,7 @@ Marks: TypeAlias = NDArray[np.bool_]
 
 
 class CheckpointChunks:
-    """The chunks of a checkpoint that have checksums, numbered."""
+    """The chunks of a checkpoint's files that have checksums, numbered across the checkpoint."""
 
     def __init__(self, found: Checkpoint) -> None:
         self.total = 0
@@ -50,7 +50,7 @@ class CheckpointChunks:
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
-        """Marks of the chunks that these reads touch: (box, first byte in it, one past the last)."""
+        """Return a mark per chunk that `reads` touch, each (box, first byte in it, one past the last)."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
             first = self._first_numbers.get((box.file, box.start))
@@ -61,7 +61,7 @@ class CheckpointChunks:
         return marks
 
     def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
-        """The numbers, in the box, of its marked chunks."""
+        """Return the numbers of the marked chunks of `box`, counted from its first chunk."""
         first = self._first_numbers.get((box.file, box.start))
         if first is None:
             return []
@@ -71,7 +71,7 @@ class CheckpointChunks:
 
 
 def pack_marks(marks: Marks) -> bytes:
-    """Marks, compressed to be sent."""
+    """Return the marks of chunks compressed into bytes, to be sent."""
     bits = np.packbits(marks)
     return zlib.compress(bits.tobytes(), 1)
 
@@ -96,7 +96,7 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """The chunks that this rank checks, given every rank's marks: of the ranks that touch a chunk, one checks it.
+    """Return the chunks that `rank` checks, given every rank's marks: of the ranks that touch a chunk, one checks it.
 
     Raises CheckpointError for marks of another number of chunks.
 
@@ -120,13 +120,13 @@ def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
 
 
 def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
-    """The first byte in the file of a chunk of a box, and one past its last."""
+    """Return the first byte in the file of chunk `number` of `box`, and one past its last byte."""
     start = box.start + number * CHUNK
     return start, min(box.stop, start + CHUNK)
 
 
 def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) -> memoryview:
-    """Read a chunk into `room`, and return the bytes of it."""
+    """Read chunk `number` of `box` into `room`, and return a view of its bytes there."""
     start, stop = chunk_ends(box, number)
     stream.seek(start)
     chunk = memoryview(room)[: stop - start]
@@ -135,7 +135,7 @@ def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) 
 
 
 def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
-    """Raise CheckpointError unless the chunk has its checksum."""
+    """Raise CheckpointError unless `data`, chunk `number` of `box`, has the checksum that was saved for it."""
     if is_same(data, number, box.sums):
         return
     start, _ = chunk_ends(box, number)
@@ -146,7 +146,7 @@ def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
 
 
 def read_into(stream: io.FileIO, room: memoryview) -> None:
-    """Fill `room` from the file. Raises CheckpointError if the file ends first."""
+    """Fill `room` from `stream`. Raises CheckpointError if the file ends before that."""
     while room:
         count = stream.readinto(room)
         if not count:

@@ -84,7 +84,7 @@ class Writer(storage.StorageWriter):
         self._save = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Write to another folder, if given."""
+        """Write to the folder `checkpoint_id` from now on, if it is given."""
         if checkpoint_id is not None:
             self._folder = _place_to_write(checkpoint_id)
 
@@ -92,7 +92,7 @@ class Writer(storage.StorageWriter):
         """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder. Raises CheckpointError for a plan with objects."""
+        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has objects."""
         self.abandon()
         if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
             fix = "save bytes with SavePlanner, or objects with torch's writer"
@@ -104,7 +104,7 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and give each rank the stem of its files' names: the save's digits and the rank's number."""
+        """Begin the save, and add the stem of each rank's file names: the save's digits and the rank's number."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
@@ -118,7 +118,7 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write this rank's files, under the names of unfinished ones."""
+        """Write the files of this rank, as drafts with the names of unfinished files."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -134,7 +134,7 @@ class Writer(storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Make this save the one that counts."""
+        """Make this save the folder's current one, by writing its metadata."""
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for by_rank in results for result in by_rank]
@@ -154,7 +154,7 @@ class Writer(storage.StorageWriter):
             _update_copy(self._folder, index, held.save)
 
     def abandon(self) -> None:
-        """Remove what a failed save has written, unless it counts. For every rank.
+        """Remove the files of a failed save, unless it has become current. Call it on every rank.
 
         A rank removes its own drafts and the draft of `.metadata`: without them the save can no longer count, whatever
         other ranks do, and however late. The coordinator, which alone commits and so knows whether the save counts,
@@ -175,7 +175,7 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove leftovers of earlier saves: the i-th of n shares of them, if `share` is (i, n). For every rank."""
+        """Remove files left by earlier saves: the i-th of n shares, if `share` is (i, n). Call it on every rank."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 
@@ -189,7 +189,7 @@ class Writer(storage.StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """Empty metadata: torch's planners get nothing from this writer."""
+        """Return empty metadata: torch's planners get nothing from this writer."""
         return StorageMeta()
 
 

@@ -36,7 +36,7 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule, the options it takes, and when experts have separate buffers: `always`, `asked` (`--expert-dp`), `never`.
+    """A rule of buffers, its options, and when experts have separate ones: `always`, `asked` (`--expert-dp`), `never`.
 
     `sharded` says whether ranks divide its buffers.
     """

@@ -20,7 +20,7 @@ __all__ = ["make_parser", "read_count", "run_command"]
 
 
 def read_count(text: str) -> int:
-    """A number of 1 or more. Raises ArgumentTypeError for other text."""
+    """Return the number in `text`, 1 or more. Raises ArgumentTypeError for other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of 1 or more; give digits, such as 4"
@@ -29,7 +29,7 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Do the work, and return the exit status."""
+    """Call `work`, the work of `command`, and return the exit status."""
     try:
         work()
     except ShardError as error:

@@ -32,7 +32,7 @@ SENTENCES = (
 
 
 def find_model() -> Path:
-    """The model's folder in the installed package. Raises ShardError if a package is not installed."""
+    """Return the model's folder in the installed package. Raises ShardError if a package is not installed."""
     folder = _find_package(PACKAGE)
     missing = [] if folder else [PACKAGE]
     if _find_package("transformers") is None:
@@ -52,7 +52,7 @@ def _find_package(package: str) -> Path | None:
 
 
 def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-    """Whole tensors, by name, from the files that the destination ranks wrote to `folder`."""
+    """Return whole tensors, by name, from the files that the destination ranks wrote to `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
     tensors = {}
@@ -63,7 +63,7 @@ def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
-    """A table of the sentences' similarity, computed by a model with `tensors` as its weights.
+    """Return a table of the similarity of sentences, computed by `model` with `tensors` as its weights.
 
     Raises ExchangeError if its embeddings differ from the original model's in any bit.
     """

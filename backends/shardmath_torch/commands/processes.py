@@ -66,7 +66,7 @@ STARTING = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A rank's progress: its phase, and how much of it is done."""
+    """The progress of a rank: its phase, and how much of the phase is done."""
 
     phase: str = "start"
     done: float = 0.0
@@ -74,7 +74,7 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """The error of a rank that lost a peer: the cause is on another rank."""
+    """An error of a rank that lost a peer, whose cause is on another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Failure:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """A sort key: the smallest is nearest to the cause."""
+        """A key to sort failures by: the smallest is nearest to the cause."""
         return self.reported, isinstance(self.error, PeerLost), self.when
 
 
@@ -133,7 +133,7 @@ def run(
     timeout: float,
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
-    """Run the task on ranks 0..world-1, and return the results by rank.
+    """Run `task` with `argument` on ranks 0..world-1, each in a process, and return their results by rank.
 
     `timeout`, in seconds, bounds every wait inside the group, and how long all ranks may be silent;
     `watch` is called with every rank's progress. Raises the first failing rank's ShardError, or

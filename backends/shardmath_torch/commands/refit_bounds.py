@@ -32,7 +32,7 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds in bytes: received and sent by rank, the busiest sender's, and the ranks that force it."""
+    """Lower bounds in bytes of a move: received and sent by rank, the busiest sender's, and the ranks that force it."""
 
     received: dict[int, int]
     sent: dict[int, int]
@@ -41,7 +41,7 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """The bounds for moving every tensor from its layout in `src` to its layout in `dst`, none of them Partial."""
+    """Return lower bounds for moving all tensors from layouts in `src` to layouts in `dst`, none of them Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})

@@ -33,7 +33,7 @@ NAME = re.compile(rf"rank\d+\.safetensors({re.escape(UNFINISHED)})?")
 
 
 def shard_file(folder: Path, rank: int) -> Path:
-    """The file of the weights that arrived at `rank`."""
+    """Return the path in `folder` of the file for the weights that arrived at `rank`."""
     return folder / f"rank{rank}.safetensors"
 
 
@@ -48,7 +48,7 @@ def _list_ours(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """Make the folder, and lock it during the block. Raises ShardError if another refit to it is running."""
+    """Make the folder, and lock it during the `with` block. Raises ShardError if another refit to it runs."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Remove files of other refits, and rename the ranks' drafts. Raises ShardError if that fails."""
+    """Remove files of other refits, and rename the drafts of `ranks`. Raises ShardError if that fails."""
     fix = "what has arrived there is not whole: refit again"
     try:
         _replace(folder, ranks)
@@ -126,7 +126,7 @@ def _replace(folder: Path, ranks: Sequence[int]) -> None:
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove the drafts of a failed refit."""
+    """Remove the drafts of `ranks` in `folder`, after a failed refit."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             _draft(folder, rank).unlink(missing_ok=True)

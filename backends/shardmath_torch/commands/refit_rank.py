@@ -47,7 +47,7 @@ POISON = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job of every rank; `timeout` in seconds, `out` a folder for what arrives, `digest` the proved plan's."""
+    """The work of every rank; `timeout` in seconds, `out` a folder for what arrives, `digest` the proved plan's."""
 
     weights: Weights
     src: Side
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One rank's measurements: seconds of each phase and step, bytes loaded and compared."""
+    """One rank's measurements in a refit: seconds of each phase and step, bytes loaded and compared."""
 
     load_s: float
     plan_s: float

@@ -84,20 +84,20 @@ class TextTable:
 
 
 class Screen(Protocol):
-    """The output of `refit`."""
+    """The interface of a screen, to which `refit` writes its output."""
 
     def line(self, text: str) -> None:
-        """A line of text."""
+        """Write a line of text."""
 
     def table(self, table: TextTable) -> None:
-        """A table, with a blank line before it."""
+        """Write a table, with a blank line before it."""
 
     def progress(self) -> AbstractContextManager[Watch]:
-        """A context that shows every rank's progress."""
+        """Return a context that shows every rank's progress."""
 
 
 def choose_screen() -> Screen:
-    """A screen for stdout: rich on a terminal, plain elsewhere."""
+    """Return a screen for stdout: by rich on a terminal, plain elsewhere."""
     return _TerminalScreen() if sys.stdout.isatty() else _PlainScreen()
 
 
@@ -191,7 +191,7 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """A table of layouts: tensors grouped by the rules that match them on both sides, largest groups first."""
+    """Return a table of layouts: tensors grouped by the rules that match them on both sides, largest first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
@@ -233,7 +233,7 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 
 
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> TextTable:
-    """A table of the bytes that each rank loaded, sent and received, with the lower bounds of direct plans."""
+    """Return a table of bytes loaded, sent and received by each rank, with lower bounds of direct plans."""
     counts = _count_traffic(plan, bound, outcomes)
     rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
@@ -270,7 +270,7 @@ def _count_traffic(
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
-    """A table of the time and throughput of moves, and of a plain exchange of the same bytes.
+    """Return a table of the time and throughput of moves, and of a plain exchange of the same bytes.
 
     A step takes as long as its slowest rank.
     """

@@ -74,14 +74,14 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def check_not_forked(group: Group) -> None:
-    """Raises ExchangeError for a group of the process that this one was forked from."""
+    """Raise ExchangeError if the group was made by the process that this one was forked from."""
     if group in _forked:
         what = "this process was forked from the one whose process group this is"
         raise ExchangeError(f"{what}; start each rank as its own process")
 
 
 def group_of(group: Group | None) -> Group:
-    """The group, or the default one for None. Raises ExchangeError if there is none, or without this process."""
+    """Return `group`, or the default one for None. Raises ExchangeError if there is none, or it lacks this process."""
     if isinstance(group, JointGroup):
         check_there(group)
         check_not_forked(group)
@@ -116,19 +116,19 @@ def _make_outside_error() -> ExchangeError:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """The ranks that plans name, in the group's order: global ranks, or places in a joint group."""
+    """Return the ranks that plans name, in the group's order: global ranks, or places in a joint group."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
 
 
 def rank_in(group: Group) -> int:
-    """This process's rank as plans on the group name it."""
+    """Return the rank under which plans on the group name this process."""
     return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
 
 
 def channel_of(group: Group) -> Group:
-    """The group that holds the connections, for one call: it sends and receives by places in the group.
+    """Return the torch group that has the connections, for one call; its ranks are places in `group`.
 
     Raises ExchangeError if a joint group is disconnected.
     """
@@ -141,7 +141,7 @@ def is_there(group: Group) -> bool:
 
 
 def check_there(group: Group) -> None:
-    """Raises ExchangeError for a group that was destroyed or disconnected."""
+    """Raise ExchangeError if the group was destroyed or disconnected."""
     if isinstance(group, JointGroup):
         group.channel  # noqa: B018
     elif not is_there(group):
@@ -149,25 +149,25 @@ def check_there(group: Group) -> None:
 
 
 def word_gone(group: Group) -> str:
-    """The word for a group's end: disconnected or destroyed."""
+    """Return the word for how the group ended: disconnected or destroyed."""
     return "disconnected" if isinstance(group, JointGroup) else "destroyed"
 
 
 def check_registered(group: Group | None, what: str) -> None:
-    """Raises ExchangeError for a joint group: the call named `what` works only on groups of one job."""
+    """Raise ExchangeError for a joint group, since the call named `what` works only on groups of one job."""
     if isinstance(group, JointGroup):
         fix = f"{what} on a group of the job's own, as the default one"
         raise ExchangeError(f"{group!r} is of several jobs, which do not {what} together; {fix}")
 
 
 def my_rank() -> int:
-    """This process's global rank. Raises ExchangeError if there is no process group."""
+    """Return this process's global rank. Raises ExchangeError if there is no process group."""
     group_of(None)
     return dist.get_rank()
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """The group of all ranks of a mesh; None if there is none and none can be made.
+    """Return the group of all ranks of `mesh`; None if there is none and none can be made.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.
@@ -185,7 +185,7 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
 
 
 def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
-    """This rank's group along each of the mesh's axes. Raises ExchangeError if they are gone."""
+    """Return this rank's group along each axis of `mesh`. Raises ExchangeError if groups were destroyed."""
     with _converting_errors(mesh):
         groups = mesh.get_all_groups()
     coordinate = mesh.get_coordinate()
@@ -221,12 +221,12 @@ def _check_ranks(group: Group, mesh: DeviceMesh, expected: Tensor) -> Group:
 
 
 def rank_or_0() -> int:
-    """This process's global rank; 0 without a process group."""
+    """Return this process's global rank; 0 without a process group."""
     return 0 if is_alone() else dist.get_rank()
 
 
 def backend_of(group: Group) -> str:
-    """The group's backend: "nccl" if it has that, else "gloo" if it has that, else torch's name."""
+    """Return the group's backend: "nccl" if it has that, else "gloo" if it has that, else torch's name."""
     if isinstance(group, JointGroup):
         return group.backend
     name = str(dist.get_backend(group))
@@ -234,7 +234,7 @@ def backend_of(group: Group) -> str:
 
 
 def time_limit_of(group: Group) -> float:
-    """The time that the group's collectives wait for a rank, in seconds."""
+    """Return for how many seconds the group's collectives wait for a rank."""
     device = "cuda" if backend_of(group) == "nccl" else "cpu"
     backend = channel_of(group)._get_backend(torch.device(device))
     limit: timedelta = backend.options._timeout
@@ -242,7 +242,7 @@ def time_limit_of(group: Group) -> float:
 
 
 def device_of(group: Group) -> torch.device:
-    """The device of the group's tensors: for NCCL the GPU that it is bound to or the current one, else the CPU."""
+    """Return the device of the group's tensors: for NCCL the GPU it is bound to or the current one, else the CPU."""
     if backend_of(group) != "nccl":
         return torch.device("cpu")
     bound: torch.device | None = getattr(channel_of(group), "bound_device_id", None)
@@ -263,7 +263,7 @@ def allow_seconds(group: Group, seconds: float) -> None:
 
 
 def find_missing(group: Group) -> tuple[str, list[str]]:
-    """The class name of an NCCL group's backend (torch 2.15: ProcessGroupNCCL2), and the APIs it lacks for moves."""
+    """Return the class name of an NCCL group's backend, and the APIs it lacks for moves."""
     backend = channel_of(group)._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -277,7 +277,7 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
 
 @contextmanager
 def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """Close NCCL's group if an exception ends a batch: torch leaves it open, and all later calls would join it."""
+    """End NCCL's batch of calls if an exception leaves the block: left open, it would take in all later calls."""
     try:
         yield
     except BaseException:
@@ -287,7 +287,7 @@ def closing_group(group: Group, device: torch.device) -> Iterator[None]:
 
 
 def store_of(group: Group) -> Store | None:
-    """The group's key-value store; None if torch no longer knows it."""
+    """Return the group's key-value store; None if torch no longer knows it."""
     if isinstance(group, JointGroup):
         return group.store
     try:
@@ -297,12 +297,12 @@ def store_of(group: Group) -> Store | None:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether hooks, as of activation checkpointing, pack the tensors that autograd saves now (torch 2.13)."""
+    """Whether hooks, such as activation checkpointing's, pack tensors that autograd saves now (torch 2.13)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_own_connections(group: Group) -> bool:
-    """Whether the group is not the default one, which carries a job's other collectives."""
+    """Whether the group is not the default one, whose connections also carry a job's other collectives."""
     return group is not dist.group.WORLD
 
 
@@ -319,7 +319,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: DTensor) -> Spec:
-    """The DTensor's placements and how they may be read (torch 2.13: DTensorSpec.shard_order)."""
+    """Return the DTensor's placements and how they may be read (torch 2.13: DTensorSpec.shard_order)."""
     spec = tensor._spec
     placements = tuple(spec.placements)
     if any(isinstance(p, _StridedShard) for p in placements):
@@ -339,7 +339,7 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Give a DTensor on a mesh without this rank an empty local tensor of its number of dimensions; a scalar, a zero.
+    """Set the local tensor of a DTensor on a mesh without this rank to an empty one of as many dimensions.
 
     Torch makes a local tensor of one dimension, with which `to_local` fails in the backward pass (torch 2.13).
     """
@@ -347,7 +347,7 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Replace the empty tensor of a rank that is not on a scalar's mesh by one of shape (), keeping the graph.
+    """Return the empty `local` of a rank outside a scalar's mesh with shape (), in the same autograd graph.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """
@@ -355,15 +355,15 @@ def shape_of_scalar(local: Tensor) -> Tensor:
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """The local tensor, not part of the DTensor's graph."""
+    """Return the DTensor's local tensor, which is not part of the autograd graph."""
     return tensor._local_tensor
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """A number that differs from every other live storage's, even if one takes a freed storage's address."""
+    """Return a number that no other live storage has, even one that has taken a freed storage's address."""
     return int(storage._cdata)
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """The offset of the tensor's storage in the file from which it was read without data."""
+    """Return the offset of the tensor's storage in the file from which it was read without data; None if unknown."""
     return tensor.untyped_storage()._checkpoint_offset

@@ -60,7 +60,7 @@ BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Torch's type of that canonical name. Raises LayoutError if this torch has none (bcomplex32 before 2.14)."""
+    """Return torch's type of this canonical `name`. Raises LayoutError if torch lacks it (bcomplex32 before 2.14)."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"torch {torch.__version__} has no type {name}; install a later one")
@@ -68,7 +68,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor as one dimension of stride 1.
+    """Return a view of a contiguous tensor as one dimension of stride 1.
 
     `reshape(-1)` keeps any stride of a dimension of one element, and then bytes cannot be viewed.
     """
@@ -76,7 +76,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def words(tensor: Tensor) -> Tensor:
-    """A detached view of the tensor's memory as words of the element's size."""
+    """Return a detached view of the tensor's bits, as integers (words) of the element's size."""
     return tensor.detach().view(WORDS[tensor.element_size()])
 
 
@@ -96,7 +96,7 @@ class Seen:
 
 
 def see_words(tensor: Tensor) -> NDArray[Any]:
-    """The words of a tensor on the CPU as an array on the same memory; do not write to it.
+    """Return the bits of a tensor on the CPU as a NumPy array on the same memory; do not write to it.
 
     Not `Tensor.numpy`, after which the tensor's storage can never be resized, as FSDP does.
     """
@@ -107,7 +107,7 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """Set into = op(into, piece), in their own type; only complex products need temporary memory."""
+    """Set `into` to op(into, piece), in their own type; only complex products need temporary memory."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         signed = BORROWED[into.dtype]
         into = into.view(signed)
@@ -134,18 +134,18 @@ def _multiply_by_parts(into: Tensor, factor: Tensor) -> None:
 
 
 def fill(cells: Tensor, value: complex) -> None:
-    """Set all cells to `value`."""
+    """Set all elements of the tensor `cells` to `value`."""
     cells.fill_(value)
 
 
 def divide(cells: Tensor, by: int) -> None:
-    """Divide all cells by `by`, in their own type."""
+    """Divide all elements of the tensor `cells` by `by`, in their own type."""
     torch.div(cells, by, out=cells)
 
 
 @memo()
 def missing(name: str, op: str) -> bool:
-    """Whether torch lacks the operation for the named type; `op` is a reduction, "fill" or "divide"."""
+    """Whether torch lacks the operation `op`, a reduction, "fill" or "divide", for the dtype `name`."""
     # Viewed from bytes, since torch cannot make zeros of some types.
     memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8, device="cpu")
     element = memory.view(dtype_of(name))

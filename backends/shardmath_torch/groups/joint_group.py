@@ -53,7 +53,7 @@ _alive: WeakSet[JointGroup] = WeakSet()
 
 
 class JointGroup(ProcessGroup):
-    """A process group of several jobs, in a run that they share.
+    """A process group over ranks of several jobs, all in one named run.
 
     - `leave`: removes this rank's notes from the store.
     - `serves_store`: whether this process serves the store; None if not known.
@@ -89,19 +89,19 @@ class JointGroup(ProcessGroup):
 
     @property
     def is_open(self) -> bool:
-        """Whether the group has its connections: until `close`."""
+        """Whether the group still has its connections, which `close` releases."""
         return self._open is not None
 
     @property
     def channel(self) -> ProcessGroup:
-        """The torch group that has the connections; get it again for each call. Raises ExchangeError after `close`."""
+        """The torch group that has the connections; get it for each call. Raises ExchangeError after `close`."""
         if self._open is None:
             what = f"the joint group {self.label!r} was disconnected"
             raise ExchangeError(f"{what}; make another by smt.connect")
         return self._open
 
     def close(self) -> None:
-        """Release connections and store, on this rank only, and cancel messages in flight."""
+        """Release this rank's connections and store, and cancel messages in flight; other ranks are not affected."""
         channel, self._open = self._open, None
         leave, self._leave = self._leave, None
         if channel is not None and self.backend == "nccl":
@@ -131,14 +131,14 @@ for _name in DELEGATED:
 
 
 def list_joint() -> list[JointGroup]:
-    """The live joint groups of this process."""
+    """Return the joint groups of this process that are alive."""
     return list(_alive)
 
 
 def make_channel(
     backend: str, store: Store, rank: int, size: int, seconds: float, name: str
 ) -> ProcessGroup:
-    """Connect a group outside torch's registry, within `seconds`. Raises RuntimeError if ranks cannot be reached."""
+    """Connect a group that torch does not register, in `seconds`. Raises RuntimeError if ranks cannot be reached."""
     channel = ProcessGroup(store, rank, size)
     BACKENDS[backend](channel, store, timedelta(seconds=seconds))
     channel._set_group_name(GroupName(name))

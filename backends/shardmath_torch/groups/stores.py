@@ -26,7 +26,7 @@ _idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
 
 
 def apart_from(store: Store) -> Store:
-    """The same store through our own connection: torch's is locked while one of its calls waits for other ranks.
+    """Return the store through a second connection: torch's is locked while a call on it waits for other ranks.
 
     The first call connects, and waits until the store answers. Raises as `check_served` does.
     """
@@ -38,7 +38,7 @@ def apart_from(store: Store) -> Store:
 
 
 def connect_anew(store: Store) -> Store:
-    """The same store through a connection that no other call uses; the store itself if it has no server.
+    """Return the store through a connection that no other call uses; the store itself if it has no server.
 
     A server lives as long as the given store, not as the returned one. Raises RuntimeError if it does not answer.
     """
@@ -50,7 +50,7 @@ def connect_anew(store: Store) -> Store:
 
 
 def check_served(store: Store) -> None:
-    """Raises RuntimeError if the process that serves the store has ended."""
+    """Raise RuntimeError if the process that serves the store has ended."""
     if store not in _idle:
         _idle[store] = _connect(store)
     connection = _idle[store]

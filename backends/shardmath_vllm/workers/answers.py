@@ -27,7 +27,7 @@ class _Queue:
         self.old = 0
 
     def dequeue(self, *args: Any, **named: Any) -> Any:
-        """The next answer that somebody waits for."""
+        """Return the next answer that somebody waits for, and drop older ones."""
         while self.old:
             self._dequeue(*args, **named)
             self.old -= 1
@@ -50,7 +50,7 @@ class _Asking:
         self.asked = 0
 
     def enqueue(self, *args: Any, **named: Any) -> Any:
-        """Ask. What cannot be sent is asked of nobody, and nobody answers."""
+        """Send the request, and count it once it is sent."""
         sent = self._queue.enqueue(*args, **named)
         self.asked += 1
         return sent
@@ -60,7 +60,7 @@ class _Asking:
 
 
 def pass_over_old_answers() -> None:
-    """Have vLLM's executors in this process do so; again does nothing."""
+    """Patch vLLM's executors in this process to skip unread answers to earlier calls; a second call does nothing."""
     if hasattr(MultiprocExecutor, DONE):
         return
     MultiprocExecutor.collective_rpc = _count(MultiprocExecutor.collective_rpc)

@@ -23,7 +23,7 @@ BIAS = "bias"
 
 
 def take_back_bias(module: Any) -> None:
-    """Put the bias back as it is loaded, without memory, where the type that runs is another."""
+    """Replace the module's bias by a meta tensor of the dtype in which it is loaded, if it runs in another dtype."""
     running = module._parameters.get(BIAS)
     if running is None or getattr(module, "params_dtype", running.dtype) == running.dtype:
         return
@@ -36,7 +36,7 @@ def take_back_bias(module: Any) -> None:
 
 
 def materialize_bias(module: nn.Module) -> None:
-    """Give a bias that was taken back memory."""
+    """Allocate memory for the module's bias if `take_back_bias` has replaced it by a meta tensor."""
     bias = module._parameters.get(BIAS)
     if bias is not None and bias.is_meta:
         with get_layerwise_info(module).restore_device:

@@ -34,7 +34,7 @@ DONE = "_shardmath_drops_caches"
 
 
 def drop_caches() -> None:
-    """Have vLLM's engines in this process do so; again does nothing."""
+    """Patch vLLM's engines in this process to drop caches before weights arrive; a second call does nothing."""
     if hasattr(EngineCore, DONE):
         return
     EngineCore.collective_rpc = _drop_before(EngineCore.collective_rpc)
@@ -117,7 +117,7 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop them at a worker, unless it keeps queries: whether it does."""
+    """Drop a worker's pooled outputs of first parts of prompts, unless it keeps a query's; return whether it does."""
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
     pooling = getattr(runner, "pooling_runner", runner)

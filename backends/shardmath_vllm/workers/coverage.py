@@ -46,7 +46,7 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM rebalances experts: its loader would still store each where it was at the start."""
+    """Raise StoreError if vLLM rebalances experts: its loader would still store each in its first place."""
     if parallel.enable_eplb:
         raise StoreError(
             "enable_eplb=True moves experts between ranks, of which vLLM's loader does not know; "
@@ -55,7 +55,7 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError with all tensors that are not written whole; the model has them as they are loaded."""
+    """Raise StoreError, listing the tensors of `model`, as loaded, that `recorded` does not fill, except `own` ones."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)
@@ -69,7 +69,7 @@ def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequenc
 
 
 def check_types(recorded: sm.storage.Recorded) -> None:
-    """Raise StoreError with all tensors that come as another type than that in which they are stored."""
+    """Raise StoreError, listing the tensors that arrive in another dtype than the one in which they are stored."""
     shapes = recorded.shapes
     faults = []
     for native in recorded.natives:
@@ -88,7 +88,7 @@ def check_types(recorded: sm.storage.Recorded) -> None:
 
 
 def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
-    """Return the refit's name for the engine of the worker at this place, and the engine."""
+    """Return the name in `planned` of the engine whose worker is at `place`, and the engine."""
     for name, engine in planned.engines.items():
         if place in engine.ranks:
             return name, engine
@@ -96,7 +96,7 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """The cells that the refit writes on all workers of this one's engine, by worker, chunk and stored name."""
+    """Return the elements that the refit writes in the engine of `place`, by worker, chunk and stored name."""
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"
     written: dict[Hashable, Sequence[Piece]] = {}

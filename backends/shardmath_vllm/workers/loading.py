@@ -50,7 +50,7 @@ LARGE = 1 << 20
 
 
 class Loading:
-    """A model that vLLM runs, as it is loaded."""
+    """A model that vLLM runs, and its tensors in the form in which they are loaded."""
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         self._model = model
@@ -65,7 +65,7 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Record where the model's own loader stores tensors of these shapes; the loader gets their `checkpoint`.
+        """Record where the model's loader stores tensors of `shapes`, which it gets as in `checkpoint`, if given.
 
         `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
         """
@@ -108,14 +108,14 @@ class Loading:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take back what vLLM has made of the weights; until `process` or `undo` the model does not run."""
+        """Restore parameters to the form in which they are loaded; the model cannot run until `process` or `undo`."""
         self._other_values = {module: _find_others(module) for module in self._model.modules()}
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
             take_back_bias(module)
 
     def undo(self) -> None:
-        """Put back what runs, as it was, of modules that were not processed."""
+        """Put the tensors that ran before `begin` back into the modules that were not processed."""
         for module in self._model.modules():
             info = get_layerwise_info(module)
             # Also where `begin` was left in the middle of a module.
@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Memory for these tensors; those with unwritten cells, by their number in `natives`, are filled with zeros.
+        """Allocate and return the tensors named in `natives`; those with a number other than 0 there are zeroed.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """
@@ -147,7 +147,7 @@ class Loading:
 
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
-        """Have vLLM make what it runs of the modules of these tensors, which have arrived."""
+        """Have vLLM turn the arrived tensors named by `natives` into the tensors that their modules run."""
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
         modules = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
@@ -163,7 +163,7 @@ class Loading:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The model runs again."""
+        """Complete the modules that are not yet processed, so that the model runs again."""
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
                 self._put_back(module)

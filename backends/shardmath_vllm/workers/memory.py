@@ -23,7 +23,7 @@ LEAST = 4 << 20
 
 
 def take_like(tensor: Tensor) -> Tensor:
-    """A tensor like this one, whose memory is the system's; the same one, where that is of no use."""
+    """Return an empty tensor like `tensor` in memory from the system; `tensor` itself if small or not on a CPU."""
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.device.type != "cpu" or nbytes < LEAST:
         return tensor
@@ -36,7 +36,7 @@ def take_like(tensor: Tensor) -> Tensor:
 
 
 def free() -> None:
-    """Give back what is kept, where the allocator can: malloc_trim(3)."""
+    """Return unused memory to the system by malloc_trim(3), if vLLM runs on CPUs and the allocator has it."""
     if not current_platform.is_cpu():
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

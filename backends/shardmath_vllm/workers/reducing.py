@@ -31,7 +31,7 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """A group of several workers for each of vLLM's, by what asks for it. Collective over the engine's workers.
+    """Connect a group for each of vLLM's that has several workers, by its getter. Collective over the engine's workers.
 
     They find each other in the meeting's own store.
 
@@ -56,7 +56,7 @@ def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """Have vLLM's quantization reduce in these groups. Raises ExchangeError if another worker leaves one."""
+    """Have vLLM's quantization reduce over `groups` in the block. Raises ExchangeError if another worker leaves one."""
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:
         # Only what quantization sees: torch does not know these groups, which other parts of vLLM would ask it.

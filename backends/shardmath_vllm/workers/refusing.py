@@ -17,7 +17,7 @@ __all__ = ["accept", "refuse"]
 
 
 def refuse(model: nn.Module, why: str) -> None:
-    """Have the model raise ExchangeError when it is asked for what its weights make."""
+    """Make the methods of `model` that use its weights raise ExchangeError with the reason `why`."""
 
     def answer(*args: Any, **kwargs: Any) -> NoReturn:
         raise ExchangeError(
@@ -30,7 +30,7 @@ def refuse(model: nn.Module, why: str) -> None:
 
 
 def accept(model: nn.Module) -> None:
-    """Have the model answer again."""
+    """Undo `refuse`: have the methods of `model` answer again."""
     for module, name in _list_asked(model):
         vars(module).pop(name, None)
 

@@ -29,7 +29,7 @@ __all__ = ["process_tied", "repacks_anew"]
 
 @contextmanager
 def repacks_anew(module: nn.Module) -> Iterator[None]:
-    """Has kernels made within, as when weights were loaded first."""
+    """Have vLLM make the kernels of `module` within the block as when weights were loaded first."""
     if not current_platform.is_cpu():
         yield
         return
@@ -64,7 +64,7 @@ def _refill_emptied(module: nn.Module) -> None:
 
 
 def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
-    """Pack again what these parameters are in, which are other modules', too."""
+    """Have each output layer whose parameter is in `tied`, shared with another module, pack its weight again."""
     if not current_platform.is_cpu():
         return
     for native in tied:

@@ -55,11 +55,11 @@ class _Updating(infos.Updating, WeightTransferUpdateInfo):
 
 
 class NotJoinedError(ExchangeError, RuntimeError):
-    """No trainer was joined: RuntimeError too, as vLLM's own engines raise it."""
+    """An update before a trainer was joined; a RuntimeError too, as vLLM's own engines raise it."""
 
 
 class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
-    """One worker's end of transfers."""
+    """The weight transfer engine of one vLLM worker, which receives weights from a trainer."""
 
     init_info_cls = _Joining
     update_info_cls = _Updating
@@ -81,7 +81,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
-        """Join a trainer, and leave the one before. Raises ExchangeError where the ranks cannot plan together."""
+        """Join the trainer of `init_info`, after leaving any other. Raises ExchangeError if ranks cannot plan."""
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -115,7 +115,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         self._writes = writes
 
     def start_weight_update(self) -> None:
-        """Nothing: weights are taken back once all ranks have come to send and to receive others."""
+        """Do nothing: old weights stay until all ranks are ready to send and to receive."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive all weights, and have vLLM run them."""
@@ -125,7 +125,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def receive_weights(self, update_info: _Updating) -> None:
-        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks where one fails.
+        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks if one fails.
 
         Raises NotJoinedError before `init_transfer_engine`.
         """
@@ -184,10 +184,10 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         self._loading.process(stored)
 
     def finish_weight_update(self) -> None:
-        """Nothing: an update is over when `update_weights` is, and where that raises it is over nowhere for sure."""
+        """Do nothing: an update is over once `update_weights` returns; if that raises, it may not be over anywhere."""
 
     def shutdown(self) -> None:
-        """Leave the trainer; the engine continues with the weights that it has."""
+        """Disconnect from the trainer; the engine continues with the weights that it has."""
         if self._link is not None:
             self._link.leave()
             self._link = None

@@ -176,7 +176,7 @@ def test_experts_that_several_ranks_have() -> None:
         (
             "a = b : (tp n)",
             {"b": (2, 2)},
-            "'a = b : (tp n)' has 1 dimensions, its tensor 2; add '...'\nin the row a = b : (tp n)",
+            "'a = b : (tp n)' has 1 dimension, its tensor 2; add '...'\nin the row a = b : (tp n)",
         ),
         (
             "a = {e}.b : e n",

@@ -51,7 +51,7 @@ class ExportSource(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
     def entry_of(self, name: str) -> Entry:
-        """Shape and dtype of a tensor in files."""
+        """Return the shape and dtype that the tensor `name` has in the exported files."""
         first = self.layouts[name][0]
         return self.shapes.get(name, first.shape), first.dtype
 
@@ -106,7 +106,7 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return the facts on which all ranks must agree before they exchange local shapes of DTensors."""
+    """Return the facts about `source` on which all ranks must agree before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -134,7 +134,7 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Lay out all tensors of the source. Collective, as ranks may have to exchange local shapes."""
+    """Return `source` with layouts of all tensors. Collective, as ranks may have to exchange local shapes."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

@@ -22,7 +22,7 @@ DIGITS = 16
 
 
 def count_checksums(nbytes: int) -> int:
-    """How many checksums a box of that many bytes has.
+    """Return the number of checksums of a box of `nbytes` bytes: one per chunk of CHUNK bytes.
 
     >>> count_checksums(0), count_checksums(1), count_checksums(CHUNK), count_checksums(CHUNK + 1)
     (0, 1, 1, 2)
@@ -31,7 +31,7 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write the bytes, and return their checksums, computed in another thread meanwhile: both release the GIL.
+    """Write `data` to `stream`, and return its checksums, which another thread computes meanwhile.
 
     `wrote` is called with the number of bytes just written.
     """
@@ -55,6 +55,6 @@ def _hash_chunk(chunk: memoryview) -> str:
 
 
 def is_same(chunk: memoryview, number: int, sums: str) -> bool:
-    """Whether the chunk, of that number in its box, has its checksum."""
+    """Whether `chunk`, number `number` of its box, has the checksum that the box's checksums `sums` have for it."""
     start = number * DIGITS
     return _hash_chunk(chunk) == sums[start : start + DIGITS]

@@ -21,7 +21,7 @@ MOST = (1 << 63) - 1
 
 
 def read_json(text: bytes) -> object:
-    """The value of a JSON text. Raises ValueError for text that is not JSON, RecursionError for one nested too deep."""
+    """Return the value of a JSON text. Raises ValueError if `text` is not JSON, RecursionError if it nests too deep."""
     return json.loads(
         text.decode("utf-8"),
         object_pairs_hook=_make_object,
@@ -57,7 +57,7 @@ def _read_finite(text: str) -> float:
 
 
 def count_elements(shape: Sequence[int]) -> int:
-    """How many elements a shape has. Raises ValueError for more than MOST, and more than MOST_DIMENSIONS dimensions.
+    """Return the number of elements of `shape`. Raises ValueError above MOST elements or MOST_DIMENSIONS dimensions.
 
     >>> count_elements((3, 4)), count_elements((1 << 62, 1 << 62, 0))
     (12, 0)
@@ -84,7 +84,7 @@ class _BoundedRepr(reprlib.Repr):
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
 
     def repr_instance(self, x: object, level: int) -> str:
-        """Only the name of other types: their own repr would repeat parts that they share without bound."""
+        """Return the repr of None, a bool or a float; of other types only the name, as a repr may be very long."""
         return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
 
 
@@ -92,7 +92,7 @@ _REPR = _BoundedRepr()
 
 
 def shown(value: object) -> str:
-    """The value as an error shows it: its repr, cut short.
+    """Return the repr of `value`, cut short to be shown in an error.
 
     >>> shown("x" * 1000)[:10], len(shown("x" * 1000)), shown([[[[[]]]]])
     ("'xxxxxxxxx", 120, '[[[[...]]]]')

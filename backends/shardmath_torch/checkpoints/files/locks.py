@@ -27,7 +27,7 @@ _held: set[int] = set()
 
 
 def keep(handle: int) -> int:
-    """Register an open handle, which children forked from now on close, and return it."""
+    """Register the open file `handle`, which child processes forked from now on close, and return it."""
     _held.add(handle)
     return handle
 
@@ -38,7 +38,7 @@ def is_held(handle: int) -> bool:
 
 
 def close(handle: int) -> None:
-    """Close a registered handle, and so release its lock; does nothing in a forked child, which has closed it."""
+    """Close the registered `handle`, which releases its lock; does nothing in a forked child, which has closed it."""
     if is_held(handle):
         # Unlock first: a child forked from here on inherits the open file, which must not keep the lock.
         with contextlib.suppress(OSError):

@@ -64,24 +64,24 @@ class _Stat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file or a folder of an fsspec file system."""
+    """A file or a folder of an fsspec file system, with the methods of pathlib.Path that checkpoints use."""
 
     fs: Any
     path: str
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the path."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def suffix(self) -> str:
-        """The ending of its name, with the dot."""
+        """The ending of the name, with the dot."""
         return Path(self.name).suffix
 
     @property
     def parent(self) -> Remote:
-        """The folder that it lies in."""
+        """The folder that the file or folder lies in."""
         return Remote(self.fs, self.path.rpartition("/")[0])
 
     def __truediv__(self, name: str) -> Remote:
@@ -94,37 +94,37 @@ class Remote:
         return self.path < other.path
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
-        """A stream of its bytes."""
+        """Open the file, and return a stream of its bytes."""
         return cast(BinaryIO, self._call_service(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
-        """Its size in bytes."""
+        """Return the size of the file in bytes, as `st_size`."""
         found = self._call_service(lambda: self.fs.info(self.path))
         return _Stat(int(found["size"]))
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Whether the path is a file."""
         return bool(self._call_service(lambda: self.fs.isfile(self.path)))
 
     def is_dir(self) -> bool:
-        """Whether it is a folder, or the prefix of one."""
+        """Whether the path is a folder, or the prefix of the path of a file."""
         return bool(self._call_service(lambda: self.fs.isdir(self.path)))
 
     def read_bytes(self) -> bytes:
-        """All its bytes."""
+        """Return all bytes of the file."""
         return cast(bytes, self._call_service(lambda: self.fs.cat_file(self.path)))
 
     def read_part(self, start: int, stop: int) -> bytes:
-        """Its bytes from `start` to `stop`."""
+        """Return the bytes of the file from `start` to `stop`."""
         part = self._call_service(lambda: self.fs.cat_file(self.path, start=start, end=stop))
         return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file with these bytes; in one step, if the service writes objects so."""
+        """Write the file with the bytes `data`; in one step, if the service writes objects so."""
         self._call_service(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove it."""
+        """Remove the file."""
         try:
             self._call_service(lambda: self.fs.rm_file(self.path))
         except FileNotFoundError:
@@ -136,19 +136,19 @@ class Remote:
         self._call_service(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
-        """The files and folders in it; none if it does not exist."""
+        """Return the files and folders in this folder; none if it does not exist."""
         for found in self._list():
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """The files and folders in it whose names match; only `*` has a meaning in a pattern."""
+        """Return the files and folders in this folder whose names match `pattern`, in which only `*` has a meaning."""
         # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
         return (found for found in self.iterdir() if wanted.fullmatch(found.name))
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of the files in it, by name."""
+        """Return the sizes of the files in this folder in bytes, by name."""
         sizes = {}
         for found in self._list():
             if found.get("type") == "file":
@@ -180,7 +180,7 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """The place that a path or a URL names. Raises CheckpointError for a URL that nothing serves, and for non-text."""
+    """Return `path`, a path or a URL, as a Path or a Remote. Raises CheckpointError for non-text and unknown URLs."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -212,7 +212,7 @@ def _check_not_url(text: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The local folder that a path names. Raises CheckpointError for a URL of another file system."""
+    """Return the local folder `path`. Raises CheckpointError if `path` is a URL of another file system."""
     found = place(path)
     if isinstance(found, Remote):
         what = f"{found} is a URL; this is written to folders only"
@@ -256,7 +256,7 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """A stream of the file's bytes. Raises OSError, without waiting, for anything but a regular file."""
+    """Open `file`, and return a stream of its bytes. Raises OSError, without waiting, unless it is a regular file."""
     if isinstance(file, Remote):
         return file.open("rb")
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
@@ -270,7 +270,7 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """All bytes of one version of the file. Raises OSError for anything but a regular file."""
+    """Return all bytes of `file`, as one version of it has them. Raises OSError unless it is a regular file."""
     if isinstance(file, Remote):
         return file.read_bytes()
     with opened(file) as stream:
@@ -278,7 +278,7 @@ def content_of(file: Place) -> bytes:
 
 
 def length_of(file: Place) -> int:
-    """The file's size in bytes. Raises OSError for anything but a regular file."""
+    """Return the size of `file` in bytes. Raises OSError unless it is a regular file."""
     if isinstance(file, Remote):
         return file.stat().st_size
     found = file.stat()
@@ -293,7 +293,7 @@ def _check_regular(file: Path, found: os.stat_result) -> None:
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
-    """A function that gives the size of each of these files, and raises OSError for one that does not exist.
+    """Return a function from each of `files` to its size in bytes, which raises OSError if a file does not exist.
 
     Remote folders are listed once, since asking for each file takes a round trip.
     """
@@ -312,7 +312,7 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 def check_length(
     file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
 ) -> None:
-    """Raise CheckpointError for a file that is not as long as expected, or ends before byte `end`."""
+    """Raise CheckpointError if `file` is not `expected` bytes long (None: any length), or ends before byte `end`."""
     try:
         size = size_of(file)
     except OSError as error:
@@ -330,7 +330,7 @@ def check_length(
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """Write the file with this text, in one step, to disk. `draft` is a name that no other writer uses."""
+    """Replace `file` by one with this `text`, in one step, on disk. `draft` is a name that no other writer uses."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
@@ -353,7 +353,7 @@ def synced(stream: BinaryIO) -> None:
 
 
 def sync(folder: Place) -> None:
-    """Flush the names in a local folder to disk."""
+    """Flush the names in the local `folder` to disk."""
     if isinstance(folder, Remote):
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -34,7 +34,7 @@ _SIGNED = ',"sum":"'
 
 
 class Sealed(NamedTuple):
-    """The content of a sealed file: torch's pickle, the index, and the save's digits."""
+    """The content of a sealed (checksummed) `.metadata` file: torch's pickle, the JSON index, and the save's digits."""
 
     pickled: bytes
     json: str
@@ -42,7 +42,7 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """The bytes of the sealed file."""
+    """Return the bytes of a sealed file with this `content` and a checksum."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()
@@ -50,7 +50,7 @@ def seal(content: Sealed) -> bytes:
 
 
 def unseal(text: bytes, where: object) -> Sealed | None:
-    """The content of a sealed file; None for one without marks. Raises CheckpointError for a damaged one.
+    """Return the content of a sealed file; None if `text` has no marks of one. Raises CheckpointError if it is damaged.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
     Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
@@ -90,7 +90,7 @@ def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
 
 
 def save_of(tail: bytes) -> str | None:
-    """The save's digits, from at least the last SEAL bytes of a file; None for a file that is not sealed."""
+    """Return the save's digits, given at least the last SEAL bytes of a file; None if the file is not sealed."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
     start = len(tail) - SEAL + _LENGTH
@@ -98,7 +98,7 @@ def save_of(tail: bytes) -> str | None:
 
 
 def sign(text: str) -> str:
-    """A JSON object in text, with a checksum of the text before it as last member.
+    """Return the JSON object `text` with a last member added: a checksum of the text before it.
 
     >>> holds(sign('{"a":1}')), holds(sign('{"a":1}').replace("1", "3"))
     (True, False)
@@ -107,7 +107,7 @@ def sign(text: str) -> str:
 
 
 def holds(text: str) -> bool:
-    """Whether the checksum of a signed text holds."""
+    """Whether the checksum that `sign` added to `text` is right."""
     begun, mark, _ = text.rpartition(_SIGNED)
     return bool(mark) and text == _end_with_sum(begun + mark)
 

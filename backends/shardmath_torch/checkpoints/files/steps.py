@@ -72,7 +72,7 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act`, which must not communicate, on every rank, and return its result.
+    """Call `act`, which must not communicate, on every rank, and return its result on this rank.
 
     Raises CheckpointError on every rank if `act` raises on one, or if claims about the results differ; `fix`, or what
     it returns for what differs, ends that message. A rank that is interrupted in `act` raises the interrupt.
@@ -154,7 +154,7 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Every rank's object, in order. Raises CheckpointError if a rank is lost, or is in another step."""
+    """Return every rank's object `mine`, in order. Raises CheckpointError if a rank is lost, or in another step."""
     if is_alone():
         return [mine] * count
     try:
@@ -164,19 +164,19 @@ def gather_all(step: str, mine: object, count: int, group: Group | None) -> list
 
 
 def show_error(error: BaseException) -> str:
-    """An error's text, with its class unless it is a shardmath error."""
+    """Return the message of `error`, after the name of its class unless it is a shardmath error."""
     if not isinstance(error, Exception):
         return f"interrupted by {type(error).__name__}"
     return word_objection(error)
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """The error for ranks that lost each other, or are in different steps."""
+    """Return the CheckpointError to raise if ranks lost each other, or were in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """The error for failures by rank in the group: it shows the first, with its global rank."""
+    """Return the CheckpointError for `failures` by rank in `group`: it shows the first, with its global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

@@ -100,7 +100,7 @@ class _Unknown:
         self.module, self.name = module, name
 
     def extend(self, items: object) -> None:
-        """Drop items that a list would take."""
+        """Ignore `items`, which a list would append."""
 
     append = extend
 
@@ -284,7 +284,7 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """The metadata of a checkpoint of torch. Its parts are substitutes, and not equal to torch's own.
+    """Return the metadata in a torch checkpoint's pickle `text`. Its parts are substitutes, not equal to torch's own.
 
     Raises CheckpointError, naming the file `where`, for anything else.
     """
@@ -320,7 +320,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_metadata(metadata: Metadata) -> bytes:
-    """A pickle of the metadata that every version of torch reads."""
+    """Return a pickle of `metadata` that every version of torch reads."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

@@ -76,7 +76,7 @@ class WeightsError(ShardError):
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor's place: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+    """A tensor in a safetensors file: `key` in `file`, from byte `start` on, with its global shape and dtype."""
 
     file: Place
     key: str
@@ -86,12 +86,12 @@ class HeaderEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
 def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
-    """Every tensor of the file, by name, and the header's metadata, after the header is checked against the size.
+    """Return all tensors of the safetensors `file`, by name, and its metadata, checked against the file's size.
 
     Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
     """
@@ -107,7 +107,7 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """A header's entry for a tensor of that safetensors type, from byte `begin` of the data to `end`."""
+    """Return a header's entry for a tensor of this safetensors type `dtype`, from byte `begin` of the data to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
@@ -122,14 +122,14 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """`count` bytes of the file from `start` on, or all. Raises WeightsError for a file that cannot be read."""
+    """Return `count` bytes of `file` from `start` on, or all. Raises WeightsError if the file cannot be read."""
     with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """The JSON object in `text`, which is `what` of the file. Raises WeightsError for other text."""
+    """Return the JSON object in `text`; errors call it `what` of `file`. Raises WeightsError if it is not one."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
 
 
 def damaged(file: Place, what: str) -> WeightsError:
-    """The error for a file of which `what` is wrong."""
+    """Return the WeightsError that says that `file` is damaged, with the fault `what`."""
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 

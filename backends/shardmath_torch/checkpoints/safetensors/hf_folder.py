@@ -70,7 +70,7 @@ ALIGNMENT = 8
 
 
 class DraftFile:
-    """An unfinished file, to which tensors are appended in the order of its header. Raises OSError."""
+    """An unfinished safetensors file, to which tensors are appended in the header's order. Raises OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -84,7 +84,7 @@ class DraftFile:
             raise
 
     def append(self, tensor: Tensor, tally: Tally) -> None:
-        """Write the next tensor's bytes."""
+        """Write the bytes of `tensor`, the next one in the header's order."""
         data = memory_of(tensor.cpu().contiguous())
         for start in range(0, len(data), TELL_BYTES):
             chunk = data[start : start + TELL_BYTES]
@@ -115,7 +115,7 @@ class DraftFile:
 
 
 def discard(drafts: Iterable[DraftFile]) -> None:
-    """Remove the drafts' files, ignoring errors."""
+    """Remove the files of `drafts`, ignoring errors."""
     for draft in drafts:
         with contextlib.suppress(OSError):
             draft.discard()
@@ -128,7 +128,7 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError for a tied name that is a key with a meaning in a header's metadata."""
+    """Raise CheckpointError if a tied name is a key that readers of a header's metadata take for something else."""
     for name in tied:
         if name in TAKEN:
             what = f"{name!r} is tied, and readers of a header take it for something else"
@@ -151,7 +151,7 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder. Raises CheckpointError if it holds weights that no export wrote, or cannot be written."""
+    """Make `folder`. Raises CheckpointError if it has weights that no export wrote, or cannot be written."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
@@ -194,7 +194,7 @@ def _is_export_file(file: Path) -> bool:
 
 
 def has_export(folder: Path) -> bool:
-    """Whether the folder has an export."""
+    """Whether `folder` has an export."""
     index = folder / INDEX
     return index.is_file() and _is_export_index(index)
 
@@ -210,7 +210,7 @@ def _is_export_index(file: Path) -> bool:
 
 @contextlib.contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """Raise OSErrors as CheckpointErrors."""
+    """Turn any OSError in the `with` block into a CheckpointError that says why `folder` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -220,7 +220,7 @@ def told(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock during the block; it is released when the process ends.
+    """Hold the lock of `folder` during the `with` block; it is released when the process ends.
 
     Raises CheckpointError if another export to the folder is running.
     """
@@ -229,7 +229,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Rename the files, all of them on disk, write the index, and remove the earlier export.
+    """Make written files in `folder` the current export: rename them, write the index, and remove the earlier export.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """

@@ -41,7 +41,7 @@ NUMBER = re.compile(r"([0-9]+)")
 
 
 def size_of(size: int | str) -> int:
-    """The number of bytes in `5000000` or "5MB", as transformers reads it. Raises CheckpointError for other values.
+    """Return the bytes in `5000000` or "5MB", as transformers reads it. Raises CheckpointError for other values.
 
     >>> size_of("5GB"), size_of("1.5 kb")
     (5000000000, 1500)
@@ -57,7 +57,7 @@ def size_of(size: int | str) -> int:
 
 
 def check_entries(entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError for a dtype or a name that safetensors does not support."""
+    """Raise CheckpointError if safetensors does not support the name or dtype of an entry."""
     for name, (shape, dtype) in entries.items():
         if dtype not in NAMES:
             what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
@@ -77,7 +77,7 @@ def _is_text(name: str) -> bool:
 
 
 def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
-    """Divide the tensors into files of at most `limit` bytes, or of one tensor that has more."""
+    """Divide the tensors into files of at most `limit` bytes; a tensor larger than that has its own file."""
     files: list[File] = []
     current: File = {}
     room = limit
@@ -98,7 +98,7 @@ def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
 
 
 def natural_order(name: str) -> tuple[list[tuple[bool, int, str]], str]:
-    """A key to sort names by, with numbers in them ordered by value: layer 2 before layer 10."""
+    """Return a key to sort `name` by, with numbers in names ordered by value: layer 2 before layer 10."""
     parts = []
     for part in NUMBER.split(name):
         # Compared by length, then as text: a number in a name may have too many digits for an int.
@@ -114,11 +114,11 @@ def _put_long_elements_first(file: File) -> File:
 
 
 def count_bytes(entry: Entry) -> int:
-    """The number of bytes of a tensor of that shape and dtype."""
+    """Return the size in bytes of a tensor of this shape and dtype."""
     shape, dtype = entry
     return math.prod(shape) * itemsize(dtype)
 
 
 def file_names(count: int) -> list[str]:
-    """The names of `count` files of a first export."""
+    """Return the names of the `count` files of a first export."""
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

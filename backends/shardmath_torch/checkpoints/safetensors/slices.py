@@ -38,7 +38,7 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
-    """The boxes that `rank` holds: the slices of each in the local tensor, and in the global one."""
+    """Yield each box that `rank` holds, as the slices in its local tensor and those in the global tensor."""
     by_dim = [runs.segments for runs in layout.runs(rank)]
     # One at a time: `layout.boxes` makes all boxes at once, and a strided layout may have millions.
     for segments in itertools.product(*by_dim):
@@ -70,7 +70,7 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError for a tensor that is missing, has another shape or dtype, or whose layout is Partial."""
+    """Raise WeightsError if `weights` lacks a tensor of `layouts` with its shape and dtype, or a layout is Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 
@@ -117,14 +117,14 @@ def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | 
 
 
 def make_room(layout: Layout, rank: int) -> torch.Tensor:
-    """A local tensor of `rank`, to be filled; if it has holes, they are zero."""
+    """Return an unfilled local tensor of `rank`; positions without an element (holes), if any, are zero."""
     if layout.holes(rank):
         return make_zeros(layout, rank)
     return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
 
 
 def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
-    """A local tensor of `rank` of zero bytes."""
+    """Return a local tensor of `rank` whose bytes are all zero."""
     shape = layout.local_shape(rank)
     # As bytes, since float8_e8m0fnu has no number 0.
     cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
@@ -175,7 +175,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The global tensor from the local tensors of all ranks of its layout, by rank."""
+    """Return the global tensor, given the local tensors `shards` of all ranks of `layout`, by rank."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):

@@ -48,7 +48,7 @@ class Strided(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """How many elements its memory spans, from the first to the last."""
+        """The number of elements that the tensor's memory spans, from the first to the last."""
         if 0 in self.shape:
             return 0
         last = 0
@@ -58,7 +58,7 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """Describe the tensors in archives (offset, length) of torch.save.
+    """Return where the tensors of `archives` (offset, length) by torch.save lie in `file`, with shape and strides.
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """

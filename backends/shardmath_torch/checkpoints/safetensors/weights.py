@@ -45,17 +45,17 @@ class Weights:
 
     @property
     def shapes(self) -> Shapes:
-        """Global shape and dtype of each tensor, by name."""
+        """The global shape and dtype of each tensor, by name."""
         return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 
 def open_weights(path: str | Place) -> Weights:
-    """The checkpoint at `path`: a safetensors file, an index, or a folder that holds either.
+    """Open the checkpoint at `path`: a safetensors file, an index, or a folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
@@ -158,7 +158,7 @@ def _read_weight_map(index: Place) -> dict[str, str]:
 
 
 def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """The checkpoint with additional names for its tensors: `{"lm_head.weight": "model.embed_tokens.weight"}`.
+    """Return `weights` with additional names for tensors: `{"lm_head.weight": "model.embed_tokens.weight"}`.
 
     Raises WeightsError if the tensor is missing, or the new name is taken.
     """

@@ -50,14 +50,14 @@ INDEX = "training"
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A state tensor with its parameter's shape and placement, and its own dtype."""
+    """An index entry: a state tensor with its parameter's shape and placement, and this dtype."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A state tensor with its own shape, the same on all ranks."""
+    """An index entry: a state tensor with this shape and dtype, the same on all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Any other value that `values` can code."""
+    """An index entry: state that is not a tensor, but a value that `values` can code."""
 
     value: object
 
@@ -76,7 +76,7 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A parameter group: the first names of its parameters, and its options."""
+    """A parameter group as saved: the first names of its parameters, and its options."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
@@ -84,7 +84,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Stored names by name, kinds of extra states, groups (None without an optimizer), and entries by parameter."""
+    """The content of a saved state: stored names, extra states, groups (None without optimizer), state by parameter."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -92,14 +92,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """The options of each parameter's group."""
+        """Return the options of the group of each parameter, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """The parameters of each parameter's group, in their order."""
+        """Return all parameters of the group of each parameter, in order, by the parameter's name."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
@@ -110,7 +110,7 @@ class Index:
 
 
 def write_index(index: Index) -> Tensor:
-    """The index as bytes. Raises CheckpointError, naming the value, for one that JSON cannot express."""
+    """Return the index as bytes. Raises CheckpointError, naming the value, if JSON cannot express one."""
     groups = None
     if index.groups is not None:
         groups = write_groups(index.groups)
@@ -120,7 +120,7 @@ def write_index(index: Index) -> Tensor:
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """The groups as JSON. Raises CheckpointError, naming the option, for one that JSON cannot express."""
+    """Return the groups as JSON. Raises CheckpointError, naming the option, if JSON cannot express one."""
     return [_write_group(group) for group in groups]
 
 
@@ -133,12 +133,12 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
-    """The entries of each parameter as JSON. Raises CheckpointError, naming the value, if JSON cannot express it."""
+    """Return the state entries of each parameter as JSON. Raises CheckpointError if JSON cannot express a value."""
     return {name: _write_parameter(name, entries) for name, entries in state.items()}
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless the key is exactly a str: a subclass would come back as str."""
+    """Raise CheckpointError unless `key` is exactly a str: a key of a subclass would be loaded as a str."""
     if type(key) is not str:
         raise CheckpointError(
             f"{of} has the key {shown(key)}; use text as keys, of exactly the type str"
@@ -166,7 +166,7 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
 
 
 def read_index(path: object, data: Tensor) -> Index:
-    """The index in these bytes. Raises CheckpointError, naming the path, for bytes that save_state did not write."""
+    """Return the index in the bytes `data`. Raises CheckpointError, with `path`, if save_state did not write them."""
     try:
         return _decode_index(json.loads(as_bytes(data)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -194,7 +194,7 @@ def _decode_index(coded: object) -> Index:
 
 
 def read_groups(coded: object) -> tuple[SavedGroup, ...]:
-    """The groups. Raises ValueError, KeyError or TypeError for JSON that `write_groups` did not write."""
+    """Return the groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other JSON."""
     return tuple(map(_read_group, _check_list(coded)))
 
 
@@ -208,8 +208,7 @@ def _read_group(coded: object) -> SavedGroup:
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
-    """The entries of each parameter. Raises ValueError, KeyError or TypeError for JSON that `write_entries` did not
-    write."""
+    """Return the entries in JSON that `write_entries` made. Raises ValueError, KeyError or TypeError for other JSON."""
     state = _check_object(coded)
     return {name: _read_parameter(entries) for name, entries in state.items()}
 

@@ -72,7 +72,7 @@ class Unmatched(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A group, and what to restore into it: options, and the entries of its parameters' state."""
+    """A parameter group, and what to restore into it: options, and entries of its parameters' state."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -83,7 +83,7 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """The checkpoint's name of each tensor of the module that it has, by the tensor's first name here.
+    """Return the checkpoint's name of each of the module's tensors that it has, by the tensor's first name here.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
@@ -106,7 +106,7 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """The names that only one side has, names of optimizer state included unless `groups` is None."""
+    """Return names that only the module or only the checkpoint has, and of optimizer state unless `groups` is None."""
     here = {name: name for names in model.names.values() for name in names}
     unmatched = _compare_names("model", here, saved.names)
     if groups is None:
@@ -127,7 +127,7 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """The message of an error about names that only one side has."""
+    """Return the error message about names that only the module or only the checkpoint at `path` has."""
     faults = []
     if unmatched.missing:
         faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
@@ -327,8 +327,8 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """The value in the form of what the optimizer holds, in tuples, lists and dicts too: a tensor of the same dtype,
-    shape and device, a namedtuple or Enum of the same class.
+    """Return `value` in the form of `held`, as the optimizer has it: a tensor of its dtype, shape and device,
+    an Enum or namedtuple of its class, in tuples, lists and dicts too.
 
     Raises CheckpointError if that would change the value; rounding a Python float to float32 is allowed.
     """

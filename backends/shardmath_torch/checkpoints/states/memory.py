@@ -47,7 +47,7 @@ __all__ = [
 
 
 def local_part(name: str, tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, detached. Raises CheckpointError for a tensor on the meta device."""
+    """Return this rank's part of `tensor`, detached. Raises CheckpointError if it is on the meta device."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         raise CheckpointError(
@@ -72,7 +72,7 @@ def check_shaped(name: str, tensor: Tensor) -> None:
 
 
 def say_unwritable(local: Tensor) -> str:
-    """Why the memory cannot be filled, as words that follow the tensor's name; "" if it can."""
+    """Return why values cannot be copied into `local`, as words that follow the tensor's name; "" if they can."""
     if local.layout != torch.strided:
         return f"is stored as {local.layout}"
     if plain(local).__class__ is Tensor:
@@ -86,13 +86,13 @@ def say_unwritable(local: Tensor) -> str:
 
 
 def fill(local: Tensor, value: Tensor) -> None:
-    """Copy values into the tensor. An inference tensor can only be written in inference mode."""
+    """Copy `value` into `local`, in inference mode if it is an inference tensor."""
     with torch.inference_mode(local.is_inference()), torch.no_grad():
         local.copy_(value)
 
 
 def can_fill(held: Tensor) -> bool:
-    """Whether values can be copied into an optimizer's tensor, and steps can write to it."""
+    """Whether values can be copied into the optimizer's tensor `held`, and its steps can write to it."""
     if held.is_nested or held.is_meta or held.is_inference():
         return False
     local = local_of(held).detach() if isinstance(held, DTensor) else held
@@ -115,7 +115,7 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """A tensor's place in memory: device, first byte, one past the last byte, and how its elements lie in between."""
+    """The memory of a tensor: device, first byte, one past the last byte, and how its elements lie in between."""
 
     device: torch.device
     start: int
@@ -133,7 +133,7 @@ def _plain_local(tensor: Tensor) -> Tensor:
 
 
 def spot_of(tensor: Tensor) -> MemorySpot | None:
-    """The spot of this rank's part of the tensor; None if it has no cells, or their place is not known."""
+    """Return the place in memory of this rank's part of `tensor`; None if it is empty, or its place is not known."""
     if tensor.is_nested:
         return None
     local = _plain_local(tensor)
@@ -148,13 +148,13 @@ def spot_of(tensor: Tensor) -> MemorySpot | None:
 
 
 def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
-    """The spots of the tensors that have one."""
+    """Return the places in memory of those tensors that have elements and a known address."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """The pairs of different spots that share a byte, by one sweep over their first bytes."""
+    """Yield the pairs of different places in memory, of these tensors, that share a byte."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -176,5 +176,5 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """The spots that share a byte with another spot."""
+    """Return the places in memory of those tensors that share a byte with a tensor at another place."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

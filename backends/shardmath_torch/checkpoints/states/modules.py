@@ -70,7 +70,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class ModuleSlot(NamedTuple):
-    """Memory of this rank, and the layout of the tensor that it is part of."""
+    """This rank's local tensor of a module's parameter or buffer, and the layout of the whole tensor."""
 
     local: Tensor
     layout: Layout
@@ -89,7 +89,7 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """Return the facts on which all ranks must agree."""
+        """Return the facts about the module on which all ranks must agree."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():
@@ -111,7 +111,7 @@ def _claim_tensor(name: str, tensor: Tensor) -> str:
 
 
 class Model(NamedTuple):
-    """A module: slots by first name, extra states, all names by first name, first names of parameters by id."""
+    """A module: local tensors and layouts by first name, extra states, names, first names of parameters by id."""
 
     slots: dict[str, ModuleSlot]
     extra: dict[str, Extra]
@@ -123,7 +123,7 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Describe the module, without communication. FSDP2 first reshards the parameters that it has gathered.
+    """Return a description of the module, made without communication. FSDP2 first reshards gathered parameters.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
@@ -197,7 +197,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Lay out the module, over the group. Ranks exchange local shapes only if all have described the same module."""
+    """Return the module with the layouts of its tensors. Collective over `group`, whose ranks must have one module."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -214,7 +214,7 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Lay out parameters and persistent buffers, and add extra states.
+    """Return the described module with the layouts of its parameters and persistent buffers, and its extra states.
 
     `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 
@@ -330,7 +330,7 @@ def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
 
 
 def check_slots(model: Model) -> None:
-    """Raise CheckpointError for slots that cannot be filled, or partly share memory, before any is filled.
+    """Raise CheckpointError if a tensor of the module cannot be filled, or shares part of its memory with another.
 
     Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """
@@ -349,7 +349,7 @@ def check_slots(model: Model) -> None:
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if several slots are one tensor and the values `found`, by prefix and name, differ."""
+    """Raise CheckpointError if names of one tensor have different values in `found`, where names follow `prefix`."""
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)

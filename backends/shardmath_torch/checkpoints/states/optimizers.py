@@ -71,21 +71,21 @@ UNVALUED = ("params", "param_names")
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter group of an optimizer, and its parameters by first name."""
+    """A parameter group of an optimizer: its options, and its parameters by first name."""
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
-        """Each parameter's name, the parameter, and what the optimizer holds for it."""
+        """Yield each parameter's name, the parameter, and the optimizer's state of it."""
         states = self.optimizer.state
         for name, parameter in self.parameters.items():
             yield name, parameter, states.get(parameter, {})
 
 
 class OptimizerState(NamedTuple):
-    """State of optimizers: slots of tensors by parameter and key, groups, and entries by parameter and key."""
+    """The state of optimizers: tensors with layouts, and index entries, by parameter and key; and groups."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -93,18 +93,18 @@ class OptimizerState(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, ...] | None:
-        """The names of all groups' parameters; None without an optimizer."""
+        """The names of the parameters of all groups; None without an optimizer."""
         return None if self.groups is None else name_trained(self.groups)
 
 
 class Elsewhere(NamedTuple):
-    """Reports of other ranks on parameters that are not on this rank: entries of their state, and their groups."""
+    """Other ranks' reports on parameters that this rank does not hold: entries of their state, and their groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """The options of each reported parameter."""
+        """Return the options of each reported parameter's group, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -118,7 +118,7 @@ NOWHERE = Elsewhere({}, ())
 
 
 def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
-    """All groups of all optimizers.
+    """Return the parameter groups of all optimizers.
 
     Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
     groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
@@ -143,7 +143,7 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """The groups of `find_groups`, and groups of parameters that only other ranks' optimizers have, with empty state.
+    """Return all groups, and groups, with empty state, of parameters that only other ranks' optimizers have.
 
     Leaves out parameters on this rank: if an optimizer on a parameter's mesh lacks it, ranks find that by comparing.
     """
@@ -161,7 +161,7 @@ def find_all_groups(
 
 
 def hold(given: Optimizers) -> Optimizers:
-    """The optimizers, with an iterator turned into a tuple, so that they can be iterated again."""
+    """Return the optimizers `given`; an iterator is turned into a tuple, so that it can be iterated again."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
@@ -191,7 +191,7 @@ def _name_of(model: Model, parameter: Tensor) -> str:
 
 
 def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ...]:
-    """The names of all parameters of the groups."""
+    """Return the names of the parameters of all `groups`."""
     return tuple(name for group in groups for name in group.parameters)
 
 
@@ -225,7 +225,7 @@ def _explain_stray(model: Model, key: object) -> str:
 
 
 def is_here(model: Model, name: str) -> bool:
-    """Whether this rank is on the parameter's mesh."""
+    """Whether this rank is on the mesh of the parameter `name`."""
     return rank_or_0() in model.slots[name].layout.mesh
 
 
@@ -319,7 +319,7 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError for state of a DTensor or a part whose placement is not known."""
+    """Raise CheckpointError if `entry` is state of a divided parameter, and how it is divided is not known."""
     match entry:
         case Own(shape=shape):
             is_known = not shape
@@ -354,7 +354,7 @@ def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:
 
 
 def lay_out_state(entry: Like | Own, parameter: Layout) -> Layout:
-    """The layout of a state tensor, given its parameter's layout."""
+    """Return the layout of the state tensor that `entry` describes, given the layout of its parameter."""
     if isinstance(entry, Like):
         return cast(parameter, entry.dtype)
     return Layout(entry.shape, parameter.mesh, {}, dtype=entry.dtype)

@@ -75,14 +75,14 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The spots of optimizers' tensors that share no cell with another; several options may be one tensor."""
+    """The memory of optimizers' tensors that shares no byte with another tensor; several options may be one tensor."""
 
     states: frozenset[MemorySpot]
     options: frozenset[MemorySpot]
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """The spots of the optimizers' tensors that may keep their memory."""
+    """Return the memory of the optimizers' tensors that can be kept and filled, as no other tensor shares it."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
@@ -149,7 +149,7 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError for an optimizer whose state is not a mutable dict, before anything is restored."""
+    """Raise CheckpointError if an optimizer's state is not a mutable dict, before anything is restored."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
@@ -163,7 +163,7 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
-    """A job for each slot and extra state of the module that the checkpoint has."""
+    """Yield a read for each tensor and extra state of the module that the checkpoint has."""
     for name, stored_name in stored.items():
         here = f"model.{name}"
         there = f"model.{stored_name}"
@@ -183,7 +183,7 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """A job for each tensor of the optimizers' state."""
+    """Yield a read for each tensor of the optimizers' state."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -247,7 +247,7 @@ def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> T
 
 
 class OptionsPlan(NamedTuple):
-    """Assignments to groups' options and optimizers' defaults.
+    """The assignments that restore groups' options and optimizers' defaults.
 
     `values` are (options or defaults, key, value), `copies` are tensors that keep their memory, each with its value.
     """
@@ -257,7 +257,7 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Plan the options: tensors keep their memory, unless groups share it and get different values."""
+    """Plan how to restore options: tensors keep their memory, unless groups share it and get different values."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():

@@ -133,7 +133,7 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """Add a tensor, or bytes, by the keys that lead to it.
+        """Add `tensor`, or bytes if `layout` is None, under the keys `path` that lead to it.
 
         A DTensor on a mesh without this rank, for which it has an empty tensor, adds only a layout.
         """

@@ -70,14 +70,14 @@ NUMBERS = (
 
 
 class Kinded(NamedTuple):
-    """An Enum or a namedtuple as the name of its class, which a checkpoint cannot make, and its plain value."""
+    """An Enum or a namedtuple, as the name of its class, which a checkpoint cannot make, and its plain value."""
 
     kind: str
     plain: object
 
 
 def plain_of(value: object) -> object:
-    """The value of an Enum, the tuple of a namedtuple, and any other value itself."""
+    """Return the value of an Enum, the tuple of a namedtuple, or any other `value` itself."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -86,14 +86,14 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError, naming the value as `what`, for one nested too deep, or in itself."""
+    """Raise CheckpointError, calling the value `what`, if `depth` is too deep, as in a value that contains itself."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
         raise CheckpointError(f"{fault}; give a value that is flatter")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """The value as JSON. Raises CheckpointError, naming the value as `what`, for one that JSON cannot express.
+    """Return `value` as JSON. Raises CheckpointError, naming the value as `what`, if JSON cannot express it.
 
     `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
     """
@@ -183,7 +183,7 @@ def _explain_unreadable(tensor: Tensor) -> str:
 
 
 def decode_value(coded: object, *, kinded: bool = False) -> Any:
-    """The value that `code_value` coded with the same `kinded`. Raises ValueError for other JSON."""
+    """Return the value that `code_value` coded with the same `kinded`. Raises ValueError for other JSON."""
     decode = partial(decode_value, kinded=kinded)
     match coded:
         case _ if _is_plain(coded):
@@ -228,7 +228,7 @@ def _decode_number(dtype: str, number: float) -> object:
 
 
 def rebuild(like: object, items: object) -> Any:
-    """A value of the same class from other items. Raises whatever the class raises for such items."""
+    """Return a value of the class of `like` with other `items`. Raises whatever the class raises for such items."""
     kind: Any = type(like)
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
@@ -236,7 +236,7 @@ def rebuild(like: object, items: object) -> Any:
 
 
 def list_tensors(value: object) -> list[Tensor]:
-    """The tensors in a value, at any depth of lists, tuples and dicts."""
+    """Return the tensors in `value`, at any depth of lists, tuples and dicts."""
     tensors = []
     visited: dict[int, object] = {}
     unvisited = [value]
@@ -251,7 +251,7 @@ def list_tensors(value: object) -> list[Tensor]:
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """The value, with its tensors on that device, in lists, tuples and dicts too."""
+    """Return `value` with its tensors moved to `device`, at any depth of lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -265,13 +265,13 @@ def move_tensors(value: Any, device: torch.device) -> Any:
 
 
 def as_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a 1-d tensor of uint8."""
+    """Return the bytes of a 1-d tensor of uint8."""
     array = tensor.cpu().numpy()
     return array.tobytes()
 
 
 class StateKind(NamedTuple):
-    """A kind of extra states: its types, and a function that restores one from a tensor of bytes."""
+    """A kind of extra state: its Python types, and a function that restores it from a tensor of bytes."""
 
     types: tuple[type, ...]
     restore: Callable[[Tensor], object]
@@ -287,7 +287,7 @@ KINDS = {
 
 
 class Extra(NamedTuple):
-    """A module's extra state: the result of get_extra_state as bytes, and which of KINDS it is."""
+    """A module's extra state: the result of get_extra_state as bytes, and the kind of its value, a key of KINDS."""
 
     module: nn.Module
     kind: str
@@ -295,7 +295,7 @@ class Extra(NamedTuple):
 
 
 def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
-    """The module's extra state of that name. Raises CheckpointError for a value that is not bytes."""
+    """Return the extra state `value` of `module` as bytes. Raises CheckpointError, with `name`, if it is not bytes."""
     kind = _kind_of(value)
     if kind is None:
         what = f"extra state {name!r} is of type {type(value).__name__}"

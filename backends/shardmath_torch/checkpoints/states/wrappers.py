@@ -50,7 +50,7 @@ INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
 
 
 class Inner(NamedTuple):
-    """An inner optimizer: the expression that reaches it, the optimizer that holds it, and under which attribute."""
+    """An optimizer inside another: the expression that reaches it, the optimizer that holds it, and the attribute."""
 
     path: str
     holder: Optimizer
@@ -71,7 +71,7 @@ _Part: TypeAlias = tuple[str, object, object]
 
 
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
-    """The inner optimizers of an optimizer, in attributes and at any depth of containers, and theirs in turn."""
+    """Yield the optimizers inside `optimizer`, in attributes and at any depth of containers, and those inside them."""
     yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
 
 
@@ -176,7 +176,7 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError for an optimizer of which a save would lose something.
+    """Raise CheckpointError if saving the state of `optimizer` would lose something.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,

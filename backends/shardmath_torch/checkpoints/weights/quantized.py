@@ -34,7 +34,7 @@ NUMBERS = "float32", "bfloat16", "float16", *BYTES
 
 
 class QuantizedRead(NamedTuple):
-    """A tensor stored as data and scales: its layout in the module, and the layouts of both as they are read."""
+    """A tensor to be read as data and scales: its layout in the module, and the layouts in which both are read."""
 
     name: str
     format: Format
@@ -49,13 +49,13 @@ class QuantizedRead(NamedTuple):
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:
-        """The layouts of the data and the scales, by the names under which they are loaded."""
+        """Yield the layouts of the data and of the scales, with the names under which they are loaded."""
         yield self.name, self.data
         yield self.key, self.scales
 
 
 def check_format(format: object) -> None:
-    """Raise CheckpointError for a value that is not a format of data and scales."""
+    """Raise CheckpointError unless `format` is a format of data and scales."""
     if format is None:
         return
     if not isinstance(format, Format):
@@ -70,7 +70,7 @@ def check_format(format: object) -> None:
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
-    """The stored name of a stored tensor's scales; None if it has none."""
+    """Return the stored name of the scales of the tensor `stored`; None if it has no scales."""
     dtype = checkpoint[stored].dtype
     # int8 is not in a format; its scales are found so that it is not loaded without them.
     if dtype != "int8" and not has_same_bytes("uint8", dtype):
@@ -80,7 +80,7 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """The message of an error about data with scales and no format."""
+    """Return the error message for data that are stored with scales, and loaded without a format."""
     what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
@@ -89,7 +89,7 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """The tensor stored as these data and scales. Raises CheckpointError if they do not fit the format."""
+    """Return tensor `name` as a read of data and scales. Raises CheckpointError if they do not fit `format`."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
-    """The trained parameters in forward order, with this rank's shapes; a tied parameter appears under its first name.
+    """Return trained parameters in forward order, with this rank's shapes; a tied one appears under its first name.
 
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
     Quantized storage is not detected: set `quantized=` of such a Param.
@@ -57,7 +57,7 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
 
 
 def embeddings(module: nn.Module) -> set[int]:
-    """The ids of the parameters of embeddings and of the output layer."""
+    """Return the ids of the parameters of the module's embeddings and of its output layer."""
     tables: list[nn.Module] = []
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -91,7 +91,7 @@ def _local_shape(p: Tensor) -> tuple[int, ...]:
 
 
 class ParamLayout(NamedTuple):
-    """A layout by parameter, with the fields and types of Megatron-Core's `PerBufferParamLayout`.
+    """A layout of a buffer by parameter, with the fields and types of Megatron-Core's `PerBufferParamLayout`.
 
     That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout,
     module)._asdict())`.
@@ -112,7 +112,7 @@ class _LikeMegatron(Protocol):
 
 
 def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> ParamLayout:
-    """The layout with the module's parameters as keys instead of names.
+    """Return the buffer layout with the module's parameters as keys instead of their names.
 
     Raises ParamLayoutError for a name that the module lacks.
     """
@@ -134,7 +134,7 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """A layout by parameter, Megatron-Core's own or `by_parameter`'s, converted to names and checked.
+    """Return a buffer layout by parameter, from Megatron-Core or `by_parameter`, converted to names and checked.
 
     Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
     it.
@@ -168,7 +168,7 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """This rank's local tensors under `buffers.state_layouts` of the same arguments, as views of its flat array.
+    """Return this rank's local tensors under `buffers.state_layouts` as views of its flat array.
 
     They have the array's dtype. A rank outside the mesh has none.
 
@@ -195,7 +195,7 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """This rank's local tensors, by local name, as views of its flat arrays, detached.
+    """Return this rank's local tensors, by local name, as detached views of its flat `arrays`.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

@@ -34,7 +34,7 @@ SHOWN = 8
 
 
 class Ballot(NamedTuple):
-    """A rank's vote; `claim`, `purpose` and `records_gradient` must be equal on all ranks.
+    """A rank's vote on an operation; `claim`, `purpose` and `records_gradient` must be equal on all ranks.
 
     - `claim`: the operation that the rank is about to do.
     - `purpose`: what the operation is for, in the caller's words.
@@ -59,7 +59,7 @@ class Ballot(NamedTuple):
 
     @property
     def intent(self) -> str:
-        """The part that must be equal on all ranks, in words.
+        """The claim and purpose of the vote, which must be equal on all ranks, in words.
 
         >>> Ballot("move 1", "step 3", records_gradient=True).intent
         "move 1, for 'step 3', a gradient to be differentiated"
@@ -70,7 +70,7 @@ class Ballot(NamedTuple):
 
 
 def encode(ballot: Ballot) -> bytes:
-    """Write the ballot into RECORD bytes.
+    """Return the vote `ballot` as RECORD bytes.
 
     >>> ballot = Ballot("move 1", objection="no", peers=7, said=b"xyz")
     >>> decode(encode(ballot)) == ballot
@@ -113,7 +113,7 @@ def _truncate(text: bytes, most: int) -> bytes:
 
 
 def decode(record: bytes) -> Ballot:
-    """Read the ballot that `encode` wrote, its texts truncated."""
+    """Return the vote that `encode` wrote as `record`, with its texts truncated."""
     fields = HEADER.unpack_from(record)
     nonce, peers, records_gradient, is_unordered, serves_store, *lengths, length_said = fields
     texts = []
@@ -133,7 +133,7 @@ def decode(record: bytes) -> Ballot:
 def vote(
     wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None
 ) -> tuple[Ballot, ...]:
-    """Gather all ranks' ballots, in the group's order `ranks`; `patience` in seconds, None for the wire's default.
+    """Return all ranks' votes, in the order of `ranks`; waits `patience` seconds, None for the wire's default.
 
     Raises Refused on every rank if any rank objects or intends something else, PeerFailure if one
     does not vote.

@@ -53,7 +53,7 @@ _reporters: WeakKeyDictionary[Store, list[_Reporter]] = WeakKeyDictionary()
 
 
 def stop_asking(store: Store) -> None:
-    """End the reporting threads, so that nothing more is written into the store of a group that ends here.
+    """End the threads that report failures, so that nothing more is written into `store`, whose group ends here.
 
     First gives each its patience, at most a grace period, so that other ranks can read a store that is served here.
     """
@@ -65,7 +65,7 @@ def stop_asking(store: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The rank that a rank blames (None: not known), the tensor in flight (None: no tensor), and the observed cause.
+    """One rank's report on a failure: the rank it blames, the tensor in flight (each None if unknown), and the cause.
 
     If `is_goodbye`, no rank has failed, and `cause` is the goodbye's text.
     """
@@ -77,7 +77,7 @@ class Report:
 
 
 def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) -> int | None:
-    """The rank that failed first, from who blames whom; None if that does not tell.
+    """Return the rank that failed first, given which rank blames which; None if that cannot be told.
 
     `blamed` maps each rank that reported to the rank it blames; `ranks` are all of the group.
 
@@ -97,7 +97,7 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
 
 @dataclass(slots=True)
 class FailureDetector:
-    """Exchanges the reports of a group's ranks, through `store` under `key`, in at most `grace` seconds.
+    """The exchange of failure reports among a group's ranks, in `store` under `key`, in at most `grace` seconds.
 
     `host` is the rank whose process serves the store, None if no rank of the group does, or
     UNTOLD. `answered` is whether the store ever answered.
@@ -114,7 +114,7 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """The rank that failed first and the report against it, or None and the report of a goodbye.
+        """Return the rank that failed first and the report on it, or None and the report of a rank's leaving.
 
         Calls `let_go`, which closes the connections, once this rank has reported.
         """
@@ -124,7 +124,7 @@ class FailureDetector:
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Write this rank's report, call `let_go`, and return the thread that still reads the others' reports."""
+        """Write this rank's report, call `let_go`, and return the thread that reads the others' reports."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """Gather each rank's object `mine`, in the group's order, within the group's time limit.
+    """Return every rank's object `mine`, in the group's order, within the group's time limit.
 
     `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
     not call, or makes another call.
@@ -58,7 +58,7 @@ def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[
 
 
 def party_of(group: Group) -> Party | None:
-    """This rank in the group; None if none of our transports serves the group."""
+    """Return this rank's connections in the group; None if no transport of this library serves the group."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
     return join_within(group, compat.time_limit_of(group))
@@ -131,7 +131,7 @@ def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
 
 @contextmanager
 def shared(group: Group | None) -> Iterator[None]:
-    """Hold the group for a call of several steps, by one thread at a time.
+    """Reserve the group for a call of several steps by one thread, during the `with` block.
 
     An exception after the first step breaks the group, unless all ranks know of it: they know of ShardErrors, and of
     exceptions marked by `mark_told`. Raises ExchangeError if another thread's call lasts longer than the group's time
@@ -164,7 +164,7 @@ def _breaking_on_error(party: Party | None) -> Iterator[None]:
 
 
 def mark_told(error: BaseException, group: Group | None) -> None:
-    """Mark an exception that all ranks know of. The mark holds for the current call of several steps only."""
+    """Mark `error` as known to all ranks, for the current call of several steps on the group only."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
     if not compat.is_alone():
@@ -173,7 +173,7 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark this rank's local work in a call of several steps. Raises ExchangeError inside of another step."""
+    """Mark the `with` block as this rank's local step in a longer call. Raises ExchangeError inside another step."""
     if compat.is_alone():
         yield
         return
@@ -187,7 +187,7 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """Break the group after one of torch's collectives failed, and return the error to raise."""
+    """Break the group after one of torch's collectives failed with `error`, and return the error to raise."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

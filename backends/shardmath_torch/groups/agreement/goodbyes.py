@@ -49,7 +49,7 @@ SOON_S = 0.01
 
 
 class Goodbye(NamedTuple):
-    """Rank `rank` left mover `key` after vote number `after`; it `lingers` until others have read this."""
+    """A notice that `rank` left mover `key` after vote number `after`; if it `lingers`, it waits for readers."""
 
     rank: int
     key: str
@@ -59,7 +59,7 @@ class Goodbye(NamedTuple):
 
 
 class Goodbyes:
-    """The goodbyes of one group's ranks, in its store under `name`, as far as this rank has read them.
+    """The notices of ranks that left (goodbyes) in one group's store, under `name`, as far as this rank has read them.
 
     `serves` is whether this process serves the store.
     """
@@ -80,7 +80,7 @@ class Goodbyes:
         self._listener: threading.Thread | None = None
 
     def say(self, key: str, after: int, why: str) -> None:
-        """Announce that this rank leaves the mover of this key after the vote of that number.
+        """Announce that this rank leaves the mover with this `key`, after the vote of number `after`, because of `why`.
 
         Never raises, and waits at most LINGER_S for the store, and as long for other ranks if it is served here.
         """
@@ -110,11 +110,11 @@ class Goodbyes:
         return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
-        """Read new goodbyes, in at most `limit` seconds."""
+        """Read the new notices of ranks that left, in at most `limit` seconds."""
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Name the ranks that left before the mover's turn whose latest vote is `number`, and why; "" if none did.
+        """Return which ranks left mover `key` before its vote `number`, and why, in words; "" if none did.
 
         A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
         """
@@ -132,7 +132,7 @@ class Goodbyes:
         return f"{show_ranks(sorted(reasons))} left: {reasons[first]}"
 
     def listen(self, act: Callable[[], bool]) -> None:
-        """Start a thread that reads goodbyes and calls `act` in turn, until `act` returns False or `end` is called."""
+        """Start a thread that reads notices and calls `act` in turn, until `act` returns False or `end` is called."""
 
         def loop() -> None:
             while act() and not self._end_bell.wait(LOOK_AGAIN_S):
@@ -141,7 +141,7 @@ class Goodbyes:
         self._listener = self._beside(loop)
 
     def end(self) -> None:
-        """Stop reading and writing, in a store that answers at once: the last rank to leave removes its notes."""
+        """Stop reading and writing notices; the last rank to leave removes them from the store."""
         self._end_bell.set()
         if self._listener is not None and not self._is_lost:
             self._listener.join(LINGER_S)

@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """The objection that an error makes: a ShardError's message, or another error's kind and message; never ""."""
+    """Return the text of an objection because of `error`: its message, after its kind unless a ShardError; never ""."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
 
 def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return `make`'s result, or None and an objection: the others wait for this rank's vote even if `make` raises."""
+    """Return `make()` and "", or None and an objection if it raises, since others wait for this rank's vote."""
     try:
         return make(), ""
     except Exception as error:
@@ -39,7 +39,7 @@ def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def name_given(plan: Plan | Transposed | Program) -> str:
-    """The plan or program in words: its kind ("plan" or "program") and the beginning of its digest."""
+    """Return the plan or program in words: its kind ("plan" or "program") and the beginning of its digest."""
     kind = "program" if isinstance(plan, Program) else "plan"
     return f"{kind} {plan.digest[:DIGEST_SHOWN]}"
 
@@ -48,7 +48,7 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Words for the tensor in flight from or to that rank; without a name, for any that the plan moves there."""
+    """Return words for the tensor in flight from or to `rank`, or if None, one that the plan moves there."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

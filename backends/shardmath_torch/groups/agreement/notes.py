@@ -26,14 +26,14 @@ NOWHERE = "\0 nobody writes this"
 
 
 def read(store: Store, key: str) -> str | None:
-    """The note's text; None if there is no note. Raises RuntimeError if the store is lost."""
+    """Return the text stored under `key`; None if there is none. Raises RuntimeError if the store is lost."""
     # Another program's value may not be UTF-8.
     text = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
     return None if text == NOWHERE else text
 
 
 def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
-    """Write `new` if the note is `old`, None for no note; return the note's text after that.
+    """Write `new` under `key` if its text is `old` (None: no text yet), and return the text that is then there.
 
     Raises RuntimeError if the store is lost.
     """
@@ -43,7 +43,7 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
 
 
 def add_line(store: Store, key: str, line: str) -> None:
-    """Add a line to the note; a new note begins with an empty line.
+    """Append a line to the text stored under `key`; a new text begins with an empty line.
 
     Raises RuntimeError if the store is lost.
     """
@@ -51,6 +51,6 @@ def add_line(store: Store, key: str, line: str) -> None:
 
 
 def read_lines(store: Store, key: str) -> list[str]:
-    """The note's lines, by `add_line`. Raises RuntimeError if the store is lost."""
+    """Return the lines that `add_line` stored under `key`. Raises RuntimeError if the store is lost."""
     text = read(store, key)
     return text.split("\n")[1:] if text else []

@@ -58,14 +58,14 @@ def is_time(timeout: object) -> TypeGuard[float]:
 
 
 def word_bad_time(timeout: object) -> str:
-    """The error's text for a timeout that `is_time` rejects."""
+    """Return the error message for a timeout that `is_time` rejects."""
     fix = f"pass seconds > 0, at most {LONGEST_S:.0e}"
     return f"timeout={shown(timeout)} is not a time to wait; {fix}"
 
 
 @dataclass(frozen=True)
 class Party:
-    """This rank in a group, and its connections to the others.
+    """This rank as a member of a group, with its connections to the other ranks.
 
     `patience` is the time to wait for a peer, `grace` the time to find out who failed, both in seconds. `key` is one
     mover's, equal on all ranks.
@@ -82,18 +82,18 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """Seconds for waiting and finding out who failed."""
+        """The seconds that a call may take: to wait for a peer, and then to find out who failed."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """A copy with its own key, equal on all ranks since it is their count of votes."""
+        """Return a copy with another `key`, equal on all ranks since it is their count of votes."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Gather all ranks' ballots, which are votes or promises by `event`.
+        """Return all ranks' votes or, by `event`, promises; `mine` is this rank's.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -121,7 +121,7 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin a turn on which ranks agreed earlier, without a vote; others rely on this rank from here on."""
+        """Begin an operation on which ranks agreed earlier, without a vote; others rely on this rank from here on."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -133,7 +133,7 @@ class Party:
         self.turns.host = next((rank for rank, ballot in voted if ballot.serves_store), None)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Gather every rank's record, all of one size, as a vote without objections. Raises PeerFailure."""
+        """Return every rank's `record`, all of one size; counts as a vote without objections. Raises PeerFailure."""
         self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
@@ -146,7 +146,7 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, which votes first, under the group's turn, and return its result.
+        """Run `act`, a joint operation that votes first, while no other uses the group, and return its result.
 
         Waits for other threads' turns at least `patience` seconds. Errors call `what` broken if the group is, and
         `describe` words the work that a rank's failure stopped.
@@ -171,7 +171,7 @@ class Party:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other calls on the group out of this process while this rank changes what they use.
+        """Keep this process's other calls on the group waiting during the `with` block.
 
         Raises ExchangeError inside of a call, as in a progress callback, and if other threads keep the turn.
         """
@@ -180,7 +180,7 @@ class Party:
             yield
 
     def listen(self) -> None:
-        """Watch from now on for ranks that leave. Call it after the group's first vote."""
+        """Watch from now on for ranks that leave the group. Call it after the group's first vote."""
         turns = self.turns
         store = compat.store_of(self.group)
         if store is not None:
@@ -261,7 +261,7 @@ class Party:
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
-        """Run `act`, on which others rely. Raises PeerFailure of this rank, which is reported, if it raises."""
+        """Run `act`, on which others rely. If it raises, raises PeerFailure that blames this rank."""
         try:
             act()
         except PeerFailure:
@@ -270,11 +270,11 @@ class Party:
             raise PeerFailure(self.rank, word_error(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Break the group, whose call this exception ended in the middle."""
+        """Break the group, because `error` ended a call on it in the middle."""
         self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:
-        """Break the group and report to the others that this rank gives up, and why, without reading their reports."""
+        """Break the group, and report to the others that this rank gives up and why, without reading their reports."""
         # First of all: a second Ctrl-C during the report must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {_word_fix(cause)}"
         try:
@@ -289,7 +289,7 @@ class Party:
             raise
 
     def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
-        """Break the group after a peer's failure, and return the error to raise, which names who failed first."""
+        """Break the group after a peer's `failure`, and return the error to raise, which names who failed first."""
         # Reading the reports takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause
         try:

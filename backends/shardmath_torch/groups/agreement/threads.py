@@ -54,7 +54,7 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-    """Run `make` in a thread and return its result: torch's waits for other processes ignore Ctrl-C.
+    """Run `make` in a thread, wait at most `limit` seconds, and return its result; Ctrl-C ends the wait.
 
     Raises any exception of `make`, and RuntimeError after `limit` seconds. On Ctrl-C, first gives the thread `settle`
     seconds to end.
@@ -89,7 +89,7 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
 
 
 def make_bell() -> threading.Event:
-    """Make an event that wakes a sleeping background thread to end it; also set when the process exits."""
+    """Return an event that ends the sleep of a background thread when it is set, also by the process's exit."""
     bell = threading.Event()
     _bells.add(bell)
     return bell
@@ -100,7 +100,7 @@ def _nothing() -> None:
 
 
 class Errand:
-    """A background thread that others wait for; `act` handles its own errors, and `call_off` makes it end early."""
+    """A background job in a thread that others wait for; `act` handles its own errors, and `call_off` ends it early."""
 
     def __init__(self, act: Callable[[], None], call_off: Callable[[], None] = _nothing) -> None:
         self.is_over = False
@@ -110,14 +110,14 @@ class Errand:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread of the background job."""
         _started.add(self._thread)
         _errands.add(self)
         self._thread.start()
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread is the errand's."""
+        """Whether the calling thread is the thread of this background job."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
@@ -131,7 +131,7 @@ class Errand:
                 bell.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the end, and return whether it has come.
+        """Wait at most `timeout` seconds for the end of the job, and return whether it has ended.
 
         An errand whose thread is gone, or was never started, counts as over.
         """
@@ -152,7 +152,7 @@ class Errand:
         return self.is_over
 
     def call_off(self) -> None:
-        """Make the errand end early, from any thread."""
+        """Make the background job end early, from any thread."""
         self._call_off()
 
 

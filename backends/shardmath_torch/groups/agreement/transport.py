@@ -24,7 +24,7 @@ TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 
 
 def package_of(group: compat.Group) -> ModuleType:
-    """The package that serves the group. Raises ExchangeError if none does."""
+    """Return the transport package that serves the group. Raises ExchangeError if none does."""
     backend = compat.backend_of(group)
     if backend not in TRANSPORTS:
         known = " or ".join(TRANSPORTS)
@@ -33,7 +33,7 @@ def package_of(group: compat.Group) -> ModuleType:
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """Make this rank's `Party` in the group, of these times in seconds. Sends nothing."""
+    """Return this rank's `Party` in the group, with the times `patience` and `grace` in seconds. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
@@ -41,7 +41,7 @@ def join(group: compat.Group, patience: float, grace: float) -> Party:
 
 
 def join_within(group: compat.Group, limit: float) -> Party:
-    """Make this rank's `Party`, for calls of `limit` seconds in all, at most a fifth of them to find out who failed."""
+    """Return this rank's `Party` for calls of `limit` seconds, at most a fifth of them to find out who failed."""
     grace = min(LONGEST_GRACE_S, limit / 5)
     # An extra fifth of the grace is for reporting the failure.
     return join(group, limit - 1.2 * grace, grace)

@@ -47,11 +47,11 @@ LOOK_AGAIN_S = 0.001
 
 
 class Refused(ExchangeError):
-    """A refusal known to all ranks: nothing was done, and the next turn may begin."""
+    """An objection to an operation, known to all ranks: nothing was done, and the group can be used again."""
 
 
 class Unasked(NamedTuple):
-    """A turn on which ranks agreed earlier, so that no vote is gathered.
+    """An operation on which ranks agreed earlier, so that they do not vote on it.
 
     `mark` is a checksum of the claim they would have voted on: ranks that do different things never take each other's
     bytes. `patience` is the time to wait for a late rank, in seconds; None for the wire's default.
@@ -88,12 +88,12 @@ class _Seat:
         self._queue: list[weakref.ref[_Turn]] = []
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds the seat."""
+        """Whether the calling thread holds this place, which one thread holds at a time."""
         holder = self._holder()
         return holder is not None and holder.thread is threading.current_thread()
 
     def take(self, turn: _Turn, patience: float) -> None:
-        """Wait until `turn` holds the seat. Raises ExchangeError if that takes longer than `patience` seconds."""
+        """Wait until `turn` holds this place. Raises ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
         while (blocker := self._claim(turn)) is not None:
             left = until - time.monotonic()
@@ -129,7 +129,7 @@ class _Seat:
         return next((queued for queued in earlier if queued.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free the seat if `turn` holds it, and remove `turn` from the queue."""
+        """Free this place if `turn` holds it, and remove `turn` from the queue."""
         with self._lock:
             if self._holder() is turn:
                 self._holder = _nobody
@@ -148,7 +148,7 @@ class _Heard(threading.local):
 
 
 class Turns:
-    """The turns of one group on this rank.
+    """The record of this rank's operations on one group, which take turns: votes, threads, and whether it is broken.
 
     - `decided`: number of the latest vote recorded in the group's store (`commits`).
     - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.
@@ -183,27 +183,27 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """Count the vote, or the PROMISE, that now begins, and return its number."""
+        """Count the vote, or the promise by `event`, that now begins, and return its number."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes
 
     def agreed(self) -> None:
-        """Note that the vote is over, without an objection."""
+        """Record that the vote is over, without an objection."""
         self.protocol.note(Event.AGREE)
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """The latest vote's identity, unique among groups and equal on all ranks: nonce, number, whether gathered."""
+        """Return the latest vote's identity, equal on all ranks: nonce, number, and whether votes were gathered."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank has begun to vote, so that others may rely on it (`protocol`)."""
+        """Whether this rank has begun to vote, so that others may rely on it."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
-        """Raises ExchangeError if two live threads have this name."""
+        """Raise ExchangeError if two live threads are called `name`, under which ranks pair their calls."""
         current = threading.current_thread()
         self._names = {known: ref for known, ref in self._names.items() if _is_alive(ref())}
         owner = self._names.setdefault(name, weakref.ref(current))()
@@ -216,7 +216,7 @@ class Turns:
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """Hold the turn without a vote, even on a broken group: no other call on the group runs in this process.
+        """Keep other calls on the group out of this process during the `with` block, even on a broken group.
 
         Waits for background moves, and at most `patience` seconds for other threads. Raises ExchangeError inside of a
         call, and if another thread keeps the turn.
@@ -234,7 +234,7 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold the turn for a joint operation, waiting as `alone` does.
+        """Reserve the group for a joint operation during the `with` block, waiting for others as `alone` does.
 
         Raises ExchangeError, which calls `what` broken, if another thread keeps the turn or the group is broken.
         Calls `let_go` if the turn before was left in the middle and the group was not marked broken then.
@@ -252,7 +252,7 @@ class Turns:
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
-        """Hold the group for a call of several steps by this thread; such calls may nest.
+        """Reserve the group for a call of several steps by this thread in the `with` block; such calls may nest.
 
         Raises ExchangeError if another thread's call takes longer than `patience` seconds.
         """
@@ -274,7 +274,7 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Mark local work of this thread, whose result the other ranks wait for: no turn may be taken in it.
+        """Mark the `with` block as local work for which other ranks wait: no operation on the group may begin in it.
 
         Raises ExchangeError inside of another step of this thread.
         """
@@ -288,7 +288,7 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """Hold the last turn, as `alone` does; the group then takes no more, and the others are sent `cause`."""
+        """Reserve the group for its last operation, like `alone`; after it none can begin. Others are sent `cause`."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
@@ -299,7 +299,7 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Watch from now on for ranks that leave, with `Goodbyes` of these arguments. Later calls change nothing."""
+        """Watch from now on for ranks that leave, by `Goodbyes` of the arguments. Later calls change nothing."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -308,24 +308,24 @@ class Turns:
         self.goodbyes.listen(lambda: _give_up_if_left(turns()))
 
     def part(self, key: str, why: str) -> None:
-        """Say goodbye to the mover of this key, unless the group is broken, which the others know. Call in `alone`."""
+        """Announce that this rank leaves mover `key`, and `why`, unless the group is broken. Call it in `alone`."""
         is_broken = self.under_way or self.broken
         if self.goodbyes is not None and not is_broken:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """Make `errand` the latest background move, and return the previous one, after which it runs."""
+        """Make `errand` the latest background move, and return the move before it, after which it runs."""
         with self._queue:
             previous, self.beside = self.beside, errand
         return previous
 
     def wait_for_beside(self) -> None:
-        """Wait for the background moves: ranks pair calls by their order."""
+        """Wait until the background moves have ended, since ranks pair calls by their order."""
         if self.beside is not None and not self.heard.is_beside:
             self.beside.wait()
 
     def refuse_nested(self) -> None:
-        """Raise ExchangeError if the calling thread holds the turn already: it would wait for itself."""
+        """Raise ExchangeError if the calling thread is in an operation on the group: it would wait for itself."""
         if self._turn.is_mine():
             what = "this thread is in the middle of a move or a compile, and calls another one"
             fix = "call it after the first has ended"
@@ -375,12 +375,12 @@ _this_thread = threading.local()
 
 
 def turns_of(group: Group) -> Turns:
-    """The group's turns, one object per group and process."""
+    """Return the record of the group's operations, one object per group and process."""
     return _turns.setdefault(group, Turns())
 
 
 def in_thread(given: str | None) -> str:
-    """The calling thread's part of a claim, " in thread NAME", with name `given` or its own; "" for the main thread."""
+    """Return " in thread NAME", for the name `given` or the calling thread's, to end a claim; "" in the main thread."""
     # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"
@@ -410,7 +410,7 @@ def _name_thread() -> str | None:
 
 @contextmanager
 def as_main() -> Iterator[None]:
-    """Pair this thread's calls with the calls of other ranks' main threads.
+    """Pair the calls of this thread in the `with` block with calls of other ranks' main threads.
 
     For ranks of several jobs, whose threads have unrelated names, on a group that one thread of each rank uses.
     """

@@ -30,7 +30,7 @@ LATE = "it did not answer in time"
 
 
 class PeerFailure(Exception):
-    """A failure of `rank`, None if the transport cannot tell which, with `tensor` in flight."""
+    """A failure of `rank`, None if the transport cannot tell which, while `tensor` was in flight."""
 
     def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
         super().__init__(cause)
@@ -40,7 +40,7 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raises `error` again unless torch raised it, called from one of `files`.
+    """Raise `error` again unless torch raised it, called from one of `files`.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """
@@ -63,21 +63,21 @@ def says_ended(text: str) -> bool:
 
 
 class Pending(Protocol):
-    """A message in flight."""
+    """A message that is in flight, being sent or received."""
 
     def wait(self) -> None:
-        """Order further work on the wire's device after this message's arrival or departure. Raises PeerFailure."""
+        """Have later work on the wire's device wait until this message has arrived or left. Raises PeerFailure."""
 
 
 class Wire(Protocol):
-    """A transport's connections of one process group; ranks are numbered as in plans."""
+    """The connections of one process group over a transport; ranks have the numbers that plans use."""
 
     @property
     def device(self) -> torch.device:
         """The device on which tensors must be."""
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark the following messages with this turn's number, by `Turns.next`, until another turn begins.
+        """Mark messages from now on with the number `turn` of the operation they belong to, as by `Turns.next`.
 
         Their waits take at most `patience` seconds; None for the wire's default.
         """
@@ -89,13 +89,13 @@ class Wire(Protocol):
         """Post a send of the bytes of `memory` to `rank`. Raises PeerFailure."""
 
     def start(self) -> None:
-        """Start the messages posted since the last start that have not started yet. Raises PeerFailure."""
+        """Start the posted messages that have not started yet. Raises PeerFailure."""
 
     def finish(self) -> None:
         """Wait until all started messages have been sent and received. Raises PeerFailure."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Gather every rank's record, all of one size, in the group's order.
+        """Return every rank's `record`, in the group's order; all records have one size.
 
         Waits at most `patience` seconds; None for the turn's. Raises PeerFailure.
         """

@@ -48,7 +48,7 @@ class Address(NamedTuple):
 
 
 def read_where(where: object) -> Address | Store:
-    """The address in "host:port", or the store itself. Raises ExchangeError for anything else."""
+    """Return `where` as an address, from "host:port", or as the store that it is. Raises ExchangeError for others."""
     if isinstance(where, Store):
         return where
     if isinstance(where, str):
@@ -76,7 +76,7 @@ def _is_port(text: str) -> bool:
 
 
 def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
-    """Run `meet` in the store, again if a store at an address is lost, until that time; return its result.
+    """Return `meet(store)`, called again until the time `until` if a store at an address is lost.
 
     Raises ExchangeError if the store cannot be served, or is not there in time, and any exception of `meet`.
     """

@@ -60,7 +60,7 @@ OBJECTS = "!"
 
 
 class Seat(NamedTuple):
-    """A process's line in a log; `token` is unique to the process, and `run` is "" if it was given none."""
+    """A process as it enters itself for a group; `token` is unique to the process, and `run` is "" if not given."""
 
     rank: int
     size: int
@@ -69,12 +69,12 @@ class Seat(NamedTuple):
     run: str = ""
 
     def word(self) -> str:
-        """The arguments that must be equal on all ranks, in words."""
+        """Return the arguments that must be equal on all ranks, in words."""
         return f"rank {self.rank} gives size={self.size} and backend={self.backend!r}"
 
 
 class Met(NamedTuple):
-    """A meeting, and its run."""
+    """The name of the meeting in which all ranks found each other, and the name of its run."""
 
     meeting: str
     run: str
@@ -88,22 +88,22 @@ class _Log(NamedTuple):
     lines: tuple[str, ...]
 
     def list_seats(self) -> list[Seat]:
-        """The seats of all processes that came, even if they left."""
+        """Return the entries (seats) of all processes that came, even if they have left."""
         return [Seat(*json.loads(line)) for line in self.lines if line.startswith("[")]
 
     def list_gone(self) -> set[str]:
-        """The tokens of processes that left."""
+        """Return the tokens of the processes that have left."""
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Another leader's objection to the meeting; "" for none."""
+        """Return another leader's objection to the meeting; "" if there is none."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))
         return ""
 
     def has(self, seat: Seat) -> bool:
-        """Whether the meeting is full, with this process."""
+        """Whether the meeting is full, and includes the process with this `seat`."""
         return self.state == FULL and seat.token in self.detail.split()
 
 
@@ -115,7 +115,7 @@ def _parse(text: str | None) -> _Log:
 
 
 def meet(seat: Seat) -> Steps[Met]:
-    """Find the other ranks, and return the full meeting with this process.
+    """Find the other ranks, and return the meeting that has all of them.
 
     Raises ExchangeError naming the ranks that did not come, for two processes of one rank, for ranks that give
     different sizes, backends or runs, and if the meeting is called off.
@@ -124,7 +124,7 @@ def meet(seat: Seat) -> Steps[Met]:
 
 
 def call_off(why: str) -> Steps[None]:
-    """Make all processes that wait, or come later, raise ExchangeError with this text."""
+    """Make processes that wait for others, or come later, raise ExchangeError with the text `why`."""
     reason = json.dumps(why)
     expected: str | None = None
     # Overwrites any earlier reason, since a swap answers with the note that was there instead.
@@ -135,7 +135,7 @@ def call_off(why: str) -> Steps[None]:
 
 
 def leave(met: Met, rank: int, size: int) -> Steps[None]:
-    """Leave the group; the last rank to leave removes its notes."""
+    """Leave the group; the last rank to leave removes its entries in the store."""
     key = f"{met.meeting}/{LEFT}"
     yield Add(key, str(rank))
     leavers = yield Read(key)

@@ -49,13 +49,13 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """Read the note; the answer is its text, None if there is no note."""
+    """A step: read the text under `key`; the answer is that text, None if there is none."""
 
     key: str
 
 
 class Swap(NamedTuple):
-    """Write `new` if the note is `old`, None for no note; the answer is the note after that."""
+    """A step: write `new` if the text under `key` is `old` (None: no text); the answer is the text after that."""
 
     key: str
     old: str | None
@@ -63,34 +63,34 @@ class Swap(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a line to a note; a new note begins with an empty line."""
+    """A step: append a line to the text under `key`; a new text begins with an empty line."""
 
     key: str
     line: str
 
 
 class Drop(NamedTuple):
-    """Remove a note, if it is there."""
+    """A step: remove the text under `key`, if it is there."""
 
     key: str
 
 
 class Purge(NamedTuple):
-    """Remove a note whose key is unique, and all notes below it, whose keys begin with `key` and a slash."""
+    """A step: remove the text under a unique `key`, and all texts below it, whose keys begin with `key` and a slash."""
 
     key: str
 
 
 class Pause(NamedTuple):
-    """Wait a moment; the answer is LATE once the time is over, else None."""
+    """A step: wait a moment; the answer is LATE once the time is over, else None."""
 
 
 class Linger(NamedTuple):
-    """Give others time to read this process's last note."""
+    """A step: give other processes time to read this process's last text."""
 
 
 class Quit(Exception):
-    """The process has to stop."""
+    """The exception that makes steps undo what they did, since the process has to stop."""
 
 
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger
@@ -98,7 +98,7 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Execute the steps in the store, with that end of their time, and return the generator's result.
+    """Execute `steps` in the store until the time `until`, and return the result of the generator.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

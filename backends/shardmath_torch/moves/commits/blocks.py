@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Member(NamedTuple):
-    """A mover as blocks see it: its group, a key unique in the group, and its name.
+    """A mover as seen by the block of a `commit`: its group, a key unique in the group, and its name.
 
     `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
@@ -53,15 +53,15 @@ class Member(NamedTuple):
 
 
 class HasMember(Protocol):
-    """A mover, or an object that moves by one: an argument of `commit`."""
+    """A mover, or an object that moves tensors by one, such as a Refit: an argument of `commit`."""
 
     @property
     def member(self) -> Member:
-        """The mover as blocks see it."""
+        """The mover as seen by the block of a `commit`."""
 
 
 class CommitBlock:
-    """The moves of one commit on this rank. Each of the `named` movers must move; if there are none, any mover may."""
+    """The moves of one `commit` on this rank. Every mover in `named` must move; if there are none, any may."""
 
     def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
         self._turns = turns
@@ -77,14 +77,14 @@ class CommitBlock:
 
     @property
     def was_refused(self) -> bool:
-        """Whether all ranks in the block know that nothing in it is committed."""
+        """Whether all ranks in the block know that none of its moves will be committed."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
         lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
         return heard.refusals != self._refusals or lacks_rank
 
     def check(self, member: Member) -> None:
-        """Raise ExchangeError for a mover that cannot move in the block."""
+        """Raise ExchangeError if the mover `member` cannot move in the block."""
         if not member.is_beside:
             what = f"{member.name} writes to its destination as it moves"
             raise ExchangeError(f"{what}; compile it with commit='all' to move in smt.commit")
@@ -98,7 +98,7 @@ class CommitBlock:
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
-        """Add a move whose bytes have arrived."""
+        """Add to the block a move of `member` whose bytes have arrived."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
@@ -106,17 +106,17 @@ class CommitBlock:
 
     @property
     def timeout(self) -> float:
-        """Seconds to wait for all ranks at the block's end: the longest timeout of its movers."""
+        """The seconds to wait for all ranks at the block's end: the longest timeout of its movers."""
         return max(self._timeouts, default=DEFAULT_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the block, and release its entries."""
+        """End the block, and release its moves."""
         self.is_open = False
         self.entries = []
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether others may be in a move without a vote, in which they do not receive this rank's objection."""
+        """Whether others may be in a move without a vote, in which this rank's objection does not reach them."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
@@ -124,7 +124,7 @@ class CommitBlock:
         return [member.name for key, member in self._named.items() if key not in self._keys]
 
     def object(self) -> str:
-        """The objection to committing the block; "" for none."""
+        """Return why the block cannot be committed, as an objection for the vote; "" if it can."""
         missing = self._list_missing()
         if missing and not self.objection:
             return f"smt.commit is given {', '.join(missing)}, which did not move in it"
@@ -134,7 +134,7 @@ class CommitBlock:
 
     @property
     def claim(self) -> str:
-        """The moves to commit, which must be equal on all ranks. Their claims name their threads."""
+        """The moves to commit, in words, which must be equal on all ranks."""
         moves = "; ".join(entry.claim for entry in self.entries) or f"none{in_thread(None)}"
         return f"commit {plural(self.entries, 'move')}: {moves}"
 
@@ -150,7 +150,7 @@ _this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """The calling thread's block of the group, if any. Raises ExchangeError if a call in it has ended the block."""
+    """Return the calling thread's `commit` block on the group, if any. Raises ExchangeError if a call has ended it."""
     block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(
@@ -162,7 +162,7 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
-    """Put all moves inside in place together as the block ends, on all ranks or on none. Collective.
+    """Put all moves of the `with` block in place together at its end, on all ranks or on none. Collective.
 
     `what` lists the movers that move in the block, compiled with commit="all", or is their group (default: all ranks),
     for any of its movers. `timeout` is the time to wait for all ranks at the end, in seconds (default: the longest

@@ -26,7 +26,7 @@ MOST_ERRORS = 8
 
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Promise, and call `place` if all ranks have promised, again after an error.
+    """Vote a promise, and call `place` if all ranks have promised, again after an error.
 
     Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
     """

@@ -24,7 +24,7 @@ MOST_NAMES = 8
 
 @dataclass
 class Standing:
-    """The number of a mover's committed moves, `version`.
+    """A mover's state on this rank: the number of its committed moves, `version`, and whether it is certain.
 
     `in_doubt` is whether the others may have one more. `torn` lists destinations that may be neither old nor new.
     """
@@ -35,7 +35,7 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move in words, its destinations, and the version that it makes.
+    """A move that is to be committed: its claim in words, its destinations, and the version that it makes.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
     why the move can no longer be put in place; "" if it can.
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put all entries in place on all ranks, or none on any. Raises as `conclude` does."""
+    """Put the moves `entries` in place on all ranks, or on none. Raises as `conclude` does."""
 
     def place() -> None:
         for entry in entries:
@@ -77,7 +77,7 @@ def _note_end(party: Party, entries: Sequence[Entry]) -> None:
 
 
 def word_torn(keys: tuple[str, ...]) -> str:
-    """Words for torn destinations, at most MOST_NAMES of them by name."""
+    """Return words for destinations that are neither old nor new, with at most MOST_NAMES of their names."""
     names = "the destination tensor"
     if keys != ("",):
         names = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
@@ -87,7 +87,7 @@ def word_torn(keys: tuple[str, ...]) -> str:
 
 
 def word_end(standing: Standing, former: int) -> str:
-    """Words for a rank's destination after an exception ended a commit that began at version `former`."""
+    """Return words for the state of destinations after an exception ended a commit begun at version `former`."""
     if standing.in_doubt:
         why = "the group's store, which has what was decided, does not answer"
         here = f"here all is as it was, version {standing.version}"

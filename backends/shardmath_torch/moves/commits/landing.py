@@ -26,7 +26,7 @@ __all__ = ["Arrival", "Landing"]
 
 
 class Arrival(NamedTuple):
-    """Bytes that have arrived next to the destinations `keys`.
+    """Bytes that have arrived in memory next to the destinations `keys`, with functions to put them in place.
 
     `finish` computes further values to store, `put` puts the bytes in place, and `end` is called after that. `witness`
     returns a function that later tells why the bytes can no longer be put in place, "" if they can.
@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """One mover's landing on this rank; `former` is the number of moves committed on others before this rank joined."""
+    """One mover's commits on this rank; `former` is the number of moves that others committed before it joined."""
 
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
@@ -52,7 +52,7 @@ class Landing:
     """The latest commit block in which the mover moved."""
 
     def word_waiting(self, block: CommitBlock | None) -> str:
-        """Why the mover cannot move now, if bytes of another block wait for that block's end; else ""."""
+        """Return why the mover cannot move now, if its bytes wait for the end of another `commit` block; else ""."""
         other = self._block
         if other is None or other is block or not other.is_open:
             return ""
@@ -60,13 +60,13 @@ class Landing:
         return f"{what}; go on after it, or compile the plan once more"
 
     def check_free(self, block: CommitBlock | None) -> None:
-        """Raise ExchangeError if bytes of another block wait for its end."""
+        """Raise ExchangeError if bytes of the mover wait for the end of another `commit` block."""
         waiting = self.word_waiting(block)
         if waiting:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """The state in which this mover continues after a replan: same version, and no longer in doubt.
+        """Return the state in which this mover continues after a replan: same version, no longer in doubt.
 
         The doubt is resolved: the others have at most version `former`.
         """
@@ -81,7 +81,7 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put arrived bytes and computed values in place, on all ranks or none, now or with the block.
+        """Put arrived bytes and computed values in place, on all ranks or none, now or at the end of `block`.
 
         `ballot` is of this rank, for the move. An error before the promise is an objection. Raises as `conclude`
         does.
@@ -110,7 +110,7 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add the state of this rank's destination to the error that breaks the group inside, and to all later ones."""
+        """Add the destination's state on this rank to an error that breaks the group in the block, and later ones."""
         was_broken = turns.broken
         former = self.standing.version
         try:

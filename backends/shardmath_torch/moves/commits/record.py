@@ -28,7 +28,7 @@ __all__ = ["Record"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The decision of the group `key` after vote `number`; the record of vote `former` is no longer needed."""
+    """The stored decision on a commit, of the group `key` after vote `number`; the one after `former` is obsolete."""
 
     store: Store | None
     key: str
@@ -36,7 +36,7 @@ class Record:
     former: int | None = None
 
     def ask(self, proposal: Event, limit: float) -> Event:
-        """Propose COMMIT or ABORT; return the decision, or LOSE after `limit` seconds."""
+        """Propose COMMIT or ABORT, and return the first proposal of any rank, or LOSE after `limit` seconds."""
         answers: list[bytes] = []
 
         def propose() -> None:

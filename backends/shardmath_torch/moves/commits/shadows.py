@@ -40,7 +40,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Shadows:
-    """The shadows of one mover on this rank: `tensors`, by local buffer key, and their bytes."""
+    """Memory next to a mover's destinations (shadows) that receives bytes until the commit, by local buffer key."""
 
     def __init__(self, layouts: Mapping[str, Layout], rank: int) -> None:
         self._shapes = {key: layout.local_shape(rank) for key, layout in layouts.items()}
@@ -54,13 +54,13 @@ class Shadows:
         )
 
     def select(self, tensors: Tensors) -> Tensors:
-        """The tensors that have shadows; the mapping itself if all have."""
+        """Return the tensors that have shadows, by key; `tensors` itself if all of them have."""
         if tensors.keys() <= self._shapes.keys():
             return tensors
         return {key: tensor for key, tensor in tensors.items() if key in self._shapes}
 
     def receive_into(self, dst: Tensors) -> Tensors:
-        """The shadows of these tensors, allocated if there are none on the device. Raises torch's errors."""
+        """Return the shadows of the tensors `dst`, allocated if needed on their device. Raises torch's errors."""
         devices = {tensor.device for tensor in dst.values()}
         if devices and {self._device} != devices:
             # First release the old shadows, since both may not fit.
@@ -71,13 +71,13 @@ class Shadows:
         return self.tensors
 
     def let_go(self) -> None:
-        """Release the memory, until the next move."""
+        """Release the shadows' memory until the next move."""
         self.tensors = {}
         self._held_pairs = None
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Pair each box of the tensors' own cells with its shadow; keep the pairs of a `held` mapping."""
+        """Return (destination, shadow) for each box of `dst`; if `held`, the pairs are kept for later calls with it."""
         if self._held_pairs is not None and self._held_pairs[0] is dst:
             return self._held_pairs[1]
         pairs: list[Pair] = []
@@ -95,7 +95,7 @@ def _make_beside(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def put_in_place(pairs: Iterable[Pair]) -> None:
-    """Write all pairs in one call."""
+    """Write all pairs (destination, values) in one call."""
     into: list[Tensor] = []
     out_of: list[Tensor] = []
     for destination, values in pairs:

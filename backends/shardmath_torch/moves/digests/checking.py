@@ -37,7 +37,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def check_checkable(check: object, plan: Movable) -> None:
-    """Raise ExchangeError for an unknown check, and for a plan whose destination differs from its source in content."""
+    """Raise ExchangeError if `check` is unknown, or if the plan makes the destination differ from the source."""
     if check is None:
         return
     if not isinstance(check, str) or check != "digest":
@@ -64,7 +64,7 @@ def _find_change_of_content(plan: Movable) -> str:
 
 
 class Check:
-    """A rank's tensors on both sides of a move, to be compared."""
+    """A comparison of a rank's source and destination tensors by their digests, before and after a move."""
 
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
         self._src = DigestSide(plan.src, rank, src)
@@ -72,16 +72,16 @@ class Check:
         self._shares: list[int] = []
 
     def begin(self) -> None:
-        """Weigh the source, before the move."""
+        """Compute the source's digests, before the move."""
         self._shares = self._src.list_shares()
 
     def end(self) -> None:
-        """Weigh the source and the destination, after the move."""
+        """Compute the digests of the source and the destination, after the move."""
         self._shares += self._src.list_shares()
         self._shares += self._dst.list_shares()
 
     def compare(self, party: Party) -> str:
-        """The move's fault, in the same words on all ranks; "" for none. Raises PeerFailure."""
+        """Return the fault of the move, in the same words on all ranks; "" if there is none. Raises PeerFailure."""
         before, after, arrived = self._gather(party)
         changed = _find_changed(self._src.windows, before, after)
         if changed:

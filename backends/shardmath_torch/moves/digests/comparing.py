@@ -34,7 +34,7 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 def find_odd_replica(
     party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
-    """The error for the first tensor whose replicas differ; "" if there is none. Raises PeerFailure."""
+    """Return the error for the first tensor whose replicas differ; "" if none differ. Raises PeerFailure."""
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:
@@ -58,7 +58,7 @@ def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> 
 
 
 def bound_sides(party: Party, name: str, sides: Sequence[DigestSide]) -> Box:
-    """The box in which two sides of a tensor differ. Raises PeerFailure."""
+    """Return the box that bounds the elements of tensor `name` that differ between two `sides`. Raises PeerFailure."""
     weighers = []
     for side in sides:
         portions = counted_portions(side.windows[name], side.rank)

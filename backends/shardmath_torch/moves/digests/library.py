@@ -55,7 +55,7 @@ TORCH: Library = _Torch()
 
 
 def see(tensor: Tensor) -> tuple[Array, Library]:
-    """The tensor's bits as an array, and the library for its arithmetic."""
+    """Return the tensor's bits as an array, and the library, NumPy or torch, for arithmetic on it."""
     words = dtypes.words(tensor)
     if tensor.device.type == "cpu":
         return dtypes.see_words(words), NUMPY

@@ -35,7 +35,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class DigestSide:
-    """This rank's tensors of a side, by local name, and the windows in which all ranks hold each."""
+    """This rank's tensors of one side, by local name, and the layouts (windows) in which all ranks hold each tensor."""
 
     windows: Mapping[str, Windows]
     rank: int
@@ -43,7 +43,7 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """This rank's shares of all tensors, in the order of names."""
+        """Return the numbers that this rank adds to the digests of all tensors, in the order of names."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
@@ -52,7 +52,7 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """For each box, the weighted sum of the elements in it that these portions of a tensor have."""
+        """Return, for each of `boxes`, the weighted sum of its elements that these `portions` of tensor `name` have."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -69,13 +69,13 @@ class DigestSide:
 
 
 def count_shares(side: Mapping[str, Windows], rank: int) -> int:
-    """A rank's number of shares, of all tensors together."""
+    """Return how many numbers `rank` adds to the digests of all tensors of `side` together."""
     held = [list_held(windows).get(rank, ()) for windows in side.values()]
     return sum(map(len, held))
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """The shares of each tensor, taken in order from each rank's iterator over its shares."""
+    """Return by tensor and rank the numbers that ranks add to digests, taken in order from each rank's iterator."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}
@@ -88,7 +88,7 @@ def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int
 def gather_numbers(
     party: Party, own_numbers: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Gather every rank's numbers, whose counts all ranks know. Raises PeerFailure."""
+    """Return every rank's numbers `mine`; `counts` has how many each rank gives. Raises PeerFailure."""
     # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(own_numbers, np.int64).tobytes().ljust(nbytes, b"\0")

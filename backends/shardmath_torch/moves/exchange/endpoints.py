@@ -50,7 +50,7 @@ __all__ = [
 
 
 class StridedView(NamedTuple):
-    """Elements of the tensor `key`: strides and offset in elements, the offset from the tensor's first element."""
+    """A view of the tensor `key`: its shape, strides, and offset from the tensor's first element, in elements."""
 
     key: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class StridedView(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """One end of a message in memory: its pieces' views.
+    """One end of a message, in this rank's memory: the views of tensors that its pieces are.
 
     `contiguous` is the views joined into one; if None, the message goes through staging, from byte
     `start` on. `folds` is whether some pieces are reduced into the destination.
@@ -73,7 +73,7 @@ class Endpoint(NamedTuple):
 
 
 class BoundRound(NamedTuple):
-    """A round's endpoints on this rank; messages that stay here (`keeps`) have two, source and destination."""
+    """A round of a plan's messages with their ends on this rank; `keeps`, which stay here, have both ends."""
 
     step: Step
     sends: tuple[Endpoint, ...]
@@ -88,7 +88,7 @@ Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 def locate(
     key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
 ) -> StridedView:
-    """The view of tensor[slices], of this shape, in a tensor of these strides."""
+    """Return the view of `slices`, which have this `shape`, in the tensor `key` with these `strides`."""
     offset = 0
     for part, stride in zip(slices, strides, strict=True):
         offset += part.start * stride
@@ -96,7 +96,7 @@ def locate(
 
 
 def select(tensor: Tensor, view: StridedView) -> Tensor:
-    """The view of this tensor, without a copy."""
+    """Return the part of `tensor` that `view` describes, without a copy."""
     offset = tensor.storage_offset() + view.offset
     return tensor.as_strided(view.shape, view.strides, offset)
 
@@ -121,12 +121,12 @@ def _is_contiguous(view: StridedView) -> bool:
 
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """Find the endpoints of the rounds, for source and destination tensors of these strides."""
+    """Return the rounds with their messages' ends in source and destination tensors of these strides."""
     return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 
 def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
-    """The rounds without sends to ranks that are gone; other messages keep their parts of staging."""
+    """Return the rounds without sends to the ranks in `gone`; other messages keep their parts of staging."""
     remaining = []
     for bound in rounds:
         sends = [end for end in bound.sends if end.message.dst_rank not in gone]
@@ -136,7 +136,7 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """The rounds with each piece of at least `nbytes` as a separate message; unchanged if it is None."""
+    """Return the rounds with each piece of at least `nbytes` as a separate message; unchanged if it is None."""
     if nbytes is None:
         return tuple(rounds)
     return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)
@@ -161,7 +161,7 @@ def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
-    """Bytes of staging that the largest round needs."""
+    """Return the bytes of staging memory that the largest of the rounds needs."""
     most = 0
     for bound in rounds:
         for endpoint in (*bound.receives, *bound.sends):

@@ -37,7 +37,7 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 class Exchange:
-    """The engine of both transports. If `apart` is given, pieces of at least that many bytes are separate messages."""
+    """The engine "exchange"; pieces of at least `apart` bytes, if given, are separate messages."""
 
     def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task
@@ -56,16 +56,16 @@ class Exchange:
 
     @functools.cached_property
     def posted(self) -> tuple[Round, ...]:
-        """The part's rounds, with large pieces as separate messages."""
+        """The rounds of this rank's part of the plan, with large pieces as separate messages."""
         return set_apart(self._task.part.rounds, self._apart_bytes)
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the group's staging that a move takes."""
+        """The bytes of the group's staging memory that a move needs."""
         return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
-        """Find all messages' endpoints in these tensors, and make staging for those that need it.
+        """Find both ends of all messages in these tensors, and allocate staging for those that need it.
 
         Views of `held` tensors are kept from move to move.
         """
@@ -86,11 +86,11 @@ class Exchange:
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
-        """Drop the views of tensors, and of staging that a larger block has replaced."""
+        """Drop the views of tensors, and of staging memory that a larger block has replaced."""
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """A copy for the task without sends to ranks that are gone, bound to the same tensors.
+        """Return a copy for `task`, without sends to the ranks in `gone`, bound to the tensors of this engine.
 
         Raises torch's error if memory is short.
         """
@@ -106,7 +106,7 @@ class Exchange:
         return narrowed
 
     def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
-        """Move the tensors. Raises PeerFailure."""
+        """Move the plan's tensors from `src` to `dst`. Raises PeerFailure."""
         part = self._task.part
         self._note_begun(0)
         # Only in inference mode may inference tensors be written.
@@ -153,7 +153,7 @@ class Exchange:
 
 
 def find_device(src: Tensors, dst: Tensors) -> torch.device:
-    """The device of the rank's tensors, which is the same for all; the CPU if it has no tensors."""
+    """Return the device of the rank's tensors, which is the same for all; the CPU if it has no tensors."""
     for tensor in (*src.values(), *dst.values()):
         return tensor.device
     return torch.device("cpu")

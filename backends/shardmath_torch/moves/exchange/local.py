@@ -51,7 +51,7 @@ MOST_NAMES = 8
 
 
 class Wanted(NamedTuple):
-    """A rank's tensors on one side: local buffer key -> (local shape, layout); if `single`, passed without a dict."""
+    """The tensors that a rank must pass for a side: local buffer key -> (local shape, layout); no dict if `single`."""
 
     side: str
     rank: int
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
-    """The tensors that `rank` passes to a move of the plan: source and destination."""
+    """Return the tensors that `rank` passes to a move of the plan: for the source, and for the destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         tensors = {}
@@ -75,7 +75,7 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """The side's tensors by local buffer key, as plain tensors if they have plain memory.
+    """Return the tensors `given` for a side by local buffer key, as plain tensors if they have plain memory.
 
     Raises ExchangeError for names that are missing or unknown.
     """
@@ -141,7 +141,7 @@ def _list_names(keys: Mapping[str, object]) -> str:
 
 
 def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
-    """Raises ExchangeError for the first tensor of a side that does not match its layout, or is not on the device."""
+    """Raise ExchangeError for the first tensor of a side that does not match its layout, or is not on `device`."""
     for key, (shape, layout) in want.tensors.items():
         label = _label(want.side, key)
         tensor = tensors[key]
@@ -208,7 +208,7 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raises ExchangeError for the first tensor that does not fit; if `apart`, sides may not share memory."""
+    """Raise ExchangeError for the first tensor that does not fit its layout or, if `apart`, if sides share memory."""
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
     src, dst = given
@@ -266,7 +266,7 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Make a function that finds the first of these destinations whose memory has changed since; "" for none."""
+    """Return a function that names the first of these destinations whose memory has changed since; "" if none has."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})
@@ -283,7 +283,7 @@ def witness(*given: Local) -> Callable[[], str]:
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
-    """A value equal for tensors of the same memory, shape and type, which need not be checked again."""
+    """Return a value that is equal for tensors of equal memory, shape and type, which need not be checked again."""
     src, dst = given
     return _sign_memory(src), _sign_memory(dst)
 

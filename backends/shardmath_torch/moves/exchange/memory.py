@@ -30,7 +30,7 @@ __all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A plain tensor on the same memory; the tensor itself if its subclass has its own kernels."""
+    """Return a plain tensor on the same memory; the tensor itself if its subclass has its own kernels."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -43,12 +43,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def has_own_kernels(tensor: Tensor) -> bool:
-    """Whether the tensor's class runs operations itself, as one that quantizes what is copied into it does."""
+    """Whether the tensor's class implements operations itself, such as quantizing what is copied into it."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def missing_memory(tensor: Tensor) -> str:
-    """Why the tensor's elements cannot be read or written, in words that follow its name; "" if they can."""
+    """Return why elements of `tensor` cannot be read or written, in words that follow its name; "" if they can."""
     if has_own_kernels(tensor):
         return f"is a {type(tensor).__name__}, which has no plain memory"
     try:
@@ -69,7 +69,7 @@ def missing_memory(tensor: Tensor) -> str:
 
 
 def reach(tensor: Tensor) -> int:
-    """Distance in elements from the tensor's first element to one past its last; at least 1."""
+    """Return the distance in elements from the tensor's first element to one past its last; at least 1."""
     last = 0
     for count, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += (count - 1) * step
@@ -77,5 +77,5 @@ def reach(tensor: Tensor) -> int:
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd that the tensors change, so that a backward pass that needs their old values raises."""
+    """Tell autograd that `tensors` change, so that a backward pass that needs their old values raises."""
     torch.autograd.graph.increment_version(list(tensors))

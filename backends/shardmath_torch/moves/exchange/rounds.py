@@ -39,7 +39,7 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A piece that has arrived, and the elements to reduce it into, by `op`, in order of `addend`."""
+    """A reduction to do: the piece that arrived, the elements `into` which `op` reduces it, and its place in order."""
 
     addend: int
     op: str
@@ -52,7 +52,7 @@ Unpacking: TypeAlias = Callable[[], list[Fold]]
 
 
 class Receive(NamedTuple):
-    """A message to receive into this memory, contiguous bytes.
+    """A message to receive into `memory`, contiguous bytes.
 
     `find_unpacking` is called while the message is in flight; None if the message is received in place.
     """
@@ -63,7 +63,7 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message to send from this memory, contiguous bytes; `pack` fills the memory, None if it is sent in place."""
+    """A message to send from `memory`, contiguous bytes, which `pack` fills first; None if it is sent in place."""
 
     message: Message
     memory: Tensor
@@ -71,14 +71,14 @@ class Send(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """A message that stays on this rank; `unpack` copies its pieces from source to destination."""
+    """A message between two tensors of this rank; `unpack` copies its pieces from source to destination."""
 
     message: Message
     unpack: Unpacking
 
 
 class Rounds:
-    """Runs the rounds of one move, timed by its watch."""
+    """Runs the rounds of messages of one move over `wire`, timed by `watch`."""
 
     def __init__(self, wire: Wire, watch: Stopwatch) -> None:
         self._wire = wire
@@ -91,7 +91,7 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Move all messages of one round. Raises PeerFailure."""
+        """Send and receive all messages of one round, and copy those that stay here. Raises PeerFailure."""
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]
         leaving = [(send, self._send(send)) for send in sends]

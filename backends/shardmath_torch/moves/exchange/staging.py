@@ -28,14 +28,14 @@ __all__ = ["StagingBlock", "Staging", "staging_of"]
 
 @dataclass(eq=False)
 class StagingBlock:
-    """Memory, and an event that completes when the last move no longer uses it; None if it no longer does."""
+    """Staging memory, and an event that completes once the last move no longer uses it; None if no move does."""
 
     memory: Tensor
     used: torch.cuda.Event | None = None
 
 
 class Staging:
-    """The blocks of one group on one device."""
+    """The blocks of staging memory of one group on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,11 +45,11 @@ class Staging:
         self._abandoned_memory: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that a block of `nbytes` is free. Raises torch's error if memory is short."""
+        """Make sure that a staging block of `nbytes` is free. Raises torch's error if memory is short."""
         self._free_blocks.append(self._take(nbytes))
 
     def take_over(self, other: Staging) -> None:
-        """Take the free blocks of another group's staging."""
+        """Take the free blocks of `other`, the staging of another group."""
         while other is not self:
             try:
                 self._free_blocks.append(other._free_blocks.pop())
@@ -70,7 +70,7 @@ class Staging:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[StagingBlock]:
-        """Lend a block of at least `nbytes`, exclusively."""
+        """Lend a staging block of at least `nbytes` to the `with` block only."""
         block = self._take(nbytes)
         try:
             if block.used is not None:
@@ -99,6 +99,6 @@ _of_groups: WeakKeyDictionary[Group, dict[torch.device, Staging]] = WeakKeyDicti
 
 
 def staging_of(group: Group, device: torch.device) -> Staging:
-    """The group's staging on the device, freed with the group."""
+    """Return the staging of the group on the device, which is freed with the group."""
     by_device = _of_groups.setdefault(group, {})
     return by_device.setdefault(device, Staging(device))

@@ -24,7 +24,7 @@ __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A rank's part of a plan, with the group and the wire to move it on."""
+    """A rank's part of a plan, with the group and the wire over which to move it."""
 
     part: RankProgram
     group: compat.Group
@@ -32,50 +32,50 @@ class Task:
 
 
 class Engine(Protocol):
-    """Moves the bytes of one plan, once all ranks agree; tensors are checked, and passed by local buffer key."""
+    """The interface of engines, which move the bytes of one plan; tensors are checked, by local buffer key."""
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The part's rounds, with messages as the engine posts them."""
+        """The rounds of this rank's part of the plan, with messages as the engine posts them."""
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging memory held between moves."""
+        """The bytes of staging memory that the engine holds between moves."""
 
     @property
     def begun(self) -> int | None:
-        """Number of the part's steps that the latest move began, plus one if all are done; None if not known."""
+        """The number of steps that this rank began in the latest move, plus one if all are done; None if unknown."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Make memory for moving tensors of these strides and device. Sends nothing.
+        """Allocate memory for moving tensors with the strides and device of `src` and `dst`. Sends nothing.
 
         If `held`, the same mappings are passed to each move, with tensors at the same addresses.
         """
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move tensors like those prepared for; each phase is a lap of the watch. Raises PeerFailure."""
+        """Move `src` to `dst`, tensors like those prepared for, and time each phase by `watch`. Raises PeerFailure."""
 
     def let_go(self) -> None:
-        """Drop the tensors that were held; call `prepare` before the next move."""
+        """Drop the tensors that were held; call `prepare` again before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
-        """An engine for the task, which is this engine's without sends to ranks that are gone. Sends nothing."""
+        """Return an engine for `task`, which is this engine's task without sends to `gone` ranks. Sends nothing."""
 
 
 class Transport(Protocol):
-    """A transport package: a function that opens a group, and the engines by name."""
+    """The interface of a transport package: a function that makes a group's wire, and engines by name."""
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
-        """The engines by the name that `compile` takes."""
+        """The functions that make engines, by the name that `compile` takes."""
 
     @property
     def open_wire(self) -> Callable[[compat.Group, float], Wire]:
-        """The function that makes a group's wire, given the patience of its waits in seconds."""
+        """The function that makes a group's wire (its connections), given how many seconds to wait for a peer."""
 
 
 def transport_of(group: compat.Group) -> Transport:
-    """The package that serves the group. Raises ExchangeError if none does."""
+    """Return the transport package that serves the group. Raises ExchangeError if none does."""
     return cast(Transport, package_of(group))

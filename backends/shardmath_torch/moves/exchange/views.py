@@ -40,7 +40,7 @@ MOST_PIECES = 1 << 17
 
 
 class Typed:
-    """Tensors as bits and as elements, each made at its first use."""
+    """Views of tensors as bits and in their own types, each made when it is first used."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -48,13 +48,13 @@ class Typed:
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
-        """The piece in a type that torch copies bit by bit, without a copy."""
+        """Return the piece as a view in a type that torch copies bit by bit."""
         tensor = self._find_bits(piece.key)
         # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
 
     def bytes(self, view: StridedView) -> Tensor:
-        """The bytes of the contiguous view, without a copy."""
+        """Return the bytes of a contiguous view, without a copy."""
         return select(self._find_bits(view.key), view).view(torch.uint8)
 
     def _find_bits(self, key: str) -> Tensor:
@@ -67,11 +67,11 @@ class Typed:
         return tensor
 
     def take(self, keys: Iterable[str]) -> list[Tensor]:
-        """The tensors themselves."""
+        """Return the tensors with these keys."""
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
-        """The view in the tensor's own type, without a copy."""
+        """Return the view in the tensor's own type, without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
         return select(self._elements[view.key], view)
@@ -85,14 +85,14 @@ class _Copies(NamedTuple):
     folds: list[Fold]
 
     def run(self) -> list[Fold]:
-        """Copy all views, and return the folds."""
+        """Copy all views, and return the reductions (folds) that remain to be done."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
         return self.folds
 
 
 class Staged:
-    """Views of endpoints' pieces in a block of staging, each made once, up to MOST_PIECES.
+    """Views of messages' pieces in a block of staging memory, each made once, up to MOST_PIECES.
 
     Endpoints are keys by their `id`, since they live at least as long as these views. No tensor of a caller is kept:
     `wholes` has only the names of whole tensors, for endpoints that consist of such.
@@ -106,7 +106,7 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """The endpoint's pieces in staging, each of the type of the tensor at its place in `like`."""
+        """Return the message end's pieces in staging, each in the type of the tensor at its place in `like`."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message
@@ -131,7 +131,7 @@ class Staged:
 
 
 class MoveViews:
-    """The views of one move's tensors and staging; kept from move to move if tensors are `held`."""
+    """The views of one move's tensors and staging, kept for the next move if tensors are `held`."""
 
     def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
         self._src = Typed(src)
@@ -142,7 +142,7 @@ class MoveViews:
         self._bytes: dict[int, Tensor] = {}
 
     def over(self, memory: Tensor) -> MoveViews:
-        """Views of the same tensors, with this memory as staging."""
+        """Return views of the same tensors, with `memory` as staging."""
         views = copy.copy(self)
         views.staged = Staged(memory)
         views._held = False
@@ -168,27 +168,27 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """The receive of the message, into its destination or into staging."""
+        """Return the receive of the message that ends here, into its destination or into staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """The send of the message, from its source or from staging."""
+        """Return the send of the message that begins here, from its source or from staging."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """The copy of the message from its source to its destination, both on this rank."""
+        """Return the copy of a message from `source` to `target`, both on this rank."""
         return Keep(source.message, self._find_copies("keep", source, target).run)
 
     def pack(self, endpoint: Endpoint) -> None:
-        """Copy the pieces into staging."""
+        """Copy the pieces of the message that begins here into staging."""
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """The function that copies the pieces out of staging, and returns those to be folded."""
+        """Return a function that copies pieces out of staging, and returns those that remain to be reduced."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(
@@ -265,14 +265,14 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the cells to the work's value."""
+    """Set the elements in the boxes of `work` to its value."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
 
 
 def divide(work: CellWork, tensors: Tensors) -> None:
-    """Divide the cells by the work's value."""
+    """Divide the elements in the boxes of `work` by its value."""
     tensor = tensors[work.key].detach()
     # The value is complex by its type, but a divisor is a count of addends.
     divisor = int(work.value.real)

@@ -24,12 +24,12 @@ class _HeldTensors(NamedTuple):
     tensors: tuple[Tensors, Tensors]
 
     def is_of(self, src: Local, out: Local) -> bool:
-        """Whether these are the same mappings."""
+        """Whether `src` and `out` are the mappings whose tensors these are."""
         return src is self.src and out is self.out
 
 
 class BoundTensors:
-    """The tensors that a rank has bound for moves by a plan."""
+    """The tensors that a rank passed to moves by a plan, checked once and bound for later moves."""
 
     def __init__(self, plan: Movable, rank: int) -> None:
         self._wanted = wanted(plan, rank)
@@ -39,7 +39,7 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """The call's tensors by local buffer key, checked and bound unless they are already. Raises ExchangeError."""
+        """Return the call's tensors by local buffer key, checked and bound if new. Raises ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors
@@ -55,5 +55,5 @@ class BoundTensors:
         return tensors
 
     def let_go(self) -> None:
-        """Drop all tensors: the next move checks its own."""
+        """Drop all bound tensors, so that the next move checks the tensors that it is given."""
         self._checked = self._held = None

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def keep(given: _T) -> _T | dict[Any, Any]:
-    """A copy of a mapping; anything else unchanged."""
+    """Return a copy of `given` if it is a mapping; anything else unchanged."""
     # A mapping that cannot be copied is rejected when ranks vote.
     with suppress(Exception):
         if isinstance(given, Mapping):
@@ -33,7 +33,7 @@ def keep(given: _T) -> _T | dict[Any, Any]:
 
 
 class CallKind(NamedTuple):
-    """The options of a move that must be equal on all ranks, besides its number and purpose."""
+    """The options of a move that must be equal on all ranks, in addition to its number and purpose."""
 
     word: str
     acknowledge: bool
@@ -41,7 +41,7 @@ class CallKind(NamedTuple):
     in_block: bool
 
     def claim(self, number: int, what: str) -> str:
-        """The claim of a move: its number, its options, and `what`, the words for plan and mover."""
+        """Return the claim to vote on: the move's number, its options, and `what`, the words for plan and mover."""
         claim = f"{self.word} {number} of {what}"
         if self.acknowledge:
             claim += ", acknowledged"
@@ -53,7 +53,7 @@ class CallKind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of a mover's call.
+    """The arguments of one call of a mover.
 
     - `label`: this rank's word for the move.
     - `purpose`: what the move is for, equal on all ranks.
@@ -79,24 +79,24 @@ class Call(NamedTuple):
 
     @property
     def patience(self) -> float | None:
-        """Seconds to wait for all ranks to make the call; None for the mover's timeout, or if invalid."""
+        """The seconds to wait for all ranks to make the call; None for the mover's timeout, or if invalid."""
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
-        """A copy of the call, unaffected by later changes to the caller's mappings."""
+        """Return a copy of the call, which later changes to the caller's mappings do not affect."""
         if self.held:
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """The options on which ranks vote. Invalid ones count as not given, since the vote has an objection then."""
+        """Return the options on which ranks vote. Invalid ones count as not given: the vote has an objection then."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)
 
 
 class Checked(NamedTuple):
-    """A checked call: its tensors by local buffer key, the objection, and `out` as the caller passed it."""
+    """A call after its checks: its tensors by local buffer key, the objection, and `out` as the caller passed it."""
 
     src: Tensors
     dst: Tensors
@@ -105,7 +105,7 @@ class Checked(NamedTuple):
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
-    """Raise ExchangeError for invalid arguments."""
+    """Raise ExchangeError if the call has invalid arguments for the plan, or in a `commit` block."""
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):

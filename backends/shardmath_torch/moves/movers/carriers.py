@@ -24,14 +24,14 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """The arrived tensors, by local buffer key, and a function that puts them in place, which may be repeated."""
+    """The tensors that have arrived, by local buffer key, and a function that places them and can be repeated."""
 
     tensors: Tensors
     put: Callable[[], None]
 
 
 class Carrier(Protocol):
-    """Carries the bytes of one plan: next to the destination if `is_beside`, else into it."""
+    """The interface of the part of a mover that moves bytes: next to the destination if `is_beside`, else into it."""
 
     @property
     def is_beside(self) -> bool: ...
@@ -42,42 +42,42 @@ class Carrier(Protocol):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging, held between moves."""
+        """The bytes of staging memory held between moves."""
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of shadows next to the destination, held between moves."""
+        """The bytes of memory next to the destination (shadows) held between moves."""
 
     def word(self, how: object) -> str:
-        """The verb of claims for a move with this option, which may be invalid."""
+        """Return the verb that names a move with the option `how`, which may be invalid, in votes."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Prepare for tensors of these strides and device; `held` ones keep their addresses from move to move."""
+        """Prepare for moves of tensors with these strides and device; `held` ones keep their addresses."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Prepare for one move of such tensors, with the caller's option."""
+        """Prepare for one move from `src` to `dst`, with the caller's option `how`."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
-        """Run the transfers; each phase is a lap of the watch. Raises PeerFailure."""
+        """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived. Raises PeerFailure."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """A carrier for a part of the same tensors, by `make_engine` of this carrier's; None if it cannot be kept."""
+        """Return a carrier for the plan `part` on the tensors of this one; None if nothing of this one can be kept."""
 
     def let_go(self) -> None:
-        """Drop the tensors that were prepared for, and memory for moves, until the next one."""
+        """Drop the tensors that were prepared for, and the memory for moves, until the next move."""
 
     def list_torn(self) -> tuple[str, ...]:
-        """The destinations that may be neither old nor new, after `carry` raised."""
+        """Return the keys of destinations that may be neither old nor new, after `carry` raised."""
 
     def end(self) -> None:
-        """Note that the carried bytes are in place. Never raises."""
+        """Record that the moved bytes are in place. Never raises."""
 
     def forget(self) -> None:
-        """Carry all bytes with the next move, since the destinations' content is not known. Called on all ranks."""
+        """Move all bytes with the next move, since the destinations' content is unknown. Call it on all ranks."""
 
 
 class Whole:
-    """Carries all bytes: into shadows for destinations that have them, else into the destinations."""
+    """The carrier that moves all bytes: into shadows for destinations that have them, else into the destinations."""
 
     def __init__(self, part: RankProgram, engine: Engine, shadows: Shadows | None = None) -> None:
         self._part = part
@@ -151,6 +151,6 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Shadows for a rank's destinations, except those in `own`, the stages' private memory."""
+    """Return shadows (extra memory) for a rank's destinations, except those in `own`, private memory of stages."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

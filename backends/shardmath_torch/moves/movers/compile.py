@@ -75,7 +75,7 @@ MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 
 
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
-    """Make the carrier of all bytes."""
+    """Return the carrier that moves all bytes of the task by `engine`."""
     return Whole(task.part, engine, shadows)
 
 
@@ -90,7 +90,7 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """Make the plan or program ready on this rank. Collective over `group` (default: all ranks).
+    """Make a mover of the plan or program on this rank. Collective over `group` (default: all ranks).
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
@@ -118,7 +118,7 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Agree on a plan, for a mover with these stages. Collective over the group; raises as `compile` does.
+    """Agree on a plan, and return the parts of a mover with `stages`. Collective; raises as `compile` does.
 
     If ranks agreed on something else before, `agree_first` repeats that at each replan.
     """

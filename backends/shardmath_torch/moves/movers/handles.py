@@ -31,7 +31,7 @@ __all__ = ["Handle", "find_objection", "start"]
 
 @public
 class Handle:
-    """A move in the background, as returned by `move(..., async_op=True)`.
+    """A move that runs in the background, as returned by `move(..., async_op=True)`.
 
     If it fails and nobody waits for it, there is a RuntimeWarning.
     """
@@ -65,7 +65,7 @@ class Handle:
             warnings.warn(f"{what}: {message_of(error)}", RuntimeWarning, stacklevel=2)
 
     def done(self) -> bool:
-        """Whether the move has ended, well or not."""
+        """Whether the move has ended, successfully or not."""
         return self._errand.is_over
 
     def wait(self, timeout: float | None = None) -> None:
@@ -101,7 +101,7 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Why a move of the calling thread cannot run in the background; "" if it can."""
+    """Return why a move of the calling thread cannot run in the background; "" if it can."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)}; pass True or False"
     if not compat.has_own_connections(party.group):
@@ -117,7 +117,7 @@ def find_objection(party: Party, thread: str | None, async_op: object) -> str:
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:
-    """Start `act` in the background, after the group's earlier background moves."""
+    """Start the move `act` in the background, after the group's earlier background moves, and return its handle."""
     handle = Handle(party, act)
     handle._errand.start()
     return handle
@@ -127,11 +127,11 @@ class _Order:
     """The order of a move and its caller's work on the device; on a CPU the order of calls is enough."""
 
     def begin(self) -> AbstractContextManager[None]:
-        """A context for the move, ordered after the caller's earlier work."""
+        """Return a context for the move, whose work comes after the caller's earlier work."""
         return nullcontext()
 
     def follow(self) -> None:
-        """Order the calling thread's further work after the move."""
+        """Have later work of the calling thread come after the move."""
 
 
 class _OrderOfStreams(_Order):

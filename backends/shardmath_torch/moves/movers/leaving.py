@@ -22,7 +22,7 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """An object closed at the end of a `with` block, at the latest; an error that ends it is sent to the others."""
+    """A context manager that is closed at the end of its `with` block, and sends an error in it to the other ranks."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class Leaves(ABC):
         """Close, and send the reason to the others."""
 
     def close(self) -> None:
-        """Make no more moves with this on this rank, tell the others, and release memory. Not collective.
+        """End the use of this object on this rank, tell the other ranks, and release memory. Not collective.
 
         Calls of other ranks, waiting ones too, raise at once an ExchangeError that names this rank. The group stays
         whole here, and its other movers continue. If this process serves the group's store, it waits at most 1 s for
@@ -56,7 +56,7 @@ class Leaves(ABC):
 
 
 class Leaving(Leaves):
-    """Base of movers: an object bound to its process group on this rank, until it is closed."""
+    """The base class of movers: an object bound to its process group on this rank, until it is closed."""
 
     _party: Party
     _landing: Landing
@@ -78,7 +78,7 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Drop held tensors, shadows and snapshots; the next move allocates again. Not collective.
+        """Release held tensors and extra memory, which the next move allocates again. Not collective.
 
         After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
         references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a
@@ -103,7 +103,7 @@ class Leaving(Leaves):
                 besides()
 
     def find_waiting(self) -> str:
-        """Why the mover may not change while its bytes wait for the end of a `smt.commit`; "" if none wait."""
+        """Return why the mover may not change while its bytes wait for a `smt.commit` to end; "" if none wait."""
         return self._landing.word_waiting(None)
 
     def check_open(self) -> None:

@@ -91,7 +91,7 @@ class Mover(Leaving):
 
     @property
     def thread(self) -> str | None:
-        """The name under which ranks pair its calls, if `compile` was given one."""
+        """The name under which ranks pair the mover's calls, if `compile` was given one."""
         return self._ready.thread
 
     @property
@@ -104,7 +104,7 @@ class Mover(Leaving):
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of this rank's shadows, held from the first move on; 0 without commit="all"."""
+        """Bytes of memory next to this rank's destinations, held from the first move on; 0 without commit="all"."""
         return self._carrier.shadow_bytes
 
     @property
@@ -122,12 +122,12 @@ class Mover(Leaving):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the others may have one version more, since the group's store did not answer."""
+        """Whether other ranks may have one more version, since the group's store did not answer."""
         return self._landing.standing.in_doubt
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """Local buffer keys of destinations here that may be neither old nor new, after a move that failed.
+        """The local buffer keys of destinations here that may be neither old nor new, after a failed move.
 
         The keys are the keys of the dict passed as `out`, or "" for one tensor.
         """
@@ -135,12 +135,12 @@ class Mover(Leaving):
 
     @property
     def last(self) -> Moved | None:
-        """The latest successful move's bytes, messages, and seconds by phase and peer, on this rank."""
+        """The report of the latest successful move on this rank: bytes, messages, and seconds by phase and peer."""
         return self._ledger.last
 
     @property
     def member(self) -> Member:
-        """The mover as `commit` sees it. Raises ExchangeError if the mover was closed."""
+        """The mover as `commit` uses it. Raises ExchangeError if the mover was closed."""
         self.check_open()
         party, agrees_once = self._party, self._ready.agree == ONCE
         is_beside = self._landing.is_beside
@@ -362,12 +362,12 @@ class Mover(Leaving):
 
 
 def forget(mover: Mover) -> None:
-    """Carry all bytes with the next move. Called by all ranks, in a turn."""
+    """Have the mover send all bytes with its next move. Called by all ranks, during a joint operation."""
     mover._carrier.forget()
 
 
 def ask_again(mover: Mover) -> None:
-    """Vote on the next move of any kind. Called by all ranks."""
+    """Have ranks vote again on the mover's next move of any kind. Called by all ranks."""
     mover._agreed_kinds.clear()
 
 
@@ -378,7 +378,7 @@ def replan_by(
     timeout: float | None,
     besides: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replan as `Mover.replan` does; `besides` changes the caller's own state once all have agreed."""
+    """Replan as `Mover.replan` does; `besides` changes the caller's own state once all ranks have agreed."""
     party = mover._party
     new_group = party.group if group is None else group
     is_other = new_group is not party.group
@@ -396,7 +396,7 @@ def replan_by(
 
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:
-    """Move as the call says, whose further fields are for callers within the library."""
+    """Move as `call` says, which has more options than the arguments of a mover; return a handle if `async_op`."""
     if async_op is not False:
         objection = mover._find_objection_beside(async_op)
         if not objection:

@@ -31,7 +31,7 @@ __all__ = ["Again", "Former", "Ready"]
 
 
 class Former(NamedTuple):
-    """A mover's state before a replan.
+    """The state of a mover before a replan, from which it is to continue.
 
     `peers` is the most of any rank, `version` the number of moves committed, and `objection` why the mover cannot
     continue, "" if it can.
@@ -45,7 +45,7 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """The number of peers to vote with, so that this rank's part can follow the plan; None if it cannot.
+        """Return the peers to state in the vote so that this rank's part can follow the plan; None if it cannot.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
@@ -57,11 +57,11 @@ class Former(NamedTuple):
         return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
-        """This rank's part of the plan, following the previous one; None if a new part is needed."""
+        """Return this rank's part of `plan`, derived from its part before; None if a new part is needed."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
-        """A carrier for the part that followed, bound to the same tensors; None if a new one is needed."""
+        """Return a carrier for the task, bound to the tensors of the one before; None if a new one is needed."""
         change = compare(self.part, task.part.plan)
         if change is None or change.back or self.part.rank in change.gone:
             return None
@@ -72,7 +72,7 @@ class Former(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The parts of a mover on this rank, on which all ranks have agreed.
+    """The parts of a mover on this rank, made after all ranks agreed on its plan.
 
     `peers` is the most of any rank, and `version` the most moves committed before on any rank. `keeps_bound` is whether
     the carrier is bound to the previous one's tensors. `again` makes another plan ready.
@@ -91,13 +91,13 @@ class Ready(NamedTuple):
     again: Again
 
     def open_ledger(self) -> Ledger:
-        """A ledger for the mover's moves."""
+        """Return a ledger to record the calls of the mover."""
         name, rank = name_given(self.given), self.party.rank
         return Ledger(name, self.given, rank, lambda: self.carrier.posted)
 
 
 class Again(Protocol):
-    """Makes another plan ready, with the first one's settings, to continue from `former`.
+    """A function that makes another plan ready with the first one's settings, to continue from `former`.
 
     Calls `take` once all ranks agree; an exception in it, as Ctrl-C, is this rank's failure.
     """

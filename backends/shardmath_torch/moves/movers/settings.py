@@ -44,7 +44,7 @@ SHOWN = 16
 
 
 class Settings(NamedTuple):
-    """The arguments of `compile`, besides plan and group."""
+    """The arguments of `compile`, except plan and group."""
 
     timeout: float = DEFAULT_TIMEOUT_S
     max_inflight_bytes: int | None = None
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings in words, for claims, without the thread, which claims name separately."""
+        """The settings in words, for votes; without the thread, which votes name separately."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
@@ -66,23 +66,23 @@ class Settings(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
+        """The seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
         # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 
     @property
     def grace(self) -> float:
-        """Seconds for reading the others' reports after a failure."""
+        """The seconds for reading the other ranks' reports after a failure."""
         return min(LONGEST_GRACE_S, self.timeout / 5)
 
 
 def is_text(given: object, text: str) -> bool:
-    """Whether `given` equals the text; False for an array, which `==` would compare by element."""
+    """Whether `given` is the text `text`; False for an array, which `==` would compare element by element."""
     return isinstance(given, str) and given == text
 
 
 def check_plan(plan: object) -> None:
-    """Raise ExchangeError for an object that is neither a plan nor a program."""
+    """Raise ExchangeError if `plan` is neither a plan nor a program."""
     if not isinstance(plan, Plan | Transposed | Program):
         fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
         # Not checked by its class, whose import would load all formats and transforms.
@@ -91,7 +91,7 @@ def check_plan(plan: object) -> None:
 
 
 def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError for settings that are invalid for this plan in this group."""
+    """Raise ExchangeError if settings are invalid for this plan and group."""
     _check_numbers(plan, settings)
     _check_commit(party, settings)
     _check_agree(settings)
@@ -157,7 +157,7 @@ def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
 
 
 def check_arithmetic(outline: Outline) -> None:
-    """Raise ExchangeError if torch lacks an operation of this rank for its dtype."""
+    """Raise ExchangeError if torch lacks an operation that this rank needs for a tensor's dtype."""
     plan = plan_of(outline.given)
     for name, op in sorted(outline.operations):
         dtype = plan.dst[name][0].dtype

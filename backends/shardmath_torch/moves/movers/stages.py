@@ -21,36 +21,36 @@ __all__ = ["Stage", "Stages", "begin", "bind", "end", "finish", "list_own", "nam
 
 
 class Stage:
-    """A stage that does nothing; subclasses override methods."""
+    """A step of a move before and after its transfers; this one does nothing, and subclasses override methods."""
 
     @property
     def own(self) -> frozenset[str]:
-        """The plan's destinations in the stage's private memory, which need no shadows."""
+        """The plan's destinations in the stage's private memory, which `commit="all"` need not protect."""
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Map the given tensors to those that travel. An exception is an objection."""
+        """Return the tensors that travel, given the caller's. An exception counts as an objection in the vote."""
         return src, out
 
     def begin(self) -> None:
-        """Begin the move, on which all ranks agree."""
+        """Begin the move, once all ranks have agreed on it."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """The further values to store, computed from the arrived tensors by local buffer key."""
+        """Return (tensor, values) to store in addition, computed from `arrived` tensors by local buffer key."""
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """The arrived tensors for the stage before, with the values that this stage computed."""
+        """Return the arrived tensors for the previous stage, with the values that this stage computed."""
         return arrived
 
     def end(self) -> None:
-        """End the move, whose values are in place."""
+        """End the move, once its values are in place."""
 
     def let_go(self) -> None:
-        """Drop the bound tensors, and memory for moves, until the next one."""
+        """Drop the bound tensors, and the memory for moves, until the next move."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The given destinations that are torn if these destinations of the plan are."""
+        """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
         return keys
 
 
@@ -58,38 +58,38 @@ Stages = Sequence[Stage]
 
 
 def bind(stages: Stages, src: Local, out: Local) -> tuple[Local, Local]:
-    """Map the given tensors to those that travel, through all stages."""
+    """Return the tensors that travel, given the caller's, by `Stage.bind` of all stages in order."""
     for stage in stages:
         src, out = stage.bind(src, out)
     return src, out
 
 
 def begin(stages: Stages) -> None:
-    """Begin all stages."""
+    """Call `Stage.begin` of all stages."""
     for stage in stages:
         stage.begin()
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """The values of all stages to store, lazily, so that one at a time takes memory."""
+    """Yield (tensor, values) to store of all stages, one at a time, so that only one takes memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)
 
 
 def end(stages: Stages) -> None:
-    """End all stages."""
+    """Call `Stage.end` of all stages."""
     for stage in stages:
         stage.end()
 
 
 def list_own(stages: Stages) -> frozenset[str]:
-    """The plan's destinations in stages' private memory."""
+    """Return the plan's destinations in private memory of any stage."""
     return frozenset(key for stage in stages for key in stage.own)
 
 
 def name_torn(stages: Stages, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Map the plan's torn destinations to the caller's, through all stages."""
+    """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
     for stage in reversed(stages):
         keys = stage.name_torn(keys)
     return keys

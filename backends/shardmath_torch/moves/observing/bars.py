@@ -48,14 +48,14 @@ SHOW_EVERY_S = 0.02
 
 
 def check_progress(progress: object) -> None:
-    """Raise ExchangeError for an object that cannot be called."""
+    """Raise ExchangeError if `progress` cannot be called."""
     if progress is not None and not callable(progress):
         what = f"progress={shown(progress)} cannot be called"
         raise ExchangeError(f"{what}; pass a function of two numbers, or leave it out")
 
 
 class Meter:
-    """The bytes of one call, reported to the caller's function; `failure` is the exception that it raised."""
+    """The count of bytes of one move for the caller's function; `failure` is the exception that it raised."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Count and report a lap that ended."""
+        """Count and report the message `about` if the phase that ended, `lap`, sent or received one."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -77,7 +77,7 @@ class Meter:
         self._tell()
 
     def finish(self) -> None:
-        """Report all bytes done, even by an engine without messages. Raises the function's exception."""
+        """Report that all bytes are done, even by an engine without messages. Raises the function's exception."""
         if self._done_bytes < self._total_bytes:
             self._done_bytes = self._total_bytes
             self._tell()
@@ -94,7 +94,7 @@ class Meter:
 
 
 class Tally:
-    """The bytes of one call that reads or writes files, reported to the caller's function if there is one."""
+    """The count of bytes of one call that reads or writes files, for the caller's function, if there is one."""
 
     def __init__(self, progress: Progress | None) -> None:
         check_progress(progress)
@@ -105,13 +105,13 @@ class Tally:
         self._reported_at_s = 0.0
 
     def begin(self, total: int) -> None:
-        """Set the bytes in all. Only the first call has an effect."""
+        """Set the total number of bytes. Only the first call has an effect."""
         if self._total_bytes is None:
             self._total_bytes = total
             self._tell()
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more as done; with 0, report progress if the last report is old."""
+        """Count `nbytes` more as done, and report progress if that is due."""
         self._done_bytes += nbytes
         is_last = nbytes > 0 and self._done_bytes == self._total_bytes
         is_late = time.monotonic() - self._reported_at_s >= TELL_S
@@ -148,7 +148,7 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:
-    """A progress bar by rich, to pass as `progress=` to any number of calls; not shown if `console` is not a terminal.
+    """Show a rich progress bar, which the `with` block gets to pass as `progress=`, if `console` is a terminal.
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """

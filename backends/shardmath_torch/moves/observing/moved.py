@@ -43,32 +43,32 @@ class Moved:
 
     @property
     def sent(self) -> Amount:
-        """Messages and bytes to other ranks."""
+        """The messages and bytes sent to other ranks, in total."""
         return add_up(self.traffic.sent)
 
     @property
     def received(self) -> Amount:
-        """Messages and bytes from other ranks."""
+        """The messages and bytes received from other ranks, in total."""
         return add_up(self.traffic.received)
 
     @property
     def kept(self) -> Amount:
-        """Messages and bytes that stayed on this rank."""
+        """The messages and bytes that stayed on this rank, in total."""
         return self.traffic.kept
 
     @property
     def total_s(self) -> float:
-        """Seconds of the call."""
+        """The seconds of the whole call."""
         return sum(self.seconds.values())
 
     @property
     def moving_s(self) -> float:
-        """Seconds from the vote to the end of all messages."""
+        """The seconds from the vote to the end of all messages."""
         return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes sent or received, whichever are more, per second of moving; 0.0 if nothing moved."""
+        """The bytes sent or received, whichever are more, per second of moving; 0.0 if nothing moved."""
         most = max(self.sent.nbytes, self.received.nbytes)
         return most / self.moving_s if self.moving_s else 0.0
 
@@ -85,17 +85,17 @@ class Moved:
 
     @property
     def title(self) -> str:
-        """The move's name and label."""
+        """The name and label of the move."""
         return f"{self.name}, {self.label!r}" if self.label else self.name
 
     @property
     def rate(self) -> str:
-        """`bytes_per_s` in words."""
+        """The throughput `bytes_per_s` in words."""
         return f"{show_bytes(self.bytes_per_s)}/s"
 
     @property
     def phases(self) -> str:
-        """`seconds` in words."""
+        """The time of each phase, `seconds`, in words."""
         return ", ".join(f"{name} {show_seconds(took)}" for name, took in self.seconds.items())
 
     def _list_peers(self) -> Iterator[tuple[object, ...]]:

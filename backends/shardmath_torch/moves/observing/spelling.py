@@ -36,7 +36,7 @@ MOVING = "moving"
 
 
 class Mark(NamedTuple):
-    """A lap that ended, its subject (a message, the step of a round, the key of a vote), and the time."""
+    """A phase of a call (`lap`) that ended, its subject (a message, step, or vote), and the time of its end."""
 
     lap: int
     about: object
@@ -59,7 +59,7 @@ class Timed:
 
     @property
     def ended_s(self) -> float:
-        """The time of the call's end."""
+        """The time of the call's end, in seconds."""
         return self.marks[-1].at_s if self.marks else self.began_s
 
     @property
@@ -80,7 +80,7 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """The votes of the calls; if `unasked`, also turns on which ranks agreed earlier, without a vote."""
+    """Yield the votes in `calls`; if `unasked`, also operations on which ranks agreed earlier, without a vote."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):
@@ -91,7 +91,7 @@ def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
 
 
 def spell(call: Timed) -> list[Span]:
-    """The spans of a call."""
+    """Return the spans of a traced call, to draw on the time axis of a trace."""
     laps = _list_laps(call)
     spans = [
         Span(

@@ -35,7 +35,7 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 
 
 class Ledger:
-    """Common facts of one mover's calls on this rank, and the latest call.
+    """The record of one mover's calls on this rank: facts that they share, and the latest call.
 
     `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
     the rounds that its engine posts. Calls are `logged`.
@@ -60,27 +60,27 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic of a call that moves all bytes."""
+        """The messages and bytes of a call that moves all bytes, per peer."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
 
     @property
     def last(self) -> Moved | None:
-        """The latest successful call; None if there is none."""
+        """The report of the latest successful call; None if there is none."""
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Make the stopwatch of a call. Invalid arguments are ignored here: another check rejects them."""
+        """Return the stopwatch of a new call. Invalid arguments are ignored here: another check rejects them."""
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:
-        """Note a call that succeeded."""
+        """Record `call` as the latest successful one."""
         self._last_call = call
 
 
 class Stopwatch:
-    """The timing of one call, used as a context manager around it; `name` is the call's name."""
+    """The timing of the phases of one call, used as a context manager around it; `name` is the call's name."""
 
     # Defaults for most calls are in the class, since setting them per call takes as long as a lap.
     name = ""
@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End a lap, about a message, a round by its step, or a vote by its key."""
+        """End the present phase as `lap`, which was about a message, a round by its step, or a vote by its key."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
@@ -129,7 +129,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End a lap that was spent waiting for the peer."""
+        """End the present phase as `lap`, which was spent waiting for a message of `peer`."""
         before = self._lap_began_s
         self.lap(lap, message)
         self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
@@ -178,11 +178,11 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The call's traffic: by `say_traffic`, or else the ledger's."""
+        """The messages and bytes of the call per peer: as set by `say_traffic`, or else the ledger's."""
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:
-        """Set the call's traffic, if it differs from the ledger's."""
+        """Set the messages and bytes of the call, if they differ from the ledger's."""
         self._call_traffic = traffic
         if self._meter is not None:
             self._meter.expect(traffic.nbytes)
@@ -192,7 +192,7 @@ class Stopwatch:
         return self.name or self._ledger.name
 
     def sum_up(self) -> Moved:
-        """Sum up the call."""
+        """Return the report of the call: its bytes, messages and seconds."""
         seconds: dict[str, float] = {}
         for name, took in zip(NAMES, self._lap_seconds, strict=True):
             if took:

@@ -21,7 +21,7 @@ MOST_MARKS = 1 << 20
 
 
 class Tracer:
-    """The calls timed inside of one `trace`."""
+    """The record of the calls inside one `trace`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Timed, Given | None]] = []
@@ -35,7 +35,7 @@ class Tracer:
         self.began_s = time.perf_counter()
 
     def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
-        """Make a call that begins now; None if there is no room for it."""
+        """Record a call that begins at `began_s`, and return it; None if the trace is full."""
         if self._mark_count >= MOST_MARKS:
             self.left_out += 1
             return None
@@ -45,7 +45,7 @@ class Tracer:
         return call
 
     def end(self, call: Timed) -> None:
-        """End the call, in the thread in which it began."""
+        """Record the end of `call`, in the thread in which it began."""
         self._mark_count += len(call.marks)
         self._open_calls[threading.get_ident()] -= 1
 
@@ -74,5 +74,5 @@ TRACERS: list[Tracer] = []
 
 
 def find_tracer() -> Tracer | None:
-    """The process's open trace, if any."""
+    """Return the tracer of the process's open `trace`, None if there is none."""
     return TRACERS[-1] if TRACERS else None

@@ -27,7 +27,7 @@ class Amount(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Amounts sent to other ranks and received from them, by rank, and the amount that stays."""
+    """Messages and bytes of a call: sent to and received from other ranks, by rank, and kept on this rank."""
 
     sent: Mapping[int, Amount]
     received: Mapping[int, Amount]
@@ -35,18 +35,18 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes sent and received together."""
+        """The bytes sent and received together."""
         return add_up(self.sent).nbytes + add_up(self.received).nbytes
 
 
 def add_up(amounts: Mapping[int, Amount]) -> Amount:
-    """The sum of the amounts."""
+    """Return the sum of the messages and bytes in `amounts`."""
     messages = sum(amount.messages for amount in amounts.values())
     return Amount(messages, sum(amount.nbytes for amount in amounts.values()))
 
 
 def count_traffic(rounds: Iterable[Round]) -> Traffic:
-    """The traffic of a rank's rounds."""
+    """Return the messages and bytes of a rank's rounds, by the other rank."""
     sent: dict[int, Amount] = {}
     received: dict[int, Amount] = {}
     kept: dict[int, Amount] = {}

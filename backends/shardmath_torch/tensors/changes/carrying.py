@@ -38,14 +38,14 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """A call's request: the changed cells by local key (None: those that differ), or `whole` for all cells."""
+    """The request of one call: the changed elements by local key (None: those that differ), or all if `whole`."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool
 
 
 class Sent(NamedTuple):
-    """The amounts that a rank has sent to others: changed elements, messages sent whole, bytes, and seconds per phase.
+    """The amounts that a rank sent in a call: changed elements, messages sent whole, bytes, and seconds per phase.
 
     The phases are "comparing" sources with snapshots, "mapping" changes to messages, "agreeing", "moving".
     """
@@ -69,7 +69,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """A carrier of changes, by a plan without reductions; `whole` carries whole moves."""
+    """The carrier that moves only changed elements, by a plan without reductions; `whole` moves all elements."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -105,7 +105,7 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of snapshots: of the boxes of source tensors that were sent."""
+        """The bytes of the snapshots of those boxes of source tensors that were sent."""
         return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:
@@ -116,11 +116,11 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Note that the tensors may be new ones. Only whole moves, which are few, have more to prepare."""
+        """Note that tensors may be new; only whole moves, which are few, need to prepare more."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find what has changed. Raises ExchangeError if that cannot be determined."""
+        """Find the elements to send in the next move. Raises ExchangeError if they cannot be determined."""
         watch.lap(laps.PREPARED)
         since = time.perf_counter()
         self._prepared = None
@@ -224,7 +224,7 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Keep nothing: a rank that has joined again lacks what snapshots assume."""
+        """Return None: no snapshot is kept, since a rank that has joined again lacks what snapshots assume."""
 
     def let_go(self) -> None:
         # The other ranks may have kept theirs, and move changes next: this rank then objects.
@@ -241,7 +241,7 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """Update snapshots to what destinations now hold."""
+        """Update the snapshots of source tensors to what the destinations have now received."""
         load, self._prepared = self._prepared, None
         if load is None:
             return
@@ -266,7 +266,7 @@ class Sparse:
 
 
 def put_all(dst: Tensors, puts: Iterable[Put]) -> None:
-    """Write what has arrived into the destination tensors."""
+    """Write what has arrived into the destination tensors by calling all `puts`."""
     mark_written(dst.values())
     # Inference tensors can only be written in inference mode.
     with torch.inference_mode():

@@ -51,7 +51,7 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A plan compiled to move changes: `send(src_tensors, out=dst_tensors)`, collective.
+    """A plan compiled to send changed elements only: `send(src_tensors, out=dst_tensors)`, collective.
 
     `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Raises ExchangeError.
     """
@@ -73,11 +73,11 @@ class Changes(Mover):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of this rank's snapshots: of the boxes of its source tensors that were sent."""
+        """The bytes of this rank's snapshots of the boxes of its source tensors that were sent."""
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
-        """The request of a call without positions: the cells that differ, or all of them."""
+        """Return the request of a call without positions: the elements that differ, or all if `whole`."""
         return How(None, whole)
 
     def __call__(  # type: ignore[override]
@@ -119,7 +119,7 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile the plan to move changes. Collective, with the arguments of `compile`.
+    """Compile the plan to send changed elements only. Collective, with the arguments of `compile`.
 
     `snapshots=False` keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole
     move needs additional memory of the destination's size, a move of changes as much as it receives. Raises
@@ -137,7 +137,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile as `compile_changes`, with stages, and `agree_first`, which ranks call before another plan."""
+    """Compile like `compile_changes`, with `stages`; ranks call `agree_first` before they agree on another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

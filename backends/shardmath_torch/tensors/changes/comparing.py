@@ -41,7 +41,7 @@ DEVICE_BLOCK_BYTES = 1 << 26
 
 
 class Changed(NamedTuple):
-    """The changed cells of a source tensor, numbered row by row, and their present words.
+    """The changed elements of a source tensor: their positions, numbered row by row, and their present bits.
 
     `places` are the positions of these words in the snapshots' row of words of that size, if known.
     """
@@ -60,12 +60,12 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The words of the box, in the order of the snapshot."""
+        """Return the words of the snapshot's box in `tensor`, in the order of the snapshot."""
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 
 class Snapshots:
-    """Snapshots of tensors' boxes, which are given as slices with both ends."""
+    """Earlier copies (snapshots) of boxes of tensors, to find the elements that have changed since."""
 
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()
@@ -91,7 +91,7 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all snapshots."""
+        """The bytes of all snapshots."""
         return sum(words.nbytes for words in self._words.values())
 
     def _get_words(self, snapshot: _Snapshot) -> Tensor:
@@ -100,7 +100,7 @@ class Snapshots:
         return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """The cells of the boxes that have changed. The tensors have the same strides as at the snapshot."""
+        """Yield the elements of each box that have changed. Tensors need the strides they had at the snapshot."""
         for key, snapshot in self._snapshots.items():
             view = snapshot.view(tensors[key])
             before = self._get_words(snapshot)
@@ -113,7 +113,7 @@ class Snapshots:
                 yield Changed(key, cells, words, places + snapshot.first)
 
     def update(self, changed: Iterable[Changed]) -> None:
-        """Update snapshots with these cells' words; cells outside the boxes are ignored."""
+        """Update the snapshots with the present bits of `changed` elements; those outside the boxes are ignored."""
         by_size: dict[int, list[tuple[Ints, Tensor]]] = {}
         for each in changed:
             if each.key in self._snapshots:
@@ -137,7 +137,7 @@ class Snapshots:
 
 
 def take(tensor: Tensor, cells: Ints) -> Tensor:
-    """The words of these cells, numbered row by row."""
+    """Return the bits of the elements of `tensor` at the positions `cells`, numbered row by row."""
     words = dtypes.words(tensor)
     if words.is_contiguous():
         return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]

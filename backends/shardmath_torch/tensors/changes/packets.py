@@ -32,7 +32,7 @@ MOST_ELEMENTS = 1 << 31
 
 
 class Some(NamedTuple):
-    """Elements of `itemsize` bytes each: their numbers in the message, ascending, and their words."""
+    """Some elements of a message, of `itemsize` bytes each: their ascending numbers in the message, and their bits."""
 
     itemsize: int
     numbers: Ints
@@ -40,13 +40,13 @@ class Some(NamedTuple):
 
 
 def list_sizes(message: Message) -> tuple[int, ...]:
-    """The sizes of the message's elements, largest first."""
+    """Return the different sizes of a message's elements in bytes, largest first."""
     sizes = {itemsize_of(piece) for piece in message.pieces}
     return tuple(sorted(sizes, reverse=True))
 
 
 def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    """The size in bytes of a packet with these counts of elements of each size."""
+    """Return the size in bytes of a packet with `counts[i]` changed elements of `sizes[i]` bytes each."""
     nbytes = 0
     for size, count in zip(sizes, counts, strict=True):
         nbytes += (NUMBER_BYTES + size) * count
@@ -54,7 +54,7 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack(given: Sequence[Some], packet: Tensor) -> None:
-    """Write the elements, whose sizes descend, into a packet of `count_bytes` bytes."""
+    """Write the elements and their numbers, by descending size, into `packet`, of `count_bytes` bytes."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
     for some, (numbers, words) in zip(given, _split_packet(packet, sizes, counts), strict=True):
@@ -63,7 +63,7 @@ def pack(given: Sequence[Some], packet: Tensor) -> None:
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
-    """The elements of a packet; words are views of it."""
+    """Return the elements in `packet` by size, with their numbers; their bits are views of it."""
     parts = _split_packet(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):
@@ -96,7 +96,7 @@ class _PacketReader:
         self._bytes = packet
 
     def take(self, dtype: torch.dtype, count: int) -> Tensor:
-        """The next `count` elements, of that dtype."""
+        """Return the next `count` elements of the packet, as elements of `dtype`."""
         nbytes = dtype.itemsize * count
         part = self._bytes[:nbytes]
         self._bytes = self._bytes[nbytes:]

@@ -24,24 +24,24 @@ COUNT_BYTES = 8
 
 
 class Packet(Message):
-    """A message of which only `nbytes` bytes are sent."""
+    """A message as sent with changed elements only, in `nbytes` bytes."""
 
     __slots__ = ()
 
     @property
     def payload(self) -> int:
-        """The bytes of the packet, numbers included."""
+        """The bytes of the packet, including the numbers of elements."""
         return self.nbytes
 
 
 class Notice(Message):
-    """The counts of all messages from one rank to another, as int64, sent in the step of the first of them."""
+    """The counts of changed elements in all messages from one rank to another, sent in the step of the first."""
 
     __slots__ = ()
 
     @property
     def payload(self) -> int:
-        """Zero: a notice has no bytes of tensors."""
+        """Zero: counts are not bytes of tensors."""
         return 0
 
 
@@ -54,7 +54,7 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """The parcel of each message, given the sizes of its elements and how many of each size have changed.
+    """Return how each message is sent, given its elements' sizes and how many of each size have changed.
 
     A message without counts is sent whole; one in which nothing has changed is not sent (None).
     """
@@ -69,7 +69,7 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """The notice of each pair of ranks of these messages, which are in order of their steps."""
+    """Return a notice for each pair of ranks with messages, which are in order of their steps."""
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:

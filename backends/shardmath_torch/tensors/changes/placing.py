@@ -29,7 +29,7 @@ Counts: TypeAlias = tuple[int, ...] | None
 
 
 class Incoming:
-    """The messages that a rank receives, or copies locally, into these destination tensors."""
+    """The messages that a rank receives, or copies locally, and the destination tensors that they are for."""
 
     def __init__(self, dst: Tensors, messages: Sequence[Message]) -> None:
         self.messages = messages
@@ -54,7 +54,7 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """The counts of each message, from the concatenated counts of each sender."""
+        """Return the counts of changed elements of each message, from each sender's concatenated counts."""
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):
@@ -64,7 +64,7 @@ class Incoming:
         return found
 
     def place(self, number: int, elements: Iterable[Some]) -> None:
-        """Write elements of a message into the destination tensors."""
+        """Write `elements` of the message with this `number` into the destination tensors."""
         for _, numbers, words in elements:
             # In batches, so that temporaries stay in a cache.
             for first in range(0, len(numbers), BATCH):

@@ -34,7 +34,7 @@ Elements: TypeAlias = list[Some]
 
 
 class Sorted(NamedTuple):
-    """The changed elements of each message of a rank; None if the message is sent whole."""
+    """The changed elements of each message of a rank, sent or kept; None for a message that is sent whole."""
 
     sends: list[Elements | None]
     keeps: list[Elements | None]
@@ -56,7 +56,7 @@ class _Run(NamedTuple):
 
 
 class Outgoing:
-    """The messages that a rank sends, and its local copies, from source tensors of these shapes.
+    """The messages that a rank sends, and its local copies, and the shapes of the source tensors.
 
     `hulls` are the boxes of these tensors that bound everything that is sent or copied.
     """
@@ -75,7 +75,7 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Sort changes by message, and decide which messages are sent whole."""
+        """Sort changed elements by message, and decide which messages are sent whole."""
         by_size: dict[int, list[Changed]] = {}
         for each in changed:
             size = each.words.element_size()
@@ -118,7 +118,7 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return the counts to send to each receiver: the counts of all messages to it, concatenated."""
+        """Return the counts of changed elements to send to each receiver, concatenated over all messages to it."""
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])
@@ -128,14 +128,14 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """The parcel of each message to others, and of each local copy."""
+        """Return how each message is sent to others, and how each local copy is made."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)
         return parcels[:sends], parcels[sends:]
 
     def measure(self, given: Sorted) -> Volume:
-        """The volume of what is sent to others."""
+        """Return the amounts that are sent to other ranks."""
         elements = whole = nbytes = 0
         for message, some in zip(self.sends, given.sends, strict=True):
             if some is None:

@@ -57,13 +57,13 @@ class _Parcels(NamedTuple):
     keeps: list[Parcel]
 
     def count_traffic(self) -> Traffic:
-        """The traffic of all parcels, by peer."""
+        """Return the messages and bytes that are sent and received, by peer."""
         sends, receives, keeps = (tuple(filter(None, parcels)) for parcels in self)
         return count_traffic([Round(sends, receives, keeps)])
 
 
 class Ends(NamedTuple):
-    """The tensors at both ends; `is_beside` defers writing into destinations to the commit."""
+    """The tensors at both ends of a move; `is_beside` defers writing into destinations to the commit."""
 
     src: Tensors
     dst: Tensors
@@ -79,7 +79,7 @@ class _ImmediatePlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Write now; changes are never reduced, so nothing is left to fold."""
+        """Call `put` now, which writes into the destination; changes are never reduced, so return no fold."""
         put()
         return []
 
@@ -92,12 +92,12 @@ class _DeferredPlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Add to `puts`."""
+        """Keep `put`, which writes into the destination, for the commit."""
         self.puts.append(put)
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Receive the whole message into separate memory."""
+        """Return a receive of the whole message into separate memory."""
         views, memory = self._make_separate_views(endpoint)
         staged = _to_staged(endpoint)
 
@@ -107,7 +107,7 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Copy the whole message as it is now, into separate memory."""
+        """Return a copy of the whole local message, as it is when the copy runs, into separate memory."""
         # Both are kept until their views are found: staging knows endpoints by identity.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
 
@@ -135,7 +135,7 @@ class _WalkCall(NamedTuple):
 
 
 class Walker:
-    """A rank's part of a plan, for tensors with these strides and these destinations."""
+    """A rank's part of a plan, to send changes from tensors with these strides into these destinations."""
 
     def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
         part = task.part
@@ -158,12 +158,12 @@ class Walker:
         self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
-        """Sort changes by message, and reserve staging memory for whole messages."""
+        """Sort changed elements by message, and reserve staging memory for messages that are sent whole."""
         self._staging.reserve(self._needed_bytes)
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Exchange the counts of all messages. Returns the counts of messages to receive. Raises PeerFailure."""
+        """Send each receiver the counts of changed elements, and return the received counts. Raises PeerFailure."""
         counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
         arriving = {}
@@ -186,7 +186,7 @@ class Walker:
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send and receive. Returns the functions that write into destinations, if deferred. Raises PeerFailure."""
+        """Send and receive changed elements; return functions to write them, if deferred. Raises PeerFailure."""
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)

@@ -35,9 +35,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A tensor of a checkpoint: its name and shape, and the box of a module's tensor that it is. It has the dimensions
-    `kept` of the box; the others are 1 long.
-    """
+    """A checkpoint's tensor that is a box of a module's: it has the box's dimensions `kept`; the others are 1 long."""
 
     name: str
     shape: _Shape
@@ -84,7 +82,7 @@ def _find_converter(module: nn.Module) -> Any:
 
 
 def find_parts(recorded: Recorded) -> list[SavedPart]:
-    """The saved tensors as boxes of the module's. Raises StoreError for one that is not a box of one tensor."""
+    """Return the saved tensors as boxes of the module's. Raises StoreError if one is not a box of one tensor."""
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]
 

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class World:
-    """The meshes and groups made under the default group `group`, by their ranks; `kept` is for other modules."""
+    """A cache of the meshes and groups made under the default group `group`, by ranks; `kept` is for other modules."""
 
     group: object
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
@@ -41,7 +41,7 @@ _latest = World(None)
 
 
 def world() -> World:
-    """The cache of the present default group; an earlier group's is dropped."""
+    """Return the cache for the present default group; an earlier group's cache is dropped."""
     global _latest
     group = dist.group.WORLD
     if _latest.group is not group:
@@ -54,7 +54,7 @@ _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The axes and ranks of a DeviceMesh."""
+    """Return the Mesh with the axes and ranks of a DeviceMesh."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
         ranks = device_mesh.mesh
@@ -66,7 +66,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """A DeviceMesh of these axes and ranks.
+    """Return a DeviceMesh with the axes and ranks of `mesh`.
 
     Collective over the default group on first use, as `group_for` is.
     """
@@ -103,7 +103,7 @@ def _gather_requests(own_request: _T, existing: Container[_T], what: str) -> lis
 def group_for(
     ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
 ) -> dist.ProcessGroup | None:
-    """A group of exactly these ranks: None, the default one, for all ranks; a mesh's group, if one of `meshes` fits.
+    """Return a group of exactly `ranks`: None, the default one, for all; the group of one of `meshes`, if one fits.
 
     A rank outside gets None. Otherwise the group is made on first use, collectively over the
     default group: all ranks call at once, also for different groups that were not made before, and

@@ -61,7 +61,7 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """The layout of a DTensor: the elements that each rank of its mesh actually holds.
+    """Return the layout of a DTensor: the elements that each rank of its mesh actually holds.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
@@ -81,7 +81,7 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """The layouts of many DTensors, by name, with one gather per mesh; with `ask`, without any.
+    """Return the layouts of many DTensors, by name, after one gather per mesh; with `ask`, without any.
 
     Raises what `from_dtensor` does, naming the tensor, but only after all gathers, so that no rank
     waits.
@@ -141,7 +141,7 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """The layout of a DTensor, collective over `ranks`, which may be more than the DTensor's mesh, if readings differ.
+    """Return the layout of a DTensor; if readings differ, collective over `ranks`, which may exceed its mesh.
 
     One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
     part, and gets one of the two readings.
@@ -176,7 +176,7 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """The layout of the DTensor in each reading of its placements, or the error of a reading without one.
+    """Return the DTensor's layout in each reading of its placements, or the error of a reading without one.
 
     For a fused weight both are the recorded layout. Raises PlacementError for the placements of
     such a weight without a record, unless the caller has `chosen` a reading.
@@ -277,7 +277,7 @@ def to_dtensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Make a DTensor of that layout from this rank's `local` tensor; gradients flow through.
+    """Return a DTensor of that layout from this rank's `local` tensor; gradients flow through.
 
     Without `device_mesh`, one is made from the layout's mesh; the first time, that is collective over
     the default group. Without `placements`, `placements_of` gives them. Raises LayoutError for a

@@ -32,7 +32,7 @@ SHAPELESS = "has no shape yet; run its lazy module once"
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
-    """The layout of every parameter, by the names of `named_parameters`, shared ones under each of their names.
+    """Return each parameter's layout, by the names of `named_parameters`, shared ones under each of their names.
 
     These are the present layouts: after a forward, FSDP2 may still hold gathered parameters, until
     `module.reshard()`.
@@ -50,7 +50,7 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
 def lay_out(
     module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
 ) -> dict[str, Layout]:
-    """The layouts of `layout_of`; with `ask`, which gives local shapes, without communication."""
+    """Return the layouts of `layout_of`; without communication if `ask` is given, which returns local shapes."""
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
     divided = from_dtensors(dtensors, ask) | from_boxes(parameters, ask)
@@ -89,7 +89,7 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout replicated to all of `mesh`, if it is on the part of `mesh` with this rank; else unchanged."""
+    """Return `layout` replicated to all of `mesh`, if it is on this rank's part of `mesh`; else unchanged."""
     part = layout.mesh
     rank = compat.rank_or_0()
     if part == mesh or rank not in mesh or not part.axes:

@@ -45,7 +45,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """The facts on which ranks agree before a gradient moves: its forward move, and whether autograd records it."""
+    """Facts about a gradient's move on which ranks agree: its forward move, and whether autograd records it."""
 
     purpose: str = ""
     records_gradient: bool = False
@@ -56,7 +56,7 @@ SILENT = Said()
 
 
 class TensorMove(Protocol):
-    """A compiled move of one tensor."""
+    """The interface of a compiled move of one tensor."""
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
         """Move `src`, this rank's source tensor, into `out`, its destination; `said` is the same on all ranks."""
@@ -93,7 +93,7 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """The counts after one more copy, or one more move with communication."""
+        """Return the counts after one more move; `copies` is whether it is a copy without communication."""
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property
@@ -104,7 +104,7 @@ class _Counts(NamedTuple):
 
 
 class Used(NamedTuple):
-    """A cached move, which its cache counts when it is called."""
+    """A move in a cache; calling it runs the move and counts its use."""
 
     moves: Moves
     key: _Key
@@ -116,7 +116,7 @@ class Used(NamedTuple):
 
 
 class Moves:
-    """A cache of one group's latest moves, by layouts, of at most `most` bytes, or only the latest move."""
+    """A cache of one group's latest moves by layouts; it keeps at most `most` bytes, but at least the latest move."""
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
         self._group, self._most_bytes = group, most
@@ -128,7 +128,7 @@ class Moves:
         return len(self._cached)
 
     def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
-        """The move between two layouts, compiled if it is not cached. Collective over the group.
+        """Return the move from `src` to `dst`, compiled if it is not cached. Collective over the group.
 
         With `voted`, ranks vote even on a move that only copies.
         """
@@ -155,7 +155,7 @@ class Moves:
         out: Tensor | None,
         said: Said = SILENT,
     ) -> str:
-        """Run the move, and return its name. After a success, it is the latest in the cache, on all ranks.
+        """Run the cached move, and return its name. After a success, all ranks keep it as the latest in the cache.
 
         A move that raised ExchangeError is evicted: if only some ranks had it cached, they would
         move while others compile, at every further try.
@@ -185,7 +185,7 @@ class Moves:
 
 
 def weigh_plan(plan: Plan) -> int:
-    """About how many bytes a move of this plan takes on the rank with most pieces; the same on all ranks."""
+    """Estimate the bytes of a compiled move of this plan on the rank with most pieces; equal on all ranks."""
     sets = plan.lines.sets
     receivers, holders = _sets_of_rows(plan)
     boxes = _count_boxes(plan)
@@ -252,7 +252,7 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """The cached move among the ranks of both layouts; None on a rank outside both.
+    """Return the cached move among the ranks of both layouts; None on a rank outside both.
 
     With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
     are on only one mesh. Collective over these ranks, and the first time among them as `group_for`

@@ -62,7 +62,7 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The record of a parameter: how the axis `axis` divides it, and the mesh over which `amax` reduces."""
+    """The division of a parameter, `placement` on mesh axis `axis`, and the mesh over which `amax` reduces."""
 
     axis: str
     placement: Division
@@ -70,7 +70,7 @@ class Placed:
 
 
 def label(placement: Division) -> theirs.Placement:
-    """The DTensor placement for a division; for Packed, which DTensor lacks, a strided one of the same local shapes.
+    """Return the DTensor placement of a division; for Packed, which DTensor lacks, a strided one of equal local shapes.
 
     It is strided so that torch's checkpoints find overlapping boxes and raise; a Shard would be
     saved, and restored on a mesh of another size with its rows in another order.
@@ -91,14 +91,14 @@ def label(placement: Division) -> theirs.Placement:
 
 
 def place(module: nn.Module, record: dict[str, Placed]) -> None:
-    """Record the module's direct parameters, and make them local tensors while a forward runs."""
+    """Record how the module's direct parameters are divided, and make them local tensors during a forward."""
     setattr(module, RECORD, record)
     module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
     _remember(module)
 
 
 def is_placed(module: nn.Module) -> bool:
-    """Whether the module itself has a record."""
+    """Whether `place` has recorded how this module's own parameters are divided."""
     return RECORD in vars(module)
 
 
@@ -109,7 +109,7 @@ def _record_of(module: nn.Module) -> dict[str, Placed]:
 
 
 def placed_in(module: nn.Module) -> dict[str, Placed]:
-    """The records of the module and all below it, by the names of `named_parameters`."""
+    """Return how the parameters of the module and all below it are divided, by the names of `named_parameters`."""
     found: dict[str, Placed] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, placed in _record_of(part).items():
@@ -118,7 +118,7 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """The layout of a placed parameter: divided by tensor parallelism first, then by later axes in mesh order.
+    """Return the layout of a placed parameter: divided by tensor parallelism first, then by later axes in mesh order.
 
     None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.
@@ -141,7 +141,7 @@ def layout_where(parameter: object, axis: str, division: Division) -> Layout | N
 
 
 def components_of(division: Division, n: int) -> tuple[int, ...]:
-    """The sizes of the separately divided components of a dimension of length n."""
+    """Return the sizes of the parts of a dimension of length n that `division` divides separately."""
     match division:
         case ours.Packed():
             return division.sizes
@@ -161,7 +161,7 @@ when the modules are gone, since copies of weights may be left."""
 
 
 def recorded(tensor: DTensor) -> Layout | None:
-    """The layout of a placed module's fused weight, its gradient, or its entry of a state dict; None for others."""
+    """Return the layout of a placed fused weight, its gradient, or its state dict entry; None for other tensors."""
     if COMPONENTS not in vars(tensor) and _misleads(mesh_of(tensor.device_mesh), tensor.placements):
         for module in list(_placed_modules):
             _mark_parameters(module)
@@ -172,7 +172,7 @@ def recorded(tensor: DTensor) -> Layout | None:
 
 
 def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
-    """Raise PlacementError for placements that label fused weights without expressing their layout."""
+    """Raise PlacementError for placements of fused weights, which do not express the layout of a fused weight."""
     given = tuple(placements)
     if _misleads(mesh, given):
         what = f"{given} are those of a fused weight, whose components no placements describe"

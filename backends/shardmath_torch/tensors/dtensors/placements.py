@@ -50,7 +50,7 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """The layout of `placements` on a DeviceMesh, or an error, in each reading."""
+    """Return the layout of `placements` on a DeviceMesh in each reading, or the error of a reading without one."""
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
     given = tuple(placements)
@@ -63,7 +63,7 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """The layout of placements in that reading, or the error if there is none."""
+    """Return the layout of `placements` in the `reading`, or the error if there is none."""
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:
@@ -74,7 +74,7 @@ def layout_of_placements(
 def layout_in_order(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, order: Sequence[int]
 ) -> Layout | ShardError:
-    """The layout of plain shards that divide in this order of mesh dimensions, or the error if there is none.
+    """Return the layout of plain shards that divide by mesh dimensions in this `order`, or the error if none.
 
     Raises PlacementError for a placement that shardmath lacks.
     """
@@ -125,7 +125,7 @@ def _is_plain_partial(placement: theirs.Partial) -> bool:
 
 @memo()
 def placements_of(layout: Layout) -> Placements:
-    """DTensor placements, one per mesh axis, of which one reading is the layout.
+    """Return DTensor placements, one per mesh axis, that mean `layout` in one of their readings.
 
     Raises PlacementError, with the reason, if there are none.
     """

@@ -59,7 +59,7 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Move the tensor to the layout `target`; gradients flow back the same way.
+    """Return the tensor moved to the layout `target`; gradients flow back the same way.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
@@ -237,7 +237,7 @@ class _Route(NamedTuple):
 
     @property
     def meshes(self) -> Meshes:
-        """DeviceMeshes that may have a group of all ranks of the move."""
+        """The DeviceMeshes that may have a group of all ranks of the move."""
         return self.source.mesh, self.target.mesh
 
 

@@ -25,7 +25,7 @@ __all__ = ["amax"]
 
 
 def amax(module: nn.Module) -> dict[str, Tensor]:
-    """The largest absolute value of each whole parameter that `set_device_mesh` has placed: float32 scalars, by name.
+    """Return the largest absolute value of each whole parameter placed by `set_device_mesh`: float32 scalars, by name.
 
     Shared parameters are listed under each of their names. Collective over the ranks of
     weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;

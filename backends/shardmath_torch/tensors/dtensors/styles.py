@@ -38,7 +38,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """The divided dimension of a weight and of a bias, or None, and the names of the parameters that it applies to."""
+    """A style of torch: the dimension it divides of a weight and of a bias, or None, and names of its parameters."""
 
     weight: int | None
     bias: int | None
@@ -64,7 +64,7 @@ STYLES: dict[str, TorchStyle] = {
 @public
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """The style of separately divided components along dimension 0: their whole sizes, or a number of equal ones.
+    """A style that divides parts of dimension 0 separately, given their whole sizes, or a number of equal parts.
 
     >>> Fused((8, 2, 2)).placement(12), Fused((4, 4)).placement(8), Fused(2).placement(8)
     (Packed(dim=0, sizes=(8, 2, 2)), StridedShard(dim=0, split_factor=2), StridedShard(dim=0, split_factor=2))
@@ -80,7 +80,7 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}); {fix}")
 
     def placement(self, n: int) -> Division:
-        """The division of a dimension of length n. Raises PlacementError if the components do not add up to n."""
+        """Return how a dimension of length n is divided. Raises PlacementError if the parts do not add up to n."""
         if isinstance(self.components, int):
             if n % self.components:
                 what = f"{n} does not divide into {self.components} equal components"
@@ -99,14 +99,14 @@ AnyStyle: TypeAlias = StyleName | Fused
 
 
 class Asked(NamedTuple):
-    """The style that a pattern gives a parameter, and the dimension that it divides."""
+    """The style that the matching pattern gives to a parameter, and the dimension that the style divides."""
 
     pattern: str
     style: AnyStyle
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """The division of a dimension of length n. Raises PlacementError if components do not add up to n."""
+        """Return how a dimension of length n is divided. Raises PlacementError if the parts do not add up to n."""
         assert self.dim is not None
         if isinstance(self.style, Fused):
             return self.style.placement(n)
@@ -114,7 +114,7 @@ class Asked(NamedTuple):
 
 
 def check_styles(styles: object) -> dict[str, AnyStyle]:
-    """The styles, checked. Raises PlacementError for a value that does not map patterns to styles."""
+    """Return `styles`, checked. Raises PlacementError if it does not map patterns to styles."""
     if not isinstance(styles, Mapping):
         fix = "give a mapping from patterns to styles, {} to replicate all"
         raise PlacementError(f"styles is {styles!r}; {fix}")
@@ -132,7 +132,7 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Each parameter once, by the first name that a pattern matches, with its style; None if no pattern matches it.
+    """Yield each parameter once, by its first name that a pattern matches, with its style; None if none matches.
 
     Raises PlacementError for a pattern that matches no parameter, and for two that differ for one parameter.
     """

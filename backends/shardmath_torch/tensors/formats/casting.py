@@ -19,7 +19,7 @@ __all__ = ["cast", "cast_into", "may_have_nan", "negative_exp_into"]
 
 
 def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
-    """Cast elements of dtype `src` to `dst`, in `out`."""
+    """Cast the elements `values` of dtype `src` to dtype `dst`, into `out`."""
     if src == dst:
         words(out).copy_(words(values))
         return
@@ -34,14 +34,14 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
 
 
 def may_have_nan(values: Tensor) -> bool:
-    """Whether there may be NaN. On a CPU, masking NaN takes longer than the cast, and weights have none."""
+    """Whether `values` may have NaN; checked on a CPU, where masking NaN takes longer than the cast."""
     if values.device.type != "cpu":
         return True  # checking would wait for the device
     return bool(values.numel()) and bool(values.amax().isnan())
 
 
 def cast(values: Tensor, src: str, dst: str) -> Tensor:
-    """The values cast to dtype `dst`, as a new tensor; if the dtypes are equal, the tensor itself."""
+    """Return the values cast to dtype `dst`, as a new tensor; if the dtypes are equal, the tensor itself."""
     if src == dst:
         return values
     out = torch.empty(values.shape, dtype=dtype_of(dst), device=values.device)
@@ -50,7 +50,7 @@ def cast(values: Tensor, src: str, dst: str) -> Tensor:
 
 
 def negative_exp_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
-    """Compute -exp of the elements, rounded to float32 and then to `dst`, in `out`."""
+    """Write -exp of `values`, of dtype `src`, to `out`, rounded to float32 and then to `dst`."""
     positive = exp(cast(values, src, "float64"), _power_of_two)
     rounded = cast(positive.neg(), "float64", "float32")
     cast_into(rounded, "float32", dst, out)

@@ -44,7 +44,7 @@ DTYPES = {
 
 
 def amax_of(format: Format, tensor: Tensor) -> Tensor:
-    """The largest magnitude of each block, float32, shaped as the scales; NaN counts as `format.nan_magnitude`.
+    """Return each block's largest magnitude in float32, shaped like the scales; NaN counts as `format.nan_magnitude`.
 
     If ranks hold parts of blocks, pass the maximum of these over ranks to `quantize`. Raises FormatError.
     """
@@ -104,7 +104,7 @@ class _Kernel:
     scales: Tensor
 
     def run(self, measured: bool) -> None:
-        """Quantize all slabs; if amaxes were `measured` before, the scales are already written."""
+        """Quantize the tensor, box by box; if amaxes were `measured` before, the scales are already written."""
         shape = tuple(self.values.shape)
         work = _SlabLoop(self.format, shape, self.values.device, 2)
         for slab, (numbers, magnitudes) in work:
@@ -142,7 +142,7 @@ def dequantize(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the numbers that data and scales stand for, computed in float32 and rounded to `dtype`.
+    """Return the numbers that data and scales (`parts`) stand for, computed in float32 and rounded to `dtype`.
 
     `parts` are as `quantize` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
     is the tensor to write to, which is returned. Every NaN of bfloat16 and float16 has the same bits. Raises

@@ -36,7 +36,7 @@ FIELD = 0x7F80_0000
 
 
 def round_into(element: Float, values: Tensor, out: Tensor) -> None:
-    """Write the codes of float32 numbers to bytes, two codes per byte for E2M1. `values` are overwritten."""
+    """Write float32 `values` as codes of type `element` to `out`, two per byte for E2M1. `values` are overwritten."""
     if element is E2M1:
         codes = _round_e2m1(values).to(torch.uint8)
         out.copy_(_pack(codes))
@@ -74,7 +74,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """The float32 number of each byte. A byte of E2M1 has two, which are one element of float64 in the table."""
+    """Return a table of the float32 number of each byte; for E2M1, of the two numbers as one float64 element."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
@@ -83,19 +83,19 @@ def make_table(element: Float, device: torch.device) -> Tensor:
 
 
 def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """Write the numbers of coded bytes to `out`, which is contiguous."""
+    """Write the numbers that `table` has for the bytes `codes` to `out`, which is contiguous."""
     indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
     # A byte of two numbers is looked up as one element of twice the size.
     torch.index_select(table, 0, indices, out=flat(out).view(table.dtype))
 
 
 def read_e4m3(codes: Tensor) -> Tensor:
-    """The float32 numbers of E4M3 codes, by a cast, which suits small tensors such as scales."""
+    """Return the float32 numbers of E4M3 codes, by a cast, which suits small tensors such as scales."""
     return codes.contiguous().view(dtype_of(E4M3.dtype)).float()
 
 
 def read_e8m0(codes: Tensor) -> Tensor:
-    """2^(b - 127) of each byte b, exactly; NaN of 255."""
+    """Return 2^(b - 127) for each byte b, exactly; NaN for 255."""
     bits = codes.to(torch.int32) << FRACTION
     # Byte 0, 2^-127, is a subnormal float32; the exponent 255 with a zero fraction would be infinity instead of NaN.
     bits.masked_fill_(bits == 0, 1 << (FRACTION - 1))

@@ -49,19 +49,19 @@ NAN_BYTE = 255
 
 
 class ScaleRule(ABC):
-    """How a format makes and applies scales."""
+    """The way in which a format computes scales, and applies them to numbers."""
 
     @abstractmethod
     def make_scales(self, amax: Tensor) -> Tensor:
-        """The scales of blocks with these largest magnitudes, in their stored dtype."""
+        """Return the scales of blocks with the largest magnitudes `amax`, in their stored dtype."""
 
     @abstractmethod
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The numbers divided by their scales, ready to be rounded; in place if possible."""
+        """Return `values` divided by their `scales`, ready to be rounded; in place if possible."""
 
     @abstractmethod
     def scale_up(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The rounded numbers multiplied by their scales, in place."""
+        """Return the rounded `values` multiplied by their `scales`, in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class _Global(ScaleRule):
 
 
 def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
-    """The rule of a format; for NVFP4 with its global scale `g`. Raises FormatError for an unknown format."""
+    """Return the scaling rule of a format; for NVFP4 with its global scale `g`. Raises FormatError if unknown."""
     match format:
         case MXFP8():
             return _PowersOfTwo(format.element, format.rounding == "rceil")
@@ -175,7 +175,7 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:
-    """NVFP4's global scale, a scalar, from the amaxes of all blocks."""
+    """Return NVFP4's global scale, a scalar, from the largest magnitudes of all blocks."""
     if format.tensor_amax is not None:
         largest = amax.new_full((), format.tensor_amax)
     elif amax.numel():

@@ -35,7 +35,7 @@ MOST_ELSEWHERE = 1 << 24
 
 
 def choose_most(device: torch.device) -> int:
-    """The most positions of a slab on the device."""
+    """Return the largest number of elements to process at once (a slab) on the device."""
     return MOST if device.type == "cpu" else MOST_ELSEWHERE
 
 
@@ -56,7 +56,7 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of a tensor, by a span for each dimension."""
+    """A box of a tensor that consists of whole blocks, given by a span of blocks for each dimension."""
 
     spans: tuple[BlockSpan, ...]
 
@@ -66,14 +66,14 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """The box of a tensor that has an element per `per` positions of the last dimension, split into blocks."""
+        """Return the box of a tensor with one element per `per` positions of the last dimension, split into blocks."""
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)
         return self.split(tensor)
 
     def split(self, box: Tensor) -> Tensor:
-        """A view of a box's tensor, split into blocks."""
+        """Return a view of the box's tensor in which dimensions are split into blocks."""
         # From the last dimension backwards, so that earlier dimensions keep their numbers.
         for d in reversed(range(len(self.spans))):
             span = self.spans[d]
@@ -82,7 +82,7 @@ class Slab:
         return box
 
     def take_shared(self, shared: Tensor) -> Tensor:
-        """The slab's part of a tensor with an element per block, shaped to be broadcast to `take`'s result."""
+        """Return the box's part of a tensor with one element per block, shaped for broadcasting to `take`'s result."""
         for d, span in enumerate(self.spans):
             shared = shared.narrow(d, span.first, span.count)
         for d in reversed(range(len(self.spans))):
@@ -91,7 +91,7 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """The largest magnitude in each block of `take`'s result, shaped as by `take_shared`; NaN counts as `nan`."""
+        """Return each block's largest magnitude in `take`'s result, shaped as by `take_shared`; NaN counts as `nan`."""
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
@@ -110,13 +110,13 @@ class Slab:
 
 
 def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
-    """Whether no slab cuts a block."""
+    """Whether a whole block of a tensor of this `shape` has at most `most` elements, so that no box cuts it."""
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most
 
 
 def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
-    """All of a tensor of that shape, in boxes of `most` positions at most; none of an empty tensor."""
+    """Cut a tensor of that shape into boxes of at most `most` elements each; none for an empty tensor."""
     sizes = blocks.positions(shape)
     steps = _choose_steps(sizes, shape, most)
     spans = map(_cut_dimension, sizes, shape, steps)

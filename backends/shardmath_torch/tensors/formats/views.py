@@ -41,14 +41,14 @@ SHORT = ("float8", "float4")
 
 
 class Quantized(NamedTuple):
-    """A format, and its parts by name: plain tensors of uint8 and float32, which share memory with the original."""
+    """A quantized tensor's format, and its parts by name: plain uint8 and float32 tensors on the same memory."""
 
     format: Format
     parts: dict[str, Tensor]
 
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
-    """The format and parts of a tensor of TransformerEngine or torchao, which share its memory.
+    """Return the format and parts, sharing memory, of a tensor of TransformerEngine or torchao.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
     `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
@@ -63,7 +63,7 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
 
 
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
-    """A plain tensor of the same values, without autograd; of DTensors the local part.
+    """Return a plain tensor of the same values, without autograd; of a DTensor, its local part.
 
     Recognized quantized tensors are dequantized to `dtype`, by default the dtype that they report. Other tensors share
     memory with the result, and `dtype` is ignored. Plain float8 tensors, which mean nothing without their scales, are

@@ -56,7 +56,7 @@ ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class LocalRuns(NamedTuple):
-    """A rank's part of a tensor: the tensor's global shape, and this rank's Runs of each dimension."""
+    """A rank's part of a tensor: the global shape, and the runs of indices in each dimension that the rank holds."""
 
     shape: _Numbers
     runs: tuple[Runs, ...]
@@ -67,21 +67,21 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def is_checkpointable(tensor: object) -> bool:
-    """Whether the value is a plain tensor with the four attributes."""
+    """Whether `tensor` is a plain tensor with the attributes that `checkpointable` sets."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         return False
     return all(hasattr(tensor, name) for name in ATTRIBUTES)
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Copy the attributes, if the source has them, to a tensor of the same memory."""
+    """Copy the attributes that `checkpointable` sets, if `source` has them, to a tensor of the same memory."""
     if is_checkpointable(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
-    """The tensor's attributes as Runs. Raises LayoutError, with the name, for boxes that are not a product of Runs."""
+    """Return the part that the tensor's attributes describe. Raises LayoutError, with `name`, if they are invalid."""
     try:
         shape, boxes = _list_boxes(tensor)
         runs = _make_runs(shape, tensor.shape, boxes)
@@ -140,7 +140,7 @@ def _show_attributes(tensor: Any) -> str:
 
 
 def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """The layouts of the checkpointable ones of these tensors, by name.
+    """Return the layouts, by name, of the tensors that have the attributes of `checkpointable`.
 
     Collective over the default group, unless `ask` gives what all ranks have. Either every rank has
     the attributes of a tensor, or none. Raises LayoutError, on all ranks, if a rank has invalid

@@ -51,7 +51,7 @@ IMAGINARY = 1 << 20
 
 
 class Run(NamedTuple):
-    """One run of a loader: the way of choosing values, its seed, and the byte that fills targets before."""
+    """One run of a loader: how values are chosen, their seed, and the byte that fills targets before."""
 
     way: str
     seed: int
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 class TypedElements:
-    """The elements of all logical tensors of one type, numbered across them; `wanted` are the types of targets."""
+    """The elements of all logical tensors of one dtype, numbered; `wanted` are the dtypes of targets."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class TypedElements:
             self.digits += 1
 
     def name(self, number: int) -> str:
-        """The element with this number, for messages."""
+        """Return words for the element with this number, for messages: its index and its tensor."""
         tensor = int(np.searchsorted(self.starts, number, side="right")) - 1
         return f"element {number - self.starts[tensor]} of {self.names[tensor]!r}"
 
     def make(self, name: str, run: Run) -> Tensor:
-        """The values of a logical tensor in a run."""
+        """Return the values that the logical tensor `name` has in a run."""
         tensor = self.names.index(name)
         numbers = np.arange(self.starts[tensor], self.starts[tensor + 1])
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
 
     def draw(self, numbers: _Flat, run: Run) -> Words:
-        """The values of these elements in a run, as a row of words."""
+        """Return the values that the elements with these `numbers` have in a run, as a row of words."""
         real_part = self._draw_part(numbers, run)
         if not self.dtype.is_complex:
             return real_part
@@ -115,7 +115,7 @@ class TypedElements:
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
-        """Whether a target of the type can hold these elements, their digits remaining distinct."""
+        """Whether a target of dtype `dtype` can hold the elements so that they remain distinct."""
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
@@ -140,7 +140,7 @@ class TypedElements:
 
 
 def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
-    """The runs for elements of all these types."""
+    """Return the runs that identify elements of all these kinds."""
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
     further = _count_further(kinds)

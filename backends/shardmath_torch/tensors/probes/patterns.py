@@ -47,24 +47,24 @@ QUIET = {torch.float32: 1 << 22, torch.float64: 1 << 51}
 
 
 def real(dtype: torch.dtype) -> torch.dtype:
-    """The type of a complex type's parts; any other type itself."""
+    """Return the dtype of the parts of a complex `dtype`; any other dtype itself."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The tensor's memory as integers; complex numbers have one dimension more."""
+    """Return the tensor's memory as integers; complex numbers have one dimension more."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.view(WORDS[plain.element_size()])
 
 
 def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
-    """The elements of a row of words."""
+    """Return a row of words as a tensor of elements of `dtype`."""
     return torch.from_numpy(words).view(dtype)
 
 
 def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
-    """The words of these elements after torch's cast to another type."""
+    """Return the words of these elements after torch's cast from `dtype` to `to`."""
     if dtype == to:
         return words
     made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
@@ -72,7 +72,7 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
-    """The word that repeats this byte; its lowest bit for bool."""
+    """Return the word of `dtype` that repeats this byte; for bool, the byte's lowest bit."""
     if dtype == torch.bool:
         return byte % 2
     size = real(dtype).itemsize
@@ -81,7 +81,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """The finite values of a type that is not complex, ascending."""
+    """Return the finite values of a dtype that is not complex, ascending, as words."""
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -91,38 +91,38 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """The quiet NaN of a type that is not complex."""
+    """Return the quiet NaN of a dtype that is not complex, as words."""
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
 
 @memo()
 def list_infinite(dtype: torch.dtype) -> Words:
-    """The infinities of a type that is not complex."""
+    """Return the infinities of a dtype that is not complex, as words."""
     words = _list_all(dtype)
     infinite: Words = words[np.isinf(_value(words, dtype))]
     return infinite
 
 
 def is_finite(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Mask of the words that are finite, for a type that is not complex."""
+    """Return a mask of the words that are finite, for a dtype that is not complex."""
     return np.isfinite(_value(words, dtype))
 
 
 def is_nan(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Mask of the words that are NaN, for a type that is not complex."""
+    """Return a mask of the words that are NaN, for a dtype that is not complex."""
     return np.isnan(_value(words, dtype))
 
 
 def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
-    """The indices that sort values by magnitude."""
+    """Return the indices that sort the values `words` by magnitude."""
     sizes = np.abs(_value(words, dtype))
     return np.argsort(sizes, kind="stable")
 
 
 @memo()
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the wide type represents all values of the narrow one exactly."""
+    """Whether the dtype `wide` represents all values of the dtype `narrow` exactly."""
     if wide == narrow:
         return True
     if narrow.is_complex and not wide.is_complex:

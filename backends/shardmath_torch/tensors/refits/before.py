@@ -32,13 +32,13 @@ _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
-    """A key that is equal for all tensors in one memory, while any of them lives."""
+    """Return a key that is equal for all tensors in one memory, while any of them lives."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)
 
 
 class Before:
-    """A snapshot of these modules and mappings."""
+    """A snapshot of modules and mappings of tensors, to restore them as they were."""
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
         self._containers: list[tuple[_Container, Any]] = []
@@ -57,7 +57,7 @@ class Before:
         self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
-        """Copy the memory of all tensors, or of those on one type of device, that was not copied before."""
+        """Copy the memory of all tensors, or of those on one type of `device`, unless it was copied before."""
         for tensor in self._tensors:
             memory = tensor.memory
             if memory is None or memory.is_meta or key_of(memory) in self._bytes:
@@ -67,7 +67,7 @@ class Before:
                 self._bytes[key_of(memory)] = live, live.clone()
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Change the lowest bit of each byte in copied memory of these keys, until `put_back`."""
+        """Change the lowest bit of each byte in the copied memory with these keys, until `put_back`."""
         for key in keys:
             live, saved = self._bytes[key]
             # Every type then has another value of about the same size; bools are inverted.
@@ -75,7 +75,7 @@ class Before:
             live.copy_(self._spoiled[key])
 
     def find_written(self) -> set[int]:
-        """The keys of copied memory whose bytes have changed since the loader began."""
+        """Return the keys of copied memory whose bytes have changed since the snapshot or `spoil`."""
         changed = set()
         for key, (live, saved) in self._bytes.items():
             if not torch.equal(_view_bytes(live), self._spoiled.get(key, saved)):
@@ -84,11 +84,11 @@ class Before:
 
     @property
     def copied(self) -> Set[int]:
-        """The keys of copied memory."""
+        """The keys of the memory that was copied."""
         return self._bytes.keys()
 
     def put_back(self) -> None:
-        """Restore everything as it was."""
+        """Restore all modules, mappings, tensors and copied memory as they were."""
         self._spoiled.clear()
         for tensor in self._tensors:
             tensor.put_back()
@@ -113,7 +113,7 @@ class _TensorBefore:
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0
 
     def put_back(self) -> None:
-        """Restore class, memory, shape, attributes and gradient."""
+        """Restore the class, memory, shape, attributes and gradient of the tensor."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
@@ -144,7 +144,7 @@ class _TensorBefore:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """The cells of memory that the tensor views, and their type, as a comparable value."""
+    """Return the place in memory that the tensor views, and its dtype, as a value to compare."""
     where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
     return *where, tensor.dtype
 

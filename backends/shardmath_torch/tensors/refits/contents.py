@@ -37,7 +37,7 @@ ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Memory of this shape, in row-major order; a step along a dimension is a stride in the logical tensor.
+    """Memory that has elements of a logical tensor, at constant strides in it, from its element `start` on.
 
     Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
     operations that computed it from the logical tensor.
@@ -52,7 +52,7 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """The pieces of a copy of the view into a tensor of its shape, by cells of that tensor's memory.
+        """Return the pieces of the logical tensor in a copy of `view`, by positions in the memory of `into`.
 
         Raises StoreError if very many pieces are needed.
         """
@@ -81,7 +81,7 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """The content of a copy of the view, by the operation `made`; None if no single set of strides describes it."""
+        """Return the content of `copy`, made of the view by operation `made`; None if it is not one set of strides."""
         if not is_dense(copy):
             return None
         try:
@@ -102,7 +102,7 @@ class Content:
         return replace(content, shape=shape, strides=strides, start=piece.element)
 
     def explain(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """The operations that computed a target of this type."""
+        """Return the operations that computed a target of dtype `dtype` from the logical tensor."""
         content = self._cast(dtype)
         return content.made if content.dtype == dtype else content._list_made()
 
@@ -132,6 +132,6 @@ BLANK = Content("", (), (), 0, torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor views all of its memory."""
+    """Whether the tensor views all of its storage's memory."""
     cells = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.storage_offset() == 0 and cells == tensor.numel()

@@ -32,7 +32,7 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """The errors of DTensors among the natives, by the layouts and slots of local tensors."""
+    """Return errors for DTensors in `natives` whose placements contradict the layouts of their slots."""
     whole = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():

@@ -23,7 +23,7 @@ __all__ = ["check_not_gathered", "find_groups", "give_back"]
 
 
 def find_groups(tensors: Iterable[Tensor]) -> list[object]:
-    """FSDP2's groups of parameters that have one of the tensors as a shard, or in the memory of a shard."""
+    """Return FSDP2's groups of parameters that have one of `tensors` as a shard, or in the memory of a shard."""
     memories = {_memory_of(tensor) for tensor in tensors} - {None}
     if not memories:
         return []
@@ -36,7 +36,7 @@ def find_groups(tensors: Iterable[Tensor]) -> list[object]:
 
 
 def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
-    """Raise ExchangeError for a tensor that is FSDP2's gathered copy instead of a shard."""
+    """Raise ExchangeError if a tensor is a copy that FSDP2 has gathered, instead of a shard."""
     gathered = {_memory_of(tensor) for tensor in _list_gathered()} - {None}
     for native, tensor in natives.items():
         if _memory_of(tensor) in gathered:
@@ -62,6 +62,6 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def give_back(groups: Iterable[object]) -> None:
-    """Free the gathered copies of these groups; FSDP2 gathers again before it uses them."""
+    """Free the gathered parameters of FSDP2's `groups`, which FSDP2 gathers again before it uses them."""
     for group in groups:
         fsdp.give_shards_back(group)

@@ -55,7 +55,7 @@ class _HeldAt(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A given tensor with its name, its layout in memory when given, and the places that hold it."""
+    """A given tensor with its name, its layout in memory when given, and the modules and mappings that hold it."""
 
     name: str
     tensor: Tensor
@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Watch these tensors among the given ones, for checks before every move."""
+    """Return records of the tensors `natives` among the ones `given`, for checks before every move."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
@@ -78,7 +78,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add the places of the tensors in these modules and their submodules, or in all live modules."""
+    """Add to `watched` which modules, of `modules` and their submodules, or of all live ones, hold each tensor."""
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
         by_id.setdefault(id(each.tensor), []).append(each)
@@ -145,7 +145,7 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """The name of a tensor that a tensor in other memory has replaced in a place; None if there is none.
+    """Return the name of a tensor that a tensor in other memory has replaced where it was held; None if none.
 
     Raises ExchangeError if a given mapping raises.
     """
@@ -158,7 +158,7 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
 def find_removed(
     watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
 ) -> str | None:
-    """The name of a tensor that has left all modules that held it; None if there is none.
+    """Return the name of a tensor that has left all modules that held it; None if there is none.
 
     A module counts if it is one of `modules` or their submodules; by default, if it is alive.
     """
@@ -208,7 +208,7 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """The error for the first tensor that has changed, in `modules` as in `find_removed`; "" if there is none."""
+    """Return the error for the first tensor that has changed, in `modules` as in `find_removed`; "" if none has."""
     moved = _find_moved(watched)
     if moved is not None:
         return (

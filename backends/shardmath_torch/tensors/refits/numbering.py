@@ -43,7 +43,7 @@ FEW_BITS = 2
 
 
 class Numbering:
-    """The numbered elements of logical tensors, and the runs that identify them in targets of these types."""
+    """The elements of logical tensors, numbered, and the runs that identify them in targets of given dtypes."""
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
@@ -58,13 +58,13 @@ class Numbering:
         self.digits = sum(run.way == "digit" for run in self.runs)
 
     def make(self, name: str, run: Run) -> Tensor:
-        """The values of a logical tensor in a run."""
+        """Return the values that the logical tensor `name` has in a run."""
         dtype = dtype_of(self.shapes[name][1])
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """The first cell of a target that, after a run, has another element than in these pieces; "" if none has."""
+        """Return words for the first position of a target that has another element than in `pieces`; "" if none has."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -81,14 +81,14 @@ class Numbering:
         return ""
 
     def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
-        """(cells of a target with other bytes after a run than before, the part of these cells that is not zero)."""
+        """Return masks of the positions of a target that a run has written, and of its nonzero ones among them."""
         words = _flatten(after, after.dtype)
         written: _Truths = (words != repeat(run.byte, after.dtype)).any(axis=1)
         return written, written & (words != 0).any(axis=1)
 
 
 class Reading:
-    """The values of one target, of this type, after each run, and the elements that they identify."""
+    """The values of one target, of this dtype, after each run, and the elements that these values identify."""
 
     def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -104,7 +104,7 @@ class Reading:
         self._digit_runs: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, after: Tensor) -> None:
-        """Add the values of the target after a run."""
+        """Record `after`, the values of the target after a run."""
         words = _flatten(after, self.dtype)
         is_left = (words == repeat(run.byte, self.dtype)).all(axis=1)
         if run.way in SPECIAL and is_left.all():
@@ -134,16 +134,16 @@ class Reading:
 
     @property
     def is_written(self) -> bool:
-        """Whether any cell was written in any run; True for a target without cells."""
+        """Whether any position of the target was written in any run; True for an empty target."""
         return not self.unwritten.all() or not self.unwritten.size
 
     @property
     def is_written_once(self) -> bool:
-        """Whether only the first run wrote cells."""
+        """Whether only the first run wrote to the target."""
         return not self._wrote_nothing[0] and all(self._wrote_nothing[1:])
 
     def find_fault(self) -> str:
-        """The error for the first cell with no element, or with several; "" if there is none."""
+        """Return the error for the first written position with no element, or with several; "" if there is none."""
         written = ~(self.unwritten | self.zero)
         matches = np.zeros(written.shape, np.int64)
         for guess in self.guesses:
@@ -167,7 +167,7 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """All pieces of logical tensors that were identified in the target's written cells."""
+        """Return the pieces of logical tensors that were identified in the written positions of the target."""
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:
@@ -192,7 +192,7 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare the cells with the values of their supposed elements in a run."""
+        """Compare the values `seen` after a run with the values of the elements supposed to be there."""
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return

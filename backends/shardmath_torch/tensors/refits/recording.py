@@ -66,7 +66,7 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Record the elements of logical tensors that the loader puts into the cells of each target of `into`.
+    """Record which elements of logical tensors the loader `load` writes to each position of the targets in `into`.
 
     `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
     and tensor. `into` is the module, or mutable mapping from name to tensor, into which it loads, or a list of these,
@@ -122,7 +122,7 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Record by each of the ways, until all targets are explained."""
+        """Record what the loader does by each of the `ways`, until all targets are explained."""
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         if "views" in ways:

@@ -73,17 +73,17 @@ class _RefitStage(Stage):
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
+        """Return the bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
         if self._refit._watched is None:
             raise ExchangeError("this rank has not prepared the refit; call prepare() on all ranks")
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
-        """Give back FSDP2's gathered copies of the engines' parameters, which are outdated from now on."""
+        """Free FSDP2's gathered copies of the engines' parameters, which are outdated from now on."""
         give_back(self._refit._fsdp_groups)
 
     def finish(self, arrived: Tensors) -> Iterator[Pair]:
-        """(stored tensor, new value) of each tensor that a function computes from received ones."""
+        """Yield (stored tensor, new value) of each tensor that a function computes from received ones."""
         computed = self._refit._dst.computed
         mark_written(each.stored for each in computed)
         for each in computed:
@@ -94,7 +94,7 @@ class _RefitStage(Stage):
 
 @public
 class Refit(Leaves):
-    """A planned refit made ready on this rank: `prepare` binds its tensors, a call moves them.
+    """A planned refit on this rank: `prepare` binds the rank's tensors, and each call moves them.
 
     `timeout`, `max_inflight_bytes`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`. With
     `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the mover
@@ -163,7 +163,7 @@ class Refit(Leaves):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Continue with another refit: collective, like `Mover.replan`.
+        """Continue with another planned refit. Collective, like `Mover.replan`.
 
         If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
         again; if engines have come back, `prepare()` without arguments binds the tensors that were bound.
@@ -204,7 +204,7 @@ class Refit(Leaves):
 
     @property
     def version(self) -> int:
-        """The number of committed steps that are in place on this rank, as in `Mover.version`."""
+        """The number of moves that are committed and in place on this rank, as in `Mover.version`."""
         return self._mover.version
 
     @property
@@ -219,28 +219,28 @@ class Refit(Leaves):
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """After a step that failed: the plan's tensors of this rank that may be neither old nor new."""
+        """The tensors of this rank, as the plan calls them, that may be neither old nor new after a failed call."""
         return self._mover.torn
 
     @property
     def last(self) -> Moved | None:
-        """The report of the latest step on this rank, as in `Mover.last`."""
+        """The report of the latest successful move on this rank, as in `Mover.last`."""
         return self._mover.last if self.changes is None else self.changes.moved
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes that this rank needs, in addition to its tensors, with commit="all"."""
+        """The bytes of extra memory that this rank needs for commit="all"."""
         shadows = None if self._transform_stage is None else self._transform_stage.shadows
         return self._mover.shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of wire buffers on this rank, for transformed tensors, from the first move until release()."""
+        """Bytes of buffers for transformed tensors on this rank, from the first move until release()."""
         return 0 if self._transform_stage is None else self._transform_stage.nbytes
 
     @property
     def member(self) -> Member:
-        """The refit as a member of a joint `commit`."""
+        """The refit as `commit` uses it, to commit several moves jointly."""
         return self._mover.member
 
     def prepare(
@@ -252,7 +252,7 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors by their own names: all its parameters and persistent buffers. Collective.
+        """Bind this rank's tensors, by its own names: all parameters and persistent buffers. Collective.
 
         `src` are a trainer rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk
         if the rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are the
@@ -277,7 +277,7 @@ class Refit(Leaves):
         )
 
     def release(self) -> None:
-        """Release the bound tensors and wire buffers, like `Mover.let_go`; prepare() binds again."""
+        """Release the bound tensors and wire buffers, like `Mover.let_go`; call prepare() before the next move."""
         self._mover.let_go(self._drop)
 
     def _drop(self) -> None:
@@ -415,7 +415,7 @@ class Refit(Leaves):
 
     @property
     def changes(self) -> Changes | None:
-        """The mover that sends only changes; None without `changes=True`."""
+        """The mover that sends only changed elements; None without `changes=True`."""
         return self._changes
 
     def _object(self) -> str:

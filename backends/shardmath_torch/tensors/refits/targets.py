@@ -27,7 +27,7 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """The targets of `into`, with a snapshot of them. Raises StoreError for one that is not a plain tensor."""
+    """The tensors in `into` that a loader writes to, with a snapshot. Raises StoreError if one is not plain."""
 
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)
@@ -53,7 +53,7 @@ class KeptTargets:
                 self.aliases[name] = first_names[where]
 
     def find(self) -> dict[str, Tensor]:
-        """The tensor under each name now."""
+        """Return the present tensor under each name."""
         places = self._find_places()
         return {name: holder[key] for name, (holder, key) in places.items()}
 
@@ -66,13 +66,13 @@ class KeptTargets:
         return places
 
     def place(self, name: str, tensor: Tensor) -> None:
-        """Replace a target and its aliases by another tensor."""
+        """Put `tensor` in place of the target `name` and of its aliases."""
         for other, (holder, key) in self.places.items():
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
     def occupy(self, byte: int, read: Collection[str] = ()) -> dict[str, Tensor]:
-        """Fill the targets with this byte, giving memory to those without data.
+        """Fill all targets with this byte, after allocating memory for those on the meta device.
 
         Targets to be `read` keep their values; returns the words of those that have data.
         """

@@ -60,7 +60,7 @@ FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.fl
 
 
 class Computed(NamedTuple):
-    """A stored tensor that a function computes from a received one: `key` names the received, `name` the stored."""
+    """A stored tensor, called `name`, that a function computes from the received tensor `key`."""
 
     key: str
     name: str
@@ -69,13 +69,13 @@ class Computed(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The local tensors of one side, and the stored tensors that functions compute from some of them."""
+    """The views of one side's tensors that are moved, and the tensors that functions compute from some of them."""
 
     tensors: dict[str, Tensor]
     computed: list[Computed]
 
     def keep(self, names: Iterable[str]) -> Views:
-        """The views with these names; the same object if that is all of them."""
+        """Return the views with these names; the same object if that is all of them."""
         wanted = set(names)
         if wanted.issuperset(self.tensors):
             return self
@@ -84,7 +84,7 @@ class Views(NamedTuple):
 
 
 def name_natives(given: Given | None) -> Natives:
-    """The given tensors by (chunk, name). Raises ExchangeError for anything except mappings of tensors."""
+    """Return the given tensors by (chunk, name). Raises ExchangeError if they are not mappings of tensors."""
     if not isinstance(given, Mapping | Sequence | None):
         raise ExchangeError(
             f"tensors are {type(given).__name__}; pass a mapping from name to tensor, or a list of them"
@@ -104,12 +104,12 @@ def name_natives(given: Given | None) -> Natives:
 
 
 def list_chunks(given: Given | None) -> list[Mapping[str, Tensor]]:
-    """The mapping of each chunk."""
+    """Return one mapping from name to tensor per chunk (virtual stage)."""
     return [given] if isinstance(given, Mapping) else list(given or ())
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The rank's part of the tensor."""
+    """Return this rank's part of a DTensor; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -118,7 +118,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """The memory and layout of the rank's part of the tensor: equal as long as views of the tensor are valid."""
+    """Return a value of the tensor's local memory and layout, equal as long as views of the tensor are valid."""
     local = to_local(tensor)
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
@@ -137,7 +137,7 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """A view for every slot, with these layouts, for a side that `receives` or sends.
+    """Return a view of the stored tensors for every slot, for a side that `receives` or else sends.
 
     Raises StoreError with everything that does not fit.
     """
@@ -171,7 +171,7 @@ def bind_views(
 
 
 def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
-    """The view of one logical tensor in a stored one, with its dimensions in logical order."""
+    """Return the view of a logical tensor in the stored tensor that `slot` names, dimensions in logical order."""
     view = stored[slot.chunk, slot.native][slot.cut]
     back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(back)
@@ -188,7 +188,7 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
 
 
 def compute(target: Computed, received: Tensor) -> Tensor:
-    """The value to store for a received tensor. Raises StoreError if the function returns another shape or kind."""
+    """Return what the function makes of `received`, to be stored. Raises StoreError for another shape or kind."""
     stored = target.stored
     value: object = target.function(received)
     wanted = f"{dtypes.canonical(stored.dtype)}{list(stored.shape)}"
@@ -223,7 +223,7 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
 def check_named(
     rank: int, engines: Sequence[str], dst: Given | Mapping[str, Given] | None
 ) -> Mapping[str, Given]:
-    """The given tensors by engine. Raises ExchangeError unless they are for exactly this rank's engines."""
+    """Return the given tensors by engine. Raises ExchangeError unless they are for exactly this rank's engines."""
     given = dst or {}
     named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
     if not isinstance(given, Mapping) or set(named) != set(engines):
@@ -235,24 +235,24 @@ def check_named(
 
 
 def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
-    """Whether tensors are given by engine, as for several, even if there is only one engine."""
+    """Whether `dst` is given by engine: a mapping from exactly the names of `engines` to each one's tensors."""
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """The logical tensor of a local one, whose name may end in the number of a window."""
+    """Return the logical tensor of the local name, which may end in the number of a window, such as `w[0]`."""
     return local if local in bound.layouts else local.rpartition("[")[0]
 
 
 def are_related(one: Planned, other: Planned) -> bool:
-    """Whether two refits plan the same, apart from the ranks that have left."""
+    """Whether two refits have the same plan, apart from ranks that have left."""
     return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """The sides that have the rank, by engine; the trainer under None."""
+    """Return the sides that `rank` is on, by engine; the trainer under None."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

@@ -48,7 +48,7 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """A write into a target: pieces by cells of its memory, None if unknown, and the operations that `made` them.
+    """A copy that a loader made into a target: the pieces written, None if unknown, and how they were computed.
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """
@@ -59,7 +59,7 @@ class Write(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Notes copies from the memory of `sources` into the memory of `targets`, by the key of the target memory."""
+    """A record of copies from the memory of `sources` to the memory of `targets`, by the key of target memory."""
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class Watch(TorchDispatchMode):
         _ReadMode(self).__enter__()  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
-        """The logical tensor as the loader receives it, in a class that is watched in every thread."""
+        """Return the tensor as the loader receives it: in a subclass whose operations are seen in every thread."""
         given: Tensor = source.as_subclass(self._class)
         return given
 
@@ -159,7 +159,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
-        """Raise StoreError if values of known memory are read; kept as `failure`, so that no loader can hide it."""
+        """Raise StoreError if values of tracked memory are read; kept as `failure`, so that no loader can hide it."""
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError("what is loaded is read without data; load it by numbers")
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):
         return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
-        """The write that a copy of the tensor into another is."""
+        """Return the record of a copy of `tensor` into the target `into`."""
         content = self._contents.get(key_of(tensor))
         made_by = self._operations.get(key_of(tensor), ())
         if content is BLANK:

@@ -89,7 +89,7 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """The amaxes to send, and memory for those to receive. Raises ExchangeError to object."""
+        """Return the amaxes to send, and memory for the amaxes to receive. Raises ExchangeError to object."""
         self._writes = False
         call: _QuantizeCall = out
         given = by_key(self._tensor, src)
@@ -129,7 +129,7 @@ class _QuantizeStage(Stage):
         return made
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Write data and scales, by the amaxes of all ranks."""
+        """Compute data and scales from the amaxes of all ranks, and write them."""
         if not self._is_holder:
             return ()
         slots = {}
@@ -171,7 +171,7 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The outputs' names, if writing had begun."""
+        """Return the names of the outputs if writing had begun."""
         return tuple(self._parts.tensors) if self._writes else ()
 
 
@@ -186,7 +186,7 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 @public
 class Quantizer:
-    """A compiled quantization: `quantize(tensor)`, collective, any number of times; made by `compile_quantize`.
+    """A compiled quantization, made by `compile_quantize`: `quantize(tensor)`, collective, any number of times.
 
     `amaxes` is what was compiled, `plan` the plan that sends amaxes.
     """
@@ -200,14 +200,14 @@ class Quantizer:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the amaxes."""
+        """The plan that sends the largest magnitudes of blocks between ranks."""
         found = self._mover.plan
         assert isinstance(found, Plan), "as it was compiled"
         return found
 
     @property
     def last(self) -> Moved | None:
-        """The record of the latest successful call on this rank: what it moved, and how long it took."""
+        """The report of the latest successful call on this rank: bytes, messages, and seconds."""
         return self._mover.last
 
     def __call__(
@@ -236,7 +236,7 @@ def compile_quantize(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantizer:
-    """Compile the quantizing of a tensor under this layout. Collective over `group` (default: all ranks).
+    """Make a Quantizer of tensors with this layout. Collective over `group` (default: all ranks).
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks

@@ -84,7 +84,7 @@ class _BoundCall(NamedTuple):
 
 
 class EndStage(Stage):
-    """The stage of a transformed move: prepares source tensors, and finalizes destination tensors.
+    """The stage of a transformed move that prepares source tensors, and finalizes destination tensors.
 
     With `shadows` it finalizes into these, not into the destination. `holds` promises that callers keep the mappings
     that they pass, and never change them.
@@ -122,12 +122,12 @@ class EndStage(Stage):
 
     @property
     def own(self) -> frozenset[str]:
-        """The keys of wire tensors at the destination that are finalized into other tensors."""
+        """The keys of destination buffers whose content is finalized into other tensors."""
         return frozenset(key for worker in self._finalizers.values() for key, _ in worker.job.wires)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of wire buffers, whether or not they are allocated yet."""
+        """The bytes of the buffers for transformed tensors, whether or not they are allocated yet."""
         return sum(count_bytes(worker.job, self._rank) for worker in self._workers)
 
     @property
@@ -135,7 +135,7 @@ class EndStage(Stage):
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """The wire tensors of both sides, with the source's prepared. Raises ExchangeError to object."""
+        """Return the tensors to send, already prepared, and to receive into. Raises ExchangeError to object."""
         self._finalize_targets = {}
         self._finalizing_key = ""
         given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
@@ -171,7 +171,7 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Finalize what has arrived, into the destination or into shadows. Returns pairs to copy at the commit."""
+        """Finalize what arrived, into the destination or its shadows; return pairs to copy at the commit."""
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
             return self.shadows.pair(self._finalize_targets)
@@ -179,7 +179,7 @@ class EndStage(Stage):
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """The destination tensors by local key, finalized ones wherever they were written."""
+        """Return the destination tensors by local key, finalized ones as they were just written."""
         finalized = self._finalize_targets if self.shadows is None else self.shadows.tensors
         plain = {}
         for job, worker in self._parts[1]:
@@ -201,14 +201,14 @@ class EndStage(Stage):
         self._finalize_targets = {}
 
     def let_go(self) -> None:
-        """Drop the caller's tensors and mappings, and the wire buffers."""
+        """Drop the caller's tensors and mappings, and the buffers for transformed tensors."""
         self._finalize_targets = {}
         self._bound_call = self._checked_signature = None
         for worker in self._workers:
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The tensors moved in their own memory by these wire keys, and the one that was being finalized."""
+        """Return the tensors that were moved under `keys` in their own memory, and one that was being finalized."""
         torn = []
         for job, worker in self._parts[1]:
             pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
@@ -220,7 +220,7 @@ class EndStage(Stage):
 
 @public
 class TransformedMover(Mover):
-    """A mover that takes tensors as they are held; made by `compile_transformed`.
+    """A mover that takes tensors in the form in which they are held; made by `compile_transformed`.
 
     Leave tensors that a hook stores in its own memory out of `out`. `transforms` is what was compiled, `plan` the plan
     of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
@@ -236,12 +236,12 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's wire buffers, which the first move allocates; staging is not included."""
+        """Bytes of this rank's buffers of transformed tensors, allocated by the first move; without staging."""
         return self._ends.nbytes
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of this rank's shadows, held from the first move on; 0 without commit="all"."""
+        """Bytes of memory next to this rank's destinations, held from the first move on; 0 without commit="all"."""
         shadows = self._ends.shadows
         return super().shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
@@ -292,7 +292,7 @@ def compile_transformed(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> TransformedMover:
-    """Compile the transforms, and the plan of their wire tensors. Collective over `group` (default: all ranks).
+    """Make a mover that applies `transforms`, by a plan of the transformed tensors. Collective over `group`.
 
     `plan` moves `transforms.src` to `transforms.dst`, or is a program of that plan; without it, it is made. The other
     arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
@@ -309,7 +309,7 @@ def compile_transformed(
 def agree_again(
     transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
 ) -> None:
-    """Agree that the plan is of these wire tensors, even if ranks have left it. Collective; raises ExchangeError."""
+    """Agree that `plan` moves what `transforms` makes, even if ranks have left. Collective; raises ExchangeError."""
     _, objection = attempt(lambda: _check_plan(transforms, plan))
     _agree(join_group(group, settings.timeout), transforms, objection)
 
@@ -322,7 +322,7 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """The plan of the wire tensors, and this rank's stage of both ends. Collective; raises ExchangeError."""
+    """Return the plan of the transformed tensors, and this rank's stage for both ends. Collective."""
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(
         lambda: _check_and_make(party, transforms, plan, commit, holds)

@@ -73,7 +73,7 @@ FINALIZE: dict[type, _Function] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Make the components of some blocks that the source holds, in `out`. Raises what the transform does."""
+    """Compute in `out` the components to send, from blocks `values` at the source. Raises what the transform raises."""
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -90,7 +90,7 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Make the blocks that the destination holds from these components, in `out`. Raises what the transform does."""
+    """Compute in `out` blocks of the destination, from received components. Raises what the transform raises."""
     into = FINALIZE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -112,7 +112,7 @@ def _unwrap(values: Sequence[Any]) -> Any:
 
 
 def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
-    """Copy results into `out`. Raises ExchangeError unless they have the same number, shapes and dtypes."""
+    """Copy the results `made` into `out`. Raises ExchangeError if their number, shapes or dtypes differ."""
     tensors = results if isinstance(results, list | tuple) else [results]
     check_made(tensors, list(map(describe, out)), maker, side)
     for tensor, target in zip(tensors, out, strict=True):
@@ -120,7 +120,7 @@ def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
 
 
 def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
-    """Raise ExchangeError for another number of tensors, or for one of another shape or dtype."""
+    """Raise ExchangeError unless `made` are tensors of the number, shapes and dtypes that `wanted` describes."""
     if len(tensors) != len(wanted):
         what = f"{maker} {plural(tensors, 'tensor')} {side}"
         raise ExchangeError(f"{what} for {plural(wanted, 'component')}; make one for each")
@@ -131,7 +131,7 @@ def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, sid
 
 
 def describe(tensor: object) -> str:
-    """The dtype and shape of a tensor; the type of any other value."""
+    """Return the dtype and shape of a tensor in words; the type of any other value."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{dtypes.canonical(tensor.dtype)}{list(tensor.shape)}"

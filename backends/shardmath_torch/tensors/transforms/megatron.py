@@ -39,7 +39,7 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 class Hook(Protocol):
-    """The methods of Megatron-Core's ReshardTransform."""
+    """The interface of Megatron-Core's ReshardTransform."""
 
     def should_transform(self, param_name: str, /) -> bool: ...
     def prepare_send(
@@ -55,7 +55,7 @@ METHODS = ("should_transform", "prepare_send", "prepare_recv", "finalize_recv")
 
 
 def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
-    """The hook as a transform that sends these components, in this order, for each tensor.
+    """Return the hook as a transform that sends these components, in this order, for each tensor.
 
     All ranks state the same components; the hook itself may differ per rank. The transform's `rules` are for the
     tensors that the hook transforms. Raises PlanError for a value that is not a hook, and for invalid components.
@@ -70,7 +70,7 @@ def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
 
 
 class MegatronHook:
-    """A hook as a transform, made by `megatron_hook`."""
+    """A Megatron-Core ReshardTransform as a transform, made by `megatron_hook`."""
 
     def __init__(self, hook: Hook, parts: tuple[Component, ...]) -> None:
         self.hook = hook
@@ -84,27 +84,27 @@ class MegatronHook:
         return f"<{self}: {type(self.hook).__name__}>"
 
     def rules(self, names: Iterable[str]) -> dict[str, MegatronHook]:
-        """A rule for each of these tensors that the hook transforms."""
+        """Return a rule, this transform, for each of the named tensors that the hook transforms."""
         return {name: self for name in names if self.hook.should_transform(name)}
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The stated components."""
+        """The components given to `megatron_hook`, whatever `src` and `dst` are."""
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Transformed at both ends: no component is a tensor as it is held."""
+        """Return that tensors are transformed at both ends: no component is a tensor as it is held."""
         return AsHeld(False, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Raises PlanError: a hook takes tensors."""
+        """Raise PlanError: a hook takes tensors, not NumPy arrays."""
         raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Raises PlanError: a hook takes tensors."""
+        """Raise PlanError: a hook takes tensors, not NumPy arrays."""
         raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether data can be received into the hook's buffers: contiguous, and not shared with other claimed ones."""
+        """Claim the hook's buffers for receiving if they are contiguous and not yet claimed; return whether it did."""
         for buffer in buffers:
             if not buffer.is_contiguous():
                 return False
@@ -121,7 +121,7 @@ class MegatronHook:
     def make_worker(
         self, job: WireJob, rank: int, end: End, device: torch.device
     ) -> _Sending | _Receiving:
-        """The worker of one tensor. Raises ExchangeError if the hook does not do what was stated."""
+        """Return the worker for one tensor at `end`. Raises ExchangeError if the hook contradicts its rule."""
         if not self.hook.should_transform(job.tensor):
             what = f"the hook does not transform {job.tensor!r}, and a rule says so"
             raise ExchangeError(
@@ -185,7 +185,7 @@ class _HookWorker:
     opaque = True
 
     def let_go(self) -> None:
-        """Do nothing: the hook may still use the memory."""
+        """Do nothing: the hook may still use the buffers' memory."""
 
 
 class _Sending(_HookWorker):
@@ -224,7 +224,7 @@ class _Sending(_HookWorker):
         return list(zip(components, targets, strict=True))
 
     def run(self, *tensors: Tensor) -> None:
-        """Fill the wire buffers, box by box."""
+        """Fill the buffers to send with what the hook makes, box by box."""
         (tensor,) = tensors
         for box in self._boxes:
             for component, target in self._call(box, tensor):

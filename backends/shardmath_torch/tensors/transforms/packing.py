@@ -24,7 +24,7 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """The cells of a rank's positions in its local tensor; `is_view` if they are slices, in ascending order."""
+    """The positions of a rank's elements in its local tensor; `is_view` if they are ascending slices."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         cells = find_cells(layout, rank)
@@ -39,12 +39,12 @@ class Packing:
         self._index = index
 
     def read(self, local: Tensor) -> Tensor:
-        """The positions, packed: a view, or a copy."""
+        """Return the rank's elements of the local tensor without padding (packed): a view, or a copy."""
         if self.is_view:
             return local[self._index]  # type: ignore[index]
         # as words, since torch cannot index all dtypes
         return words(local)[self._index].view(local.dtype)  # type: ignore[index]
 
     def write(self, local: Tensor, packed: Tensor) -> None:
-        """Write packed positions back into the local tensor; its other cells stay as they are."""
+        """Write the `packed` elements back into the local tensor, and leave its padding unchanged."""
         words(local)[self._index] = words(packed)  # type: ignore[index]

@@ -26,29 +26,29 @@ __all__ = ["HasWorkers", "Worker", "count_bytes", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
-    """The worker of a local tensor and its companions.
+    """The object that transforms a local tensor, with its companions such as scales, at one end of a move.
 
     `holds` says that it has the tensor itself, and is passed none; `opaque` that it accepts any kind of tensor.
     """
 
     @property
     def job(self) -> WireJob:
-        """The tensor, and its wire tensors."""
+        """The tensor to transform, and the tensors that are sent for it (wire tensors)."""
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The wire tensors by local name."""
+        """The tensors that are sent or received for the tensor (wire tensors), by local name."""
 
     @property
     def holds(self) -> bool:
-        """Whether callers pass no tensor."""
+        """Whether the worker has the tensor itself, so that callers pass none."""
 
     @property
     def opaque(self) -> bool:
         """Whether callers may pass any kind of tensor, such as a quantized one, unchecked."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Fill the buffers from the tensor and its companions, or these from the buffers."""
+        """At the source, fill the buffers from the tensor and its companions; at the destination, the reverse."""
 
     def let_go(self) -> None:
         """Free the worker's buffers; they are allocated again when they are next needed."""
@@ -56,14 +56,14 @@ class Worker(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A transform with custom workers."""
+    """A transform that makes its own workers."""
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
-        """The worker of one tensor of the rank."""
+        """Return the worker that transforms one local tensor of `rank` at this `end` of a move."""
 
 
 def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
-    """The worker of a local tensor; None if this end does not transform it."""
+    """Return the worker that transforms one local tensor at `end`; None if this end does not transform it."""
     if job.wired is None:
         return None
     as_held = job.wired.as_held
@@ -77,7 +77,7 @@ def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Work
 
 
 def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Memory for the wire tensors of a local tensor."""
+    """Return unfilled tensors, by local name, for what is sent for a local tensor (its wire tensors)."""
     return {
         key: torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device=device)
         for key, layout in job.wires
@@ -85,7 +85,7 @@ def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Ten
 
 
 def count_bytes(job: WireJob, rank: int) -> int:
-    """Bytes of the wire tensors of a local tensor."""
+    """Return the bytes of the tensors that are sent for a local tensor (its wire tensors)."""
     counts = []
     for _, layout in job.wires:
         cells = math.prod(layout.local_shape(rank))
@@ -108,7 +108,7 @@ class _Packed:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The wire tensors, allocated if there are none."""
+        """The wire tensors, which are sent or received for the local tensor; allocated if there are none."""
         if not self._buffers:
             # Not as inference tensors: they are written outside inference mode, too.
             with torch.inference_mode(False):
@@ -116,7 +116,7 @@ class _Packed:
         return self._buffers
 
     def let_go(self) -> None:
-        """Free the wire tensors."""
+        """Free the wire tensors, which are sent or received for the local tensor."""
         self._buffers = {}
 
     def _read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ class _Preparing(_Packed):
     """The worker at the source."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Make the wire tensors from the local ones."""
+        """Compute the wire tensors to send from the local tensors."""
         wired = self._wired
         packed = self._read(tensors)
         out = tuple(self.buffers.values())
@@ -142,7 +142,7 @@ class _Finalizing(_Packed):
     """The worker at the destination."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Make the local tensors from the wire ones."""
+        """Compute the local tensors from the received wire tensors."""
         if all(0 in packing.shape for packing in self._packings):
             return
         wired = self._wired
