@@ -5,7 +5,7 @@
 2. Everything that does not fit is in one message.
 
 >>> find_faults({(0, "a"): (2, 3)}, {(0, "a"): (3, 2), (0, "b.k_scale"): (1,)}, own=("*.k_scale",))
-["'a' is stored as (2, 3), the rank has (3, 2)"]
+["'a' is stored as (2, 3), the rank has (3, 2); pass one of that shape, or correct the row"]
 """
 
 from __future__ import annotations

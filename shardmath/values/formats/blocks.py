@@ -16,7 +16,7 @@
 >>> rows.scale_slice(np.s_[:, 40:], (6, 70), "w")
 Traceback (most recent call last):
 shardmath.FormatError: tensor 'w': slice 40:70 of dimension 1 (70 positions) cuts a block of 32; \
-the nearest cuts to 40 are 32 and 64
+the nearest cuts to 40 are 32 and 64: cut there
 """
 
 from __future__ import annotations

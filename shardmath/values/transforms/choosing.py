@@ -11,7 +11,7 @@
 Traceback (most recent call last):
 shardmath.PlanError: rule 'fc3.weight' matches none of the 2 tensors (fc2.weight, fc1.weight); \
 did you mean 'fc2.weight'? \
-a pattern is a kind (column, row, vocab, replicate) or a glob on the whole name (*.q_proj.weight)
+write a kind (column, row, vocab, replicate) or a glob on the whole name (*.q_proj.weight)
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_what_has_no_digest(fails) -> None:
         ),
         (
             lambda: sm.content.find_difference({"a": layout}, {}, {"b": layout}, {}),
-            "one side alone has ['a', 'b']; compare sides of the same names",
+            "one side alone has 2 tensors, ['a', 'b']; compare sides of the same names",
         ),
         (
             lambda: sm.content.find_difference(layout, held, cast(layout, "int32"), held),
