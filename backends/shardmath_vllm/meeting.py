@@ -162,15 +162,25 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     )
 
 
+TOLD = {
+    "shapes": "shapes or dtypes",
+    "served": "dtypes for the engines",
+    "checkpoint": "conversions to tensors of the checkpoint",
+    "side": "layouts",
+}
+"""What trainers have to agree on, by field of what they bring."""
+
+
 def _find_told(by_place: list[Told | None]) -> Told:
     """What all trainers say. Raises ExchangeError where two say otherwise: all ranks have heard the same."""
     first, *others = [entry for entry in by_place if entry is not None]
     for place, other in enumerate(others, 1):
-        for what in ("shapes", "served", "checkpoint", "side"):
-            if getattr(first, what) != getattr(other, what):
+        for field, noun in TOLD.items():
+            if getattr(first, field) != getattr(other, field):
+                difference = _show_difference(first, other, field)
                 raise ExchangeError(
-                    f"places 0 and {place} hold different {what}{_show_difference(first, other, what)}; "
-                    f"give all trainers the same"
+                    f"trainers at places 0 and {place} have different {noun}{difference}; pass the same model and "
+                    f"dtype to trainer_init on all of them"
                 )
     return first
 

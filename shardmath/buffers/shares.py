@@ -82,10 +82,8 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 def check_shards(buffer: object, given: int) -> int:
     """`given` as the number of shards. Raises ParamLayoutError if `buffer` cannot be divided into that many."""
     if not isinstance(buffer, PerBufferParamLayout):
-        what = f"{type(buffer).__name__} is not a layout of one buffer"
-        raise ParamLayoutError(
-            f"{what}; give each value of a FullParamLayout, and join the results"
-        )
+        what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
+        raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")
     shards = read_positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:

@@ -277,7 +277,7 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
         layout = instance(layouts[name], Layout, fix, ParamLayoutError)
         if layout.shape != param.shape:
             what = f"parameter {name!r} has shape {param.shape}, its layout {layout.shape}"
-            raise ParamLayoutError(f"{what}; make them agree")
+            raise ParamLayoutError(f"{what}; give a layout of shape {param.shape}")
         if layout.partial:
             what = f"parameter {name!r} is {layout}"
             raise ParamLayoutError(f"{what}: addends have no optimizer state; reduce them")

@@ -264,7 +264,7 @@ def _check_size(shape: tuple[int, ...], dtype: str, dims: tuple[Dimension, ...])
         nbytes = math.prod(sizes) * dtypes.ITEMSIZE[dtype]
         if nbytes > MOST_BYTES:
             raise LayoutError(
-                f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; divide the tensor"
+                f"{dtype}{list(sizes)} has more than {MOST_BYTES} bytes; store it as several smaller tensors"
             )
 
 

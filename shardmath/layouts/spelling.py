@@ -79,7 +79,7 @@ def from_text(
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(
-            f"stored={shown(stored)} is given with the text {spec!r}; "
+            f"stored={shown(stored)} cannot be combined with a text, {spec!r}; "
             f"write it in the text: (n)=8 or (n)=<0:4 -4>"
         )
     _check_notation(spec, mesh)

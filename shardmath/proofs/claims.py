@@ -17,6 +17,7 @@ from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from shardmath.base.arguments import as_integer, listed, text
 from shardmath.base.errors import PlanError
+from shardmath.base.text import plural
 from shardmath.layouts.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs
@@ -58,8 +59,9 @@ def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
 def _find_tensor(tensors: Mapping[str, _ClaimedTensor], t: Transfer) -> _ClaimedTensor:
     """The layouts of a transfer's tensor. Raises PlanError if the plan has no such tensor."""
     if t.tensor not in tensors:
-        names = ", ".join(map(repr, tensors))
-        raise PlanError(f"{t}: the plan has no tensor {t.tensor!r}; give one of {names}")
+        names = ", ".join(map(repr, list(tensors)[:8]))
+        what = f"{t}: the plan has no tensor {t.tensor!r}"
+        raise PlanError(f"{what}; give one of its {plural(tensors, 'tensor')}, such as {names}")
     return tensors[t.tensor]
 
 

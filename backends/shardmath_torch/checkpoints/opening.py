@@ -68,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except _DAMAGE as error:
         fault = word_error(error)[:200]
         what = f"{path} is not a checkpoint, or a damaged one ({fault})"
-        raise CheckpointError(f"{what}; fetch it again") from error
+        raise CheckpointError(f"{what}; check the path, or fetch it again") from error
 
 
 def _make_absolute(path: Place) -> Place:
@@ -126,7 +126,7 @@ def _read_if_there(file: Place) -> bytes | None:
     try:
         return content_of(file)
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror}"
+        what = f"{file} cannot be read: {error.strerror or error}"
         raise CheckpointError(f"{what}; check its permissions") from error
 
 
@@ -158,8 +158,9 @@ def _open_torch(path: Place, text: bytes) -> Checkpoint:
 def _list_infos(file: Place, metadata: Metadata) -> _Infos:
     """torch's record of each box. Raises CheckpointError for metadata without such records."""
     if not isinstance(metadata.storage_data, dict):
-        what = f"{file} does not say where data lies"
-        raise CheckpointError(f"{what}; save again with FileSystemWriter")
+        kind = type(metadata.storage_data).__name__
+        what = f"{file} does not say where data lies: its storage_data is {kind}, not a dict"
+        raise CheckpointError(f"{what}; save again with torch's FileSystemWriter")
     infos: dict[_BoxKey, Any] = {}
     for index, info in metadata.storage_data.items():
         offsets = None if index.offset is None else as_counts(index.offset)

@@ -178,7 +178,7 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "give a file in a folder that is there"
-        raise ShardError(f"cannot write {file}: {error.strerror}; {fix}") from error
+        raise ShardError(f"cannot write {file}: {error.strerror or error}; {fix}") from error
 
 
 def _find_model(text: str) -> PretrainedConfig | str:

@@ -307,7 +307,7 @@ class _GroupLayer:
         stored = self.frame.number(leaf.stored)
         if stored < length:
             raise LayoutError(
-                f"'{leaf}': {length} positions do not fit {stored}; store all of them"
+                f"'{leaf}': {length} positions do not fit into {stored}; give {length} or more after ="
             )
         return [*pieces, (-1, stored - length)]
 

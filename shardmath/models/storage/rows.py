@@ -347,5 +347,5 @@ def _check(row: Row, line: str) -> None:
             f"a choice [...] in the stored name {row.native}, which is one tensor",
             line,
             0,
-            "write choices only in the logical name, behind =",
+            "write choices only in the logical name, after =",
         )

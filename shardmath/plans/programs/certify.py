@@ -23,6 +23,7 @@ import numpy as np
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
+from shardmath.base.text import shown
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.flows.blocks import Block
@@ -76,8 +77,8 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 def find_running(plan: object, topology: Topology | None) -> Program:
     """The Program that runs when `plan` is compiled for `topology`. Raises PlanError as `certify` does."""
     if not isinstance(plan, Plan | Program):
-        what = "certify what plan(src, dst) or schedule(plan) returns"
-        raise PlanError(f"{plan!r} is not a plan or a Program; {what}")
+        what = "give what plan(src, dst) or schedule(plan) returns"
+        raise PlanError(f"{shown(plan)} is not a plan or a Program; {what}")
     prog = run_straight(plan, topology) if isinstance(plan, Plan) else plan
     if topology is not None and checked(topology) != prog.topology:
         what = f"{plan!r} was scheduled for {prog.topology}, not for {topology}"

@@ -125,8 +125,9 @@ def _check_windows(name: str, companions: Sequence[Companion], held: Held, end: 
         for layout, tensor_layout in zip(layouts, tensor_layouts, strict=True):
             unpaired = set(layout.mesh.ranks) ^ set(tensor_layout.mesh.ranks)
             if unpaired:
-                what = f"{full_name!r} is {layout} at the {end}, beside {tensor_layout}"
-                raise PlanError(f"{what}: rank {min(unpaired)} has one of them; give it both")
+                what = f"{full_name!r} is {layout} at the {end}, and {name!r} {tensor_layout}"
+                fault = f"only one of them has rank {min(unpaired)}"
+                raise PlanError(f"{what}: {fault}; put both on the same ranks")
 
 
 ENDS: tuple[End, End] = ("source", "destination")
@@ -213,4 +214,4 @@ def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool
         if end == "source":
             why = "what is made of addends does not add up to what is made of their sum"
             raise PlanError(f"{what}; {why}: transform it at the destination, after the reduction")
-        raise PlanError(f"{what}; transforms give values, not addends: reduce it to Replicate")
+        raise PlanError(f"{what}; transforms give values, not addends: replicate it there")

@@ -110,7 +110,7 @@ def test_a_layout_that_contradicts_itself() -> None:
         (read._replace(bucket_indices=[(0, 64)]), "bucket 0 has 64 elements"),
         (
             read._replace(bucket_indices=[(0, 130)], per_bucket_numel_unpadded=[120]),
-            "of bucket 0, which is",
+            "of the buffer, in bucket 0, which is",
         ),
         (read._replace(bucket_indices=[(64, 320)]), "buckets follow one another from 0 on"),
         (read._replace(param_indices=[0]), "1 param_indices of 4 parameters"),

@@ -1475,7 +1475,7 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),
-            "FullParamLayout is not a layout of one buffer; give each value of a FullParamLayout, and join the results",
+            "FullParamLayout is not a PerBufferParamLayout; call this for each value of a FullParamLayout",
         ),
         (
             lambda: buffers.state_layouts(LAYOUT, 2),

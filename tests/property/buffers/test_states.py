@@ -726,7 +726,7 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             model(Param("w", (4, 5)), w=WHOLE),
             ParamLayoutError,
-            "parameter 'w' has shape (4, 5), its layout (4, 4); make them agree",
+            "parameter 'w' has shape (4, 5), its layout (4, 4); give a layout of shape (4, 5)",
         ),
         (
             model(W, w=Layout((4, 4), DP, "n h {sum: tp}")),

@@ -136,12 +136,12 @@ RANKS = "its ranks are 0, 1, 2, 3, 4, 5, 6, 7"
         (
             lambda: Layout((1 << 28, 1 << 27), MESH, "n h"),
             LayoutError,
-            f"float32[268435456, 134217728] has more than {1 << 56} bytes; divide the tensor",
+            f"float32[268435456, 134217728] has more than {1 << 56} bytes; store it as several smaller tensors",
         ),
         (
             lambda: Layout((1, 1 << 27), MESH, {}, stored={0: 1 << 28}),
             LayoutError,
-            f"float32[268435456, 134217728] has more than {1 << 56} bytes; divide the tensor",
+            f"float32[268435456, 134217728] has more than {1 << 56} bytes; store it as several smaller tensors",
         ),
         (
             lambda: Layout((9,), MESH, {"dp": Partial("sum"), "tp": Partial("max")}),

@@ -241,7 +241,7 @@ class Strange:
         (
             lambda: Layout((9,), MESH, "n", stored={0: 12}),
             LayoutError,
-            "stored={0: 12} is given with the text 'n'; write it in the text: (n)=8 or (n)=<0:4 -4>",
+            "stored={0: 12} cannot be combined with a text, 'n'; write it in the text: (n)=8 or (n)=<0:4 -4>",
         ),
         (
             lambda: Layout((9,), MESH, (StridedShard(0, 3), Shard(0)), reading="order"),

@@ -272,7 +272,7 @@ def test_a_choice_asks_for_nothing() -> None:
 def test_what_is_no_program(fails) -> None:
     p = plan(Layout((8,), Mesh(), "n"), Layout((8,), Mesh(x=2), "n"))
     back = adjoint(p)
-    what = "is not a plan or a Program; certify what plan(src, dst) or schedule(plan) returns"
+    what = "is not a plan or a Program; give what plan(src, dst) or schedule(plan) returns"
     fails(lambda: certify(back), PlanError, f"{back!r} {what}")
     fails(lambda: crossing_bytes("plan"), PlanError, f"'plan' {what}")
 

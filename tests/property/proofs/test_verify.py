@@ -304,7 +304,11 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
 @pytest.mark.parametrize(
     ("p", "change", "message"),
     [
-        (TREE, first(tensor="x"), "{t}: the plan has no tensor 'x'; give one of 'v', 'w'"),
+        (
+            TREE,
+            first(tensor="x"),
+            "{t}: the plan has no tensor 'x'; give one of its 2 tensors, such as 'v', 'w'",
+        ),
         (
             TREE,
             first(dst_slices=box((0, 2), (0, 2))),

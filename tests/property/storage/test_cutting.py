@@ -168,7 +168,7 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         ("(tp q/2)", f"'q/2' in 'tp q/2': {CUTTING}"),
         ("(tp q~)", f"'q~' in 'tp q~': {CUTTING}"),
         ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2; give a divisor"),
-        ("(q=hd)", "'q=hd': 7 positions do not fit 3; store all of them"),
+        ("(q=hd)", "'q=hd': 7 positions do not fit into 3; give 7 or more after ="),
         ("(q=many)", "unknown number 'many'; write one that this side has: hd, rep"),
     ],
 )

@@ -260,7 +260,7 @@ def test_an_idle_star_is_no_mistake() -> None:
     "rule", [("", "..."), ("a b", "..."), ("a", " "), ("a;b", "..."), ("a", "n; m")]
 )
 def test_rules_that_text_cannot_say(rule: tuple[str, str]) -> None:
-    with pytest.raises(NotationError, match="not one pattern"):
+    with pytest.raises(NotationError, match="not a pattern"):
         Rule(*rule)
 
 

@@ -242,7 +242,7 @@ ERRORS = {
     "to addends": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": SUM}, {"w": CAST}),
         "tensor 'w' is Partial at the destination: float32[8, 64] n h {sum: tp} on tp=4; transforms give values, not "
-        "addends: reduce it to Replicate",
+        "addends: replicate it there",
     ),
     "shapes": (
         lambda: sm.transforms.transformed(

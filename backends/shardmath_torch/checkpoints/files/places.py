@@ -316,7 +316,7 @@ def check_length(
     try:
         size = size_of(file)
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror}"
+        what = f"{file} cannot be read: {error.strerror or error}"
         fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
         raise CheckpointError(f"{what}; {fix}") from error
     if expected is not None and size != expected:

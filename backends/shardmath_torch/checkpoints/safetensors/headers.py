@@ -117,7 +117,7 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror}"
+        what = f"{file} cannot be read: {error.strerror or error}"
         raise WeightsError(f"{what}; check the file and its permissions") from error
 
 

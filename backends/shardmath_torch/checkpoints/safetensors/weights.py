@@ -65,7 +65,7 @@ def open_weights(path: str | Place) -> Weights:
     try:
         return _open_place(found)
     except OSError as error:
-        what = f"{shown(str(error.filename or found))} cannot be read: {error.strerror}"
+        what = f"{shown(str(error.filename or found))} cannot be read: {error.strerror or error}"
         raise WeightsError(f"{what}; check the file, its name and its permissions") from error
 
 

@@ -97,7 +97,9 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
             what = (
                 f"{here} are one parameter here, and {len(stored_names)} in the checkpoint: {there}"
             )
-            raise CheckpointError(f"{what}; load them separately, and tie them when they are equal")
+            raise CheckpointError(
+                f"{what}; untie them before loading, and tie them again if the values are equal"
+            )
         if stored_names:
             stored[first_name] = stored_names[0]
     return stored

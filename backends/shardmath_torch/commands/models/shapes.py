@@ -244,7 +244,9 @@ def _bound_modules() -> Iterator[None]:
 
     def count(*_: object) -> None:
         if next(made) > MOST_MODULES:
-            raise ShardError(f"it has more than {MOST_MODULES} modules")
+            raise ShardError(
+                f"the model has more than {MOST_MODULES} modules; give a config with fewer layers or experts"
+            )
 
     hook = register_module_module_registration_hook(count)
     try:

@@ -338,8 +338,10 @@ class Turns:
             what = (
                 "this thread is in the middle of a save, load or export, and calls something else"
             )
-            fix = "call it after the first has ended, or on its own group"
-            raise ExchangeError(f"{what} of its process group, as a progress callback may; {fix}")
+            fix = "call it after the first has ended, or on another group"
+            raise ExchangeError(
+                f"{what} on the same process group, as a progress callback may; {fix}"
+            )
 
     def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
         """Raise ExchangeError if the group is broken, and `what` with it."""

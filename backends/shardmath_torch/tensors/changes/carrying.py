@@ -288,8 +288,9 @@ def _check_how(how: How) -> None:
         raise ExchangeError(f"whole={shown(how.whole)}; pass True or False")
     positions: object = how.positions
     if not (positions is None or isinstance(positions, Mapping)):
-        what = f"positions={shown(positions)}"
-        raise ExchangeError(f"{what}; pass int64 tensors of cells by local key")
+        what = f"positions={shown(positions)} is not a mapping"
+        fix = "pass a dict from the key of a source tensor to an int64 tensor of its changed cells"
+        raise ExchangeError(f"{what}; {fix}")
 
 
 def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[Changed]:

@@ -411,12 +411,12 @@ class _Recording:
             if loaded.shape != target.shape:
                 raise _Unrecordable(
                     f"{name!r} has shape {list(target.shape)}, and {list(loaded.shape)} once it is "
-                    f"loaded; record into tensors of the shapes that are stored"
+                    f"loaded; record into a target of shape {list(loaded.shape)}"
                 )
             if loaded.dtype != target.dtype:
                 raise _Unrecordable(
                     f"{name!r} is {target.dtype}, and {loaded.dtype} once it is loaded; record "
-                    f"into tensors of the types that are stored"
+                    f"into a target of {loaded.dtype}"
                 )
         self._check_aliases(now)
 
