@@ -146,7 +146,7 @@ def test_all_that_does_not_fit_is_one_error() -> None:
     with pytest.raises(sm.StoreError) as caught:
         sm.refit(trainer(), engine(hd=3, vocab=9), shapes())
     message = str(caught.value)
-    assert message.startswith("engine: 'n=vocab': 10 positions do not fit 9")
+    assert message.startswith("engine: 'n=vocab': 10 positions do not fit into 9")
     for part in ("model.embed_tokens", "lm_head", "blocks of 3"):
         assert part in message
 
