@@ -83,9 +83,15 @@ def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
 
         @wraps(make)
         def init(self: Any, *args: Any, **named: Any) -> None:
-            for former in names.keys() & named.keys():
-                named[warn(cls, former)] = named.pop(former)
-            make(self, *args, **named)
+            # Models have many thousands of such values, almost none of them by a former name: those pay for the search.
+            try:
+                make(self, *args, **named)
+            except TypeError:
+                if names.keys().isdisjoint(named):
+                    raise
+                for former in names.keys() & named.keys():
+                    named[warn(cls, former)] = named.pop(former)
+                make(self, *args, **named)
 
         cls.__init__ = init  # type: ignore[method-assign]
         for former in names:
