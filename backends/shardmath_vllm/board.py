@@ -175,8 +175,9 @@ class Board:
                 what = f"{step} update {number}"
                 self.store.delete_key(what)
                 for place in range(self.size):
-                    self.store.delete_key(f"{what}/{place}")
                     self.store.delete_key(f"{what}/heard/{place}")
+            for place in range(self.size):
+                self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
         """Post `why` this rank ends the update, call `leave`, and return why another rank ended it, "" if none did.
