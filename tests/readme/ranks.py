@@ -1,5 +1,5 @@
 """What `torchrun` does for a page's command, without importing torch in each rank: ranks are forked from a process that
-has imported it already.
+has imported it already, and this process serves their store, which so outlives rank 0.
 
 With the profile `deep` one page's go through torch's own, so what that sets is seen to be enough.
 """
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.distributed.pool import PRELOADED, free_port
+from tests.distributed.pool import PRELOADED
 
 START, NPROC = "--standalone", "--nproc-per-node"
 """The options that pages use: torchrun START NPROC count script argument ..."""
@@ -43,14 +43,18 @@ def run_ranks(
     rest: list[str], *, cwd: Path, env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """What `torchrun *rest` gives: all ranks' output, and 1 where a rank failed. Leaves no process behind."""
+    from torch.distributed import TCPStore
+
     start, nproc, count, *line = rest
     assert (start, nproc) == (START, NPROC), f"pages start ranks with {START} {NPROC}: {rest}"
     files = cwd / "stdout", cwd / "stderr"
     for path in files:
         path.unlink(missing_ok=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = env | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
     }
