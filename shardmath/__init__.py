@@ -87,12 +87,13 @@ if TYPE_CHECKING:
     from shardmath.plans.flows.certificate import Certificate
     from shardmath.plans.flows.topology import Topology
     from shardmath.plans.membership.leaving import without
-    from shardmath.plans.plan import Plan, Transfer, plan
+    from shardmath.plans.plan import Plan, plan
     from shardmath.plans.programs.certify import certify, crossing_bytes
     from shardmath.plans.programs.program import Program
     from shardmath.plans.programs.scheduling import schedule
     from shardmath.plans.relabeling.relabeling import Relabeling as Relabeling
     from shardmath.plans.relabeling.relabeling import relabel
+    from shardmath.plans.transfers import Transfer
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
     from shardmath.values.amaxes.amaxes import Amaxes as Amaxes

@@ -38,7 +38,12 @@ TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A cell may import all of torch, which takes long beside tests that have eight processes each."""
+    """Sort the longest test to the front, and give notebooks more time.
+
+    A cell may import all of torch, which takes long beside tests that have eight processes each.
+    """
+    # Workers that have nothing left to do would wait for it at the end.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/soak/"))
     for item in items:
         if item.nodeid.startswith("notebooks/"):
             item.add_marker(pytest.mark.timeout(600))

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Round
 from shardmath.plans.programs.part import stored_on
+from shardmath.plans.transfers import Transfer
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import dtypes
 from shardmath_torch.moves.exchange.task import Task

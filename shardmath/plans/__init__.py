@@ -5,13 +5,14 @@ In reading order:
 - `flows`: integers on a network of ranks, without tensors;
 - `reduction`: the reductions that Partial axes ask for;
 - `template`: everything that a move depends on, except the ranks' names;
-- `pieces`: the boxes of a unit, and the places where it may be cut;
+- `units`: the boxes of a unit, and the places where it may be cut;
 - `demands`: the bytes that receivers ask of holders, as integers;
 - `stretches`: the bytes from each sender to each receiver, given the cuts of lines;
+- `transfers`: the pieces of a plan, each one box of one tensor between two ranks;
 - `balance`: the choice of cuts;
 - `uncovered`: checks that the source holds, once, everything that the destination needs;
 - `groups`: the tensors that have the same layouts on both sides;
-- `plan`: plans and transfers;
+- `plan`: plans;
 - `adjoint`: the transposed plan;
 - `relabeling`: the choice of a rank for each destination coordinate;
 - `collectives`: plans that are one textbook operation;

@@ -30,8 +30,9 @@ from shardmath.layouts.edits import repartialed
 from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.layouts.layout import Layout
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.plan import Plan, Transfer, describe, rule_of
+from shardmath.plans.plan import Plan, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
+from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import find_not_whole
 
 __all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends"]

@@ -20,9 +20,9 @@ from shardmath.base.memo import memo
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.flows.flow import shares
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.pieces import snap, unit_grains, unit_rows
 from shardmath.plans.stretches import block_at, row_at
 from shardmath.plans.template import Template
+from shardmath.plans.units import snap, unit_grains, unit_rows
 
 __all__ = [
     "Cutter",

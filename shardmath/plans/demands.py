@@ -23,8 +23,8 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, ranges
 from shardmath.base.errors import PlanError
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.pieces import stripe_unit
 from shardmath.plans.template import Batch, Ranks, Sets, Template, unit_addends
+from shardmath.plans.units import stripe_unit
 
 __all__ = ["Batch", "Demands", "Ranks", "gather_lines", "list_receivers"]
 

@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,18 +52,12 @@ from shardmath.plans.groups import (
     make_batches,
     pair_by_name,
 )
-from shardmath.plans.pieces import BoxPiece, Transfer, expand
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.stretches import (
-    Stretch,
-    find_rows,
-    list_kept,
-    list_received,
-    list_rows,
-    list_sent,
     sum_received,
     sum_sent,
 )
+from shardmath.plans.transfers import Transfer, list_transfers
 from shardmath.plans.uncovered import check_covered
 
 __all__ = [
@@ -78,7 +72,6 @@ __all__ = [
     "pair_by_name",
     "plan",
     "rule_of",
-    "spell_transfers",
 ]
 
 
@@ -198,7 +191,7 @@ class Plan:
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
-        return _list_transfers(self, _as_rank(src), _as_rank(dst))
+        return list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
         """The number of bytes that each rank sends to other ranks."""
@@ -289,109 +282,3 @@ def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
     meshes = {layout.mesh for layout in layouts}
     ranks = {rank for mesh in meshes for rank in mesh.ranks}
     return tuple(sorted(ranks))
-
-
-def _list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
-    """The transfers of one sender, else of one receiver, else of every sender in turn."""
-    if src is not None:
-        sent = _list_sent(plan, src)
-        if dst is None:
-            return sent
-        return (t for t in sent if t.dst_rank == dst)
-    if dst is not None:
-        return _list_received(plan, dst)
-    return itertools.chain.from_iterable(_list_sent(plan, rank) for rank in plan.src_ranks)
-
-
-def _list_sent(plan: Plan, rank: int) -> Iterator[Transfer]:
-    """The transfers that stay on the rank, then those that it sends to others."""
-    kept = list_kept(plan.lines, rank)
-    for stretch in itertools.chain(kept, list_sent(plan.lines, rank)):
-        yield from spell_transfers(plan, plan.lines, stretch)
-
-
-def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
-    """The transfers that stay on the rank, then those that it receives from others."""
-    kept = list_kept(plan.lines, rank)
-    for stretch in itertools.chain(kept, list_received(plan.lines, rank)):
-        yield from spell_transfers(plan, plan.lines, stretch)
-
-
-def spell_transfers(
-    plan: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
-) -> Iterator[Transfer]:
-    """Yield the transfers of a stretch, which is bytes from one rank to another, tensor by tensor.
-
-    If `relayed`, the sender is a rank of the destination and sends what it has received, folded
-    in already.
-    """
-    rows = list_rows(demands)
-    for row, first, last in find_rows(rows, stretch):
-        batch = plan.batches[rows.batch[row]]
-        t = batch.template
-        itemsize = t.src.itemsize
-        unit = rows.unit[row]
-        element = rows.lo[row]
-        sending = batch.dst if relayed else batch.src
-        sender = sending.position(stretch.sender)
-        receiver = batch.dst.position(stretch.receiver)
-        for i, k, begin, end in _divide_by_tensor(first, last, rows.each[row]):
-            lo = element + begin // itemsize
-            hi = element + end // itemsize
-            pieces = expand(t, unit, sender, receiver, lo, hi, relayed=relayed)
-            names = batch.names[i:k]
-            yield from _name_pieces(plan, batch, names, stretch, pieces, relayed)
-
-
-def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
-    """(i, k, a, b): bytes a..b-1 of each of tensors i..k-1, for bytes lo..hi-1 of tensors of `each` bytes.
-
-    At most three: the rest of a tensor, then whole ones, then the beginning of one.
-    """
-    i, a = divmod(lo, each)
-    k, b = divmod(hi, each)
-    if i == k:
-        yield i, i + 1, a, b
-        return
-    if a:
-        yield i, i + 1, a, each
-        i += 1
-    if i < k:
-        yield i, k, 0, each
-    if b:
-        yield k, k + 1, 0, b
-
-
-def _name_pieces(
-    plan: Plan,
-    batch: Batch,
-    names: Sequence[str],
-    stretch: Stretch,
-    pieces: list[BoxPiece],
-    relayed: bool,
-) -> list[Transfer]:
-    """The pieces as transfers of each of these tensors."""
-    rule = batch.template.reduction
-    entering = []
-    for piece in pieces:
-        op = "copy" if relayed else rule.op_of(piece.addend)
-        entering.append((op, *piece))
-    ends = stretch.sender, stretch.receiver
-    sources = plan.src[names[0]]
-    targets = plan.dst[names[0]]
-    new = tuple.__new__  # the same as Transfer(...) in half the time
-    # Most tensors are one window on both sides, whose local name is the tensor's. `at` are global slices.
-    if sources.is_single and targets.is_single:
-        return [
-            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
-            for name in names
-            for op, src, dst, at, shape, nbytes, addend in entering
-        ]
-    out = []
-    for name in names:
-        dst_name = targets.local_name(name, batch.target)
-        src_name = dst_name if relayed else sources.local_name(name, batch.source)
-        for op, src, dst, at, shape, nbytes, addend in entering:
-            fields = (name, *ends, op, src_name, src, dst_name, dst, shape, nbytes, at, addend)
-            out.append(new(Transfer, fields))
-    return out

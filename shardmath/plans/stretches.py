@@ -22,11 +22,9 @@ __all__ = [
     "Stretch",
     "block_at",
     "find_lines",
-    "find_rows",
     "list_all_receivers",
     "list_kept",
     "list_received",
-    "list_rows",
     "list_sent",
     "row_at",
     "sum_received",
@@ -64,44 +62,6 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
     """The last of the items first..end-1 whose place is not after `at`; places ascend."""
     before = np.searchsorted(places[first:end], at, "right")
     return int(first + before) - 1
-
-
-class Rows(NamedTuple):
-    """The columns of Demands as lists, in which single items are found faster than in arrays.
-
-    Single items are read faster from lists than from arrays.
-    """
-
-    row_first: list[int]
-    nbytes: list[int]
-    at: list[int]
-    batch: list[int]
-    unit: list[int]
-    lo: list[int]
-    each: list[int]
-
-
-@memo(8)
-def list_rows(demands: Demands) -> Rows:
-    """The columns of `demands` as lists."""
-    columns = [getattr(demands, name) for name in Rows._fields]
-    return Rows(*(column.tolist() for column in columns))
-
-
-def find_rows(rows: Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first byte in the row, last byte in it + 1) for all rows in which the stretch has bytes."""
-    block, _, _, lo, hi = stretch
-    begin = rows.row_first[block]
-    end = rows.row_first[block + 1]
-    first = bisect.bisect_right(rows.at, lo, begin, end) - 1
-    for row in range(first, end):
-        start = rows.at[row]
-        if start >= hi:
-            return
-        # A row ends where the next one begins, the last one where the block ends.
-        is_last = row + 1 == end
-        stop = rows.nbytes[block] if is_last else rows.at[row + 1]
-        yield row, max(lo - start, 0), min(hi, stop) - start
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:

@@ -24,8 +24,9 @@ from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, flip_of, swap_ends
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.plan import Plan
 from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["check_claim"]
 

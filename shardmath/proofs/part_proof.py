@@ -19,9 +19,10 @@ from typing import NamedTuple
 from shardmath.base.errors import PlanError
 from shardmath.layouts.algebra.box import first_gap, first_overlap, from_slices
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.plan import Plan
 from shardmath.plans.programs.messages import Message, Step, align
 from shardmath.plans.programs.part import RankProgram
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["prove_parts"]
 

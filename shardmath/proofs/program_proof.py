@@ -28,13 +28,13 @@ from shardmath.base.arrays import Bools, Ints, Offsets, join, lengths, ranges
 from shardmath.base.errors import PlanError
 from shardmath.plans.balance import make_grid, measure_lines
 from shardmath.plans.demands import Demands
-from shardmath.plans.pieces import is_legal_cut
 from shardmath.plans.programs.legs import Streams
 from shardmath.plans.programs.loads import LEGS, count_messages, sum_pairs, sum_round_loads
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
 from shardmath.plans.programs.streams import list_bundles
 from shardmath.plans.stretches import find_lines, list_all_receivers, row_at
+from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.shapes import check_program_shapes
 from shardmath.proofs.tables import check_numbers_of_sets, find_misfit_of_bands

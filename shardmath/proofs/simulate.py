@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from shardmath.base.errors import PlanError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.plan import Movable, Plan, Transfer
+from shardmath.plans.plan import Movable, Plan
+from shardmath.plans.transfers import Transfer
 
 if TYPE_CHECKING:
     from shardmath.plans.programs.messages import Step

@@ -19,9 +19,9 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick, ranges
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.plans.demands import Batch, Demands, Ranks
-from shardmath.plans.pieces import is_legal_cut
 from shardmath.plans.programs.legs import Bands, Legs
 from shardmath.plans.template import unit_addends
+from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.shapes import check_integers, require
 
 __all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]

@@ -19,8 +19,9 @@ from shardmath.base.text import shown
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint, flip_digest
-from shardmath.plans.plan import Movable, Plan, Transfer, digest_of
+from shardmath.plans.plan import Movable, Plan, digest_of
 from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import find_not_whole
 from shardmath.proofs.claims import check_claim
 from shardmath.proofs.shapes import check_sides, require

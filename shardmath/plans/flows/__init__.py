@@ -5,7 +5,6 @@ In reading order:
 - `topology`: ranks per node, link rates;
 - `network`: maximum flows, decomposed into levels;
 - `forest`: flows freed of cycles and rounded;
-- `lines`: bytes that any of their holders may send, checked and grouped;
 - `flow`: exact min-max balance over sets of holders;
 - `shedding`: the bytes of each line that other ranks have to relay;
 - `certificate`: a time compared with a bound;

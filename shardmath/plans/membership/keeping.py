@@ -26,11 +26,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardmath.plans.plan import Plan, Transfer, spell_transfers
+from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import Pace, cut_transfers
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.part import RankProgram
 from shardmath.plans.stretches import list_sent
+from shardmath.plans.transfers import Transfer, spell_transfers
 
 __all__ = ["MembershipChange", "compare", "count_peers", "follow"]
 

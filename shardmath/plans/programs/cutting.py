@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shardmath.base.errors import ExchangeError
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import (
     ALIGNMENT,
     MOST_OPS,
@@ -33,6 +32,7 @@ from shardmath.plans.programs.messages import (
     itemsize_of,
     make_message,
 )
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["Pace", "cut_transfers", "most_peers", "set_pace"]
 

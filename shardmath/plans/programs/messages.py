@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.box import Box, from_slices
-from shardmath.plans.plan import Transfer
+from shardmath.plans.transfers import Transfer
 
 __all__ = [
     "MOST_OPS",

@@ -25,10 +25,11 @@ from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.plan import Movable, Plan, Transfer
+from shardmath.plans.plan import Movable, Plan
 from shardmath.plans.programs.cutting import Pace, cut_transfers, most_peers, set_pace
 from shardmath.plans.programs.messages import Round, gather_rounds, keeps_fold_order
 from shardmath.plans.programs.program import Program
+from shardmath.plans.transfers import Transfer
 
 __all__ = [
     "INFLIGHT_BYTES",

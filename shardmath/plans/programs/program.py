@@ -36,13 +36,14 @@ from shardmath.plans.balance import make_grid
 from shardmath.plans.collectives.collective import Collective, recognize_all
 from shardmath.plans.demands import Demands
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.plan import Plan, Transfer
+from shardmath.plans.plan import Plan
 from shardmath.plans.programs.legs import Legs, Streams
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_bundles
 from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list_parts
 from shardmath.plans.stretches import find_lines, list_kept
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
 

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, ranges
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Message
+from shardmath.plans.transfers import Transfer
 from shardmath.values.changes.routing import as_row
 from shardmath.values.changes.windows import Steps, join_steps
 

@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardmath.base.arrays import Ints, lengths
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Message, itemsize_of
+from shardmath.plans.transfers import Transfer
 from shardmath.values.changes.boxes import Boxes, index_boxes
 
 __all__ = ["AskedCells", "Routed", "Senders", "as_row", "count_elements", "find_hulls"]

@@ -296,13 +296,13 @@ def nodes() -> dict[str, Plan]:
 
 def every_plan() -> dict[str, Plan]:
     """Where every row of a box may be a cut."""
-    with mock.patch("shardmath.plans.pieces.SMALL", 0):
+    with mock.patch("shardmath.plans.units.SMALL", 0):
         return copies() | reductions() | trees() | nodes()
 
 
 def left() -> dict[str, Plan]:
     """That some have left: replicas, copies of two that share a tensor, one window of two, nodes."""
-    with mock.patch("shardmath.plans.pieces.SMALL", 0):
+    with mock.patch("shardmath.plans.units.SMALL", 0):
         copied = Layout((6, 4), Mesh(copy=3, x=2, ranks=range(4, 10)), "n (x h)")
         summed = Layout((6, 4), Mesh(x=2, copy=2, ranks=range(4, 8)), "n h {sum: x}")
         column, row = Layout((6, 4), NEAR, "(a b n) h"), Layout((6, 4), AWAY, "n (x h)")

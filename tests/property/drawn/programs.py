@@ -44,7 +44,7 @@ Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
 @contextlib.contextmanager
 def cut_anywhere(small: int = 0) -> Iterator[None]:
     """Boxes of more than `small` bytes may be cut, so that small tensors are."""
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         yield
 
 

@@ -23,7 +23,6 @@ from shardmath.plans.balance import (
     measure_uncut,
 )
 from shardmath.plans.demands import Batch, Demands, gather_lines, list_receivers
-from shardmath.plans.pieces import SMALL, snap
 from shardmath.plans.stretches import (
     Stretch,
     list_kept,
@@ -33,6 +32,7 @@ from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
+from shardmath.plans.units import SMALL, snap
 from shardmath.testing import plan_laws as laws
 from tests.property.drawn.plans import FORWARD
 
@@ -132,7 +132,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_cuts_are_the_last_places_before_the_shares(
     p: Plan, small: int, data: st.DataObject
 ) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         on, shares = gather_lines(p.batches, p.topology), Drawn(data)
         with mock.patch("shardmath.plans.balance.shares", shares):
             cut = balance(on, p.batches, p.topology)
@@ -191,7 +191,7 @@ def test_shares_are_asked_for_once(p: Plan, data: st.DataObject) -> None:
 @given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
 def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
     on = p.lines
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         make_grid.cache_clear()
         cutter, together = Cutter(on, p.batches), make_grid(on, p.batches)
         for block in range(len(on.receivers)):
@@ -208,7 +208,7 @@ def test_contents_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataOb
 @given(plans(), st.sampled_from([0, 16, SMALL]), st.data())
 def test_lines_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObject) -> None:
     on = p.lines
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         cutter = Cutter(on, p.batches)
         for line in range(len(on.holders)):
             places = line_places(on, p.batches, line)
@@ -222,7 +222,7 @@ def test_lines_are_cut_at_the_last_place(p: Plan, small: int, data: st.DataObjec
 def test_what_no_cut_divides(p: Plan, small: int) -> None:
     """Of each row of the lines: the longest way from one place where its content may be cut to the next."""
     on = p.lines
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         found = measure_uncut(on, p.batches).tolist()
         for block in range(len(on.receivers)):
             places = np.array([*content_places(on, p.batches, block), int(on.nbytes[block])])
@@ -327,7 +327,7 @@ def check_stretches(p: Plan) -> None:
 
 @given(plans(), st.sampled_from([0, 16, SMALL]))
 def test_everybody_finds_its_part(p: Plan, small: int) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         check_stretches(plan(p.src, p.dst, topology=p.topology))
 
 
@@ -369,7 +369,7 @@ def test_stretches_of_two_receivers() -> None:
 
 @given(plans(), st.sampled_from([0, SMALL]))
 def test_loads_are_what_goes_from_rank_to_rank(p: Plan, small: int) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         p = plan(p.src, p.dst, topology=p.topology)
     out, into = Counter(), Counter()
     for x in stretches(p.lines):
@@ -440,7 +440,7 @@ def test_nobody_asks_across_for_what_its_node_has(p: Plan) -> None:
 def test_laws_of_plans_where_every_row_is_a_cut(law: Callable[..., None]) -> None:
     @given(testing.pairs())
     def check(pair: tuple[Layout, ...]) -> None:
-        with mock.patch("shardmath.plans.pieces.SMALL", 0):
+        with mock.patch("shardmath.plans.units.SMALL", 0):
             law(*pair)
 
     check()
@@ -449,7 +449,7 @@ def test_laws_of_plans_where_every_row_is_a_cut(law: Callable[..., None]) -> Non
 def test_trees_where_every_row_is_a_cut() -> None:
     @given(testing.trees())
     def check(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
-        with mock.patch("shardmath.plans.pieces.SMALL", 0):
+        with mock.patch("shardmath.plans.units.SMALL", 0):
             laws.trees_are_their_tensors(tree)
 
     check()
@@ -458,7 +458,7 @@ def test_trees_where_every_row_is_a_cut() -> None:
 def test_windows_where_every_row_is_a_cut() -> None:
     @given(st.data(), testing.pairs(ops=(None,)))
     def check(data: st.DataObject, pair: tuple[Layout, ...]) -> None:
-        with mock.patch("shardmath.plans.pieces.SMALL", 0):
+        with mock.patch("shardmath.plans.units.SMALL", 0):
             laws.windows_are_their_union(data, *pair)
 
     check()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, Plan, Topology, plan, testing
 from shardmath.plans.demands import Batch, Demands, gather_lines, list_receivers
-from shardmath.plans.pieces import SMALL, snap
 from shardmath.plans.template import unit_addends
+from shardmath.plans.units import SMALL, snap
 from tests.property.drawn.plans import FORWARD
 
 Ranks = tuple[int, ...]
@@ -182,7 +182,7 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 def test_lines_are_what_is_asked(
     pair: tuple[Layout, ...], topology: Topology | None, small: int
 ) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         check_lines(plan(*pair, topology=topology))
 
 
@@ -195,7 +195,7 @@ def test_lines_of_trees(
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_lines_of_all_plans(name: str) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", 0):
+    with mock.patch("shardmath.plans.units.SMALL", 0):
         check_lines(FORWARD[name])
 
 

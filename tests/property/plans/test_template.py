@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, Table, testing
 from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import relabeled
-from shardmath.plans.pieces import (
-    SMALL,
-    BoxPiece,
-    expand,
-    is_legal_cut,
-    snap,
-    unit_boxes,
-    unit_grains,
-    unit_rows,
-)
 from shardmath.plans.reduction import find_reduction
 from shardmath.plans.template import Template, hidden_pairs, make_template, unit_addends
+from shardmath.plans.transfers import BoxPiece, expand
+from shardmath.plans.units import SMALL, is_legal_cut, snap, unit_boxes, unit_grains, unit_rows
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -321,7 +313,7 @@ def test_boxes_of_64_kib_stay_whole(rows: int, cut: int) -> None:
 @given(testing.pairs(), st.sampled_from([0, 16, 64, SMALL]))
 def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
     t = of(*pair)
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         for unit in range(len(t.unit_size)):
             cuts, rows = legal_cuts(t, unit, small), legal_cuts(t, unit, 0)
             for at in range(int(t.unit_size[unit]) + 1):
@@ -333,7 +325,7 @@ def test_snap_is_the_last_place(pair: tuple[Layout, ...], small: int) -> None:
 def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
     """Snapping to them is snapping; units of several boxes have none."""
     t = of(*pair)
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         for unit, rows in enumerate(unit_rows(t).tolist()):
             cuts, boxes = legal_cuts(t, unit, small), len(unit_boxes(t, unit)[0])
             if boxes > 1:
@@ -346,7 +338,7 @@ def test_rows_of_units_of_one_box(pair: tuple[Layout, ...], small: int) -> None:
 def test_grains_are_what_no_cut_divides(pair: tuple[Layout, ...], small: int) -> None:
     """Exactly, but where small boxes lie beside a large one, which may be larger than a row of it."""
     t = of(*pair)
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         for unit, grain in enumerate(unit_grains(t).tolist()):
             sizes = [int(np.prod(dims)) * t.src.itemsize for dims in unit_boxes(t, unit)[1]]
             longest = t.src.itemsize * max(np.diff(legal_cuts(t, unit, small)))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import shardmath as sm
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.cutting import Pace, cut_transfers, most_peers, set_pace
 from shardmath.plans.programs.messages import (
     Message,
@@ -20,6 +19,7 @@ from shardmath.plans.programs.messages import (
     keeps_fold_order,
     staging_bytes,
 )
+from shardmath.plans.transfers import Transfer
 from shardmath.testing.rounds import walk
 from tests.distributed.tasks import cases
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import (
     Message,
     gather_rounds,
@@ -10,6 +9,7 @@ from shardmath.plans.programs.messages import (
     make_message,
     staging_bytes,
 )
+from shardmath.plans.transfers import Transfer
 
 STEP = (0, 1, 2)
 

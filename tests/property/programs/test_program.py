@@ -17,10 +17,10 @@ from shardmath import Layout, Mesh, Plan, Program, Topology, Transfer, plan, sch
 from shardmath.layouts.algebra.box import row_size
 from shardmath.plans.balance import make_grid
 from shardmath.plans.demands import gather_lines, list_receivers
-from shardmath.plans.pieces import unit_boxes
 from shardmath.plans.programs.messages import Message, Round
 from shardmath.plans.programs.program import list_slices
 from shardmath.plans.programs.streams import list_streams
+from shardmath.plans.units import unit_boxes
 from tests.property.drawn.programs import (
     PROGRAMS,
     all_rounds,
@@ -161,7 +161,7 @@ def test_laws_of_random_programs(prog: Program) -> None:
 
 @given(st.sampled_from([8, 32, 100]), plans(), topologies())
 def test_laws_where_small_boxes_stay_whole(small: int, p: Plan, topology: Topology) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         prog = schedule(plan(p.src, p.dst) if p.is_tree else p, topology=topology)
         everything_comes_once(prog)
         slices_follow_each_other(prog)
@@ -300,7 +300,7 @@ def cuts_of(t, unit: int, small: int) -> Iterator[int]:
 @given(sides(), topologies(), st.sampled_from([0, 0, 16, 64, 1 << 16]))
 def test_snapped_is_the_last_place_not_after(pair, topology: Topology, small: int) -> None:
     """Everywhere in every block, many places at once."""
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         p = plan(*pair)
         on = gather_lines(p.batches, topology)
         for block, size, legal in places(p, topology, small):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, MeshError, Plan, Program, Transfer, plan
 from shardmath.plans.demands import Demands
-from shardmath.plans.plan import spell_transfers
 from shardmath.plans.programs.program import list_slices
 from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_streams
 from shardmath.plans.programs.stretch_parts import Stretches, list_parts
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
+from shardmath.plans.transfers import spell_transfers
 from tests.property.drawn.programs import PROGRAMS, cut_anywhere, plans, programs
 
 

@@ -82,7 +82,7 @@ topologies = st.one_of(st.none(), st.integers(1, 5).map(lambda n: Topology(ranks
 
 @given(testing.pairs(), topologies, st.sampled_from([0, 1 << 16]))
 def test_plans_are_proved(pair: tuple[Layout, ...], topology: Topology | None, small: int) -> None:
-    with mock.patch("shardmath.plans.pieces.SMALL", small):
+    with mock.patch("shardmath.plans.units.SMALL", small):
         proved_is_right(plan(*pair, topology=topology))
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmath import Plan, PlanError, Program
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Message, Round, make_message
 from shardmath.plans.programs.part import make_parts
+from shardmath.plans.transfers import Transfer
 from shardmath.testing.rounds import Rounds, Walk, walk
 from tests.property.drawn.programs import (
     PROGRAMS,

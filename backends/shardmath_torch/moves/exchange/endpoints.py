@@ -32,8 +32,8 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from shardmath.layouts.algebra.mesh import strides as row_major
-from shardmath.plans.plan import Transfer
 from shardmath.plans.programs.messages import Message, Round, Step, align, make_message
+from shardmath.plans.transfers import Transfer
 
 __all__ = [
     "BoundRound",

@@ -224,6 +224,7 @@ class _FirstVote(NamedTuple):
     parts follow their previous ones at one pace.
     """
 
+    name: str
     claim: str
     peers: int
     version: int
@@ -243,6 +244,7 @@ def _agree(party: Party, request: _Request) -> Ready:
     has_left = isinstance(request.plan, Plan) and party.rank in request.plan.left
     return Ready(
         given=request.plan,
+        name=first_vote.name,
         party=party,
         part=part_carrier.part,
         carrier=part_carrier.carrier,
@@ -260,12 +262,14 @@ def _vote_first(party: Party, request: _Request) -> tuple[_Proposal, _FirstVote]
     """Vote on the request, and learn the other ranks' peers, versions and paces."""
     # An error here becomes an objection: the others wait for this rank's vote.
     proposal, objection = attempt(lambda: _check_and_outline(party, request))
+    name = ""
     claim = "compile"
     peers = 0
     if proposal is not None:
         # Only a valid plan and valid settings can be put into words.
         settings = request.settings
-        claim = f"compile({name_given(request.plan)}, {settings.text}){in_thread(settings.thread)}"
+        name = name_given(request.plan)
+        claim = f"compile({name}, {settings.text}){in_thread(settings.thread)}"
         peers = proposal.peers
     version = 0 if request.former is None else request.former.version
     said = SAID.pack(version, _encode_follow(proposal))
@@ -276,7 +280,7 @@ def _vote_first(party: Party, request: _Request) -> tuple[_Proposal, _FirstVote]
     paces = {(ballot.peers, how) for ballot, how in zip(ballots, follow, strict=True)}
     all_follow = len(paces) == 1 and NOT_AT_ALL not in follow
     most_peers = max(ballot.peers for ballot in ballots)
-    return proposal, _FirstVote(claim, most_peers, max(versions), all_follow)
+    return proposal, _FirstVote(name, claim, most_peers, max(versions), all_follow)
 
 
 def _encode_follow(proposal: _Proposal | None) -> int:
@@ -367,8 +371,4 @@ def _check_and_outline(party: Party, request: _Request) -> _Proposal:
             return _Proposal(peers, followed=_follow(party, request, peers, pace.by_addend))
     outline = outline_part(plan, party.rank)
     check_arithmetic(outline)
-    if not isinstance(plan, Program):
-        # Raises if the limit is too small, so that each rank objects with its own numbers.
-        limit = _limit_of(request)
-        set_pace(plan.ranks, peers=outline.peers, max_inflight_bytes=limit, by_addend=False)
     return _Proposal(outline.peers, outline=outline)

@@ -31,7 +31,7 @@ from shardmath.plans.plan import Plan
 from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
-from shardmath_torch.groups.agreement.naming import describe_crossing, name_given, word_objection
+from shardmath_torch.groups.agreement.naming import describe_crossing, word_objection
 from shardmath_torch.groups.agreement.turns import Unasked, check_thread, in_thread
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.commits.blocks import CommitBlock, Member, block_of
@@ -49,7 +49,7 @@ from shardmath_torch.moves.movers.ready import Former, Ready
 from shardmath_torch.moves.observing import laps
 from shardmath_torch.moves.observing.bars import Progress
 from shardmath_torch.moves.observing.moved import Moved
-from shardmath_torch.moves.observing.stopwatch import Stopwatch
+from shardmath_torch.moves.observing.stopwatch import Ledger, Stopwatch
 
 __all__ = ["Mover", "ask_again", "forget", "move_by", "replan_by"]
 
@@ -77,10 +77,11 @@ class Mover(Leaving):
         self._stages = ready.stages
         self._landing = self._landing.follow(ready.version)
         self._move_count = 0
-        self._ledger = ready.open_ledger()
+        rank = ready.party.rank
+        self._ledger = Ledger(ready.name, ready.given, rank, lambda: ready.carrier.posted)
         self._agreed_kinds: set[CallKind] = set()
         if not ready.keeps_bound:
-            self._bound = BoundTensors(self.plan, ready.party.rank)
+            self._bound = BoundTensors(self.plan, rank)
 
     def __repr__(self) -> str:
         broken = self._party.turns.broken
@@ -149,7 +150,7 @@ class Mover(Leaving):
     @property
     def _name(self) -> str:
         """The mover's name in claims and errors."""
-        return f"{name_given(self._ready.given)} (mover {self._party.key})"
+        return f"{self._ready.name} (mover {self._party.key})"
 
     def __call__(
         self,

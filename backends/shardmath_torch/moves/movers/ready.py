@@ -20,12 +20,10 @@ from shardmath.plans.programs.cutting import Pace
 from shardmath.plans.programs.part import RankProgram
 from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
-from shardmath_torch.groups.agreement.naming import name_given
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.exchange.task import Task
 from shardmath_torch.moves.movers.carriers import Carrier
 from shardmath_torch.moves.movers.stages import Stage
-from shardmath_torch.moves.observing.stopwatch import Ledger
 
 __all__ = ["Again", "Former", "Ready"]
 
@@ -74,11 +72,13 @@ class Former(NamedTuple):
 class Ready(NamedTuple):
     """The parts of a mover on this rank, made after all ranks agreed on its plan.
 
-    `peers` is the most of any rank, and `version` the most moves committed before on any rank. `keeps_bound` is whether
-    the carrier is bound to the previous one's tensors. `again` makes another plan ready.
+    `name` is the plan's in claims and logs. `peers` is the most of any rank, and `version` the most moves committed
+    before on any rank. `keeps_bound` is whether the carrier is bound to the previous one's tensors. `again` makes
+    another plan ready.
     """
 
     given: Plan | Transposed | Program
+    name: str
     party: Party
     part: RankProgram
     carrier: Carrier
@@ -89,11 +89,6 @@ class Ready(NamedTuple):
     version: int
     keeps_bound: bool
     again: Again
-
-    def open_ledger(self) -> Ledger:
-        """Return a ledger to record the calls of the mover."""
-        name, rank = name_given(self.given), self.party.rank
-        return Ledger(name, self.given, rank, lambda: self.carrier.posted)
 
 
 class Again(Protocol):

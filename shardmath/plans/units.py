@@ -1,0 +1,184 @@
+"""Units: the boxes of a unit, and the places where it may be cut.
+
+1. The boxes of a unit are the products of the rows of its pairs, row-major.
+2. A unit is cut at boxes, or at rows of a box larger than `SMALL` bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import PlanError
+from shardmath.base.memo import memo
+from shardmath.layouts.algebra.box import row_size
+from shardmath.layouts.algebra.overlay import Overlay
+from shardmath.plans.template import Template
+
+__all__ = [
+    "SMALL",
+    "Listed",
+    "Rows",
+    "Sizes",
+    "is_legal_cut",
+    "list_columns",
+    "snap",
+    "stripe_unit",
+    "unit_boxes",
+    "unit_grains",
+    "unit_rows",
+]
+
+MOST_BOXES = 1 << 22
+"""Most boxes of a unit that are listed in memory: a gigabyte."""
+
+SMALL = 1 << 16
+"""Bytes of the largest boxes that are not divided among senders."""
+
+Rows: TypeAlias = tuple[int, ...]
+"""One row of an overlay per dimension, by number."""
+
+Sizes: TypeAlias = tuple[int, ...]
+"""The length of a box in each dimension."""
+
+
+def unit_rows(t: Template) -> Ints:
+    """For each unit, the elements in a row of its only box; 0 if the box is never cut, -1 if it has several boxes."""
+    largest = _find_largest(t)
+    nbytes = t.unit_size * t.src.itemsize
+    of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
+    return np.where(largest.boxes > 1, -1, of_one_box)
+
+
+def unit_grains(t: Template) -> Ints:
+    """For each unit, the largest number of its bytes that are never cut: a small box, or a row of a large one."""
+    largest = _find_largest(t)
+    itemsize = t.src.itemsize
+    small = largest.size * itemsize <= SMALL
+    elements = np.where(small, largest.size, largest.row)
+    return elements * itemsize
+
+
+class _Largest(NamedTuple):
+    """By unit: the number of its boxes, and the elements of the largest box and of a row of that box."""
+
+    boxes: Ints
+    size: Ints
+    row: Ints
+
+
+@memo()
+def _find_largest(t: Template) -> _Largest:
+    """The largest box of each unit."""
+    boxes = np.ones(len(t.unit_size), np.int64)
+    size = boxes.copy()
+    # The rows of a box lie along the first dimension that is longer than 1: their number is its length.
+    rows = boxes.copy()
+    for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
+        count, longest = _measure_pairs(over)
+        boxes *= count[pair]
+        length = longest[pair]
+        rows = np.where(rows == 1, length, rows)
+        size *= length
+    row = size // np.maximum(rows, 1)
+    return _Largest(boxes, size, row)
+
+
+@memo()
+def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
+    """By pair: the number of its rows, and the size of the largest row."""
+    begin = over.first[:-1]
+    end = over.first[1:]
+    count = end - begin
+    if not len(count):
+        return count, count
+    largest = np.maximum.reduceat(over.size, begin)
+    return count, largest
+
+
+class Listed(NamedTuple):
+    """The columns of an overlay as lists, from which single items are read faster."""
+
+    first: list[int]
+    start: list[int]
+    size: list[int]
+    src: list[list[int]]
+    dst: list[list[int]]
+
+
+@memo()
+def list_columns(over: Overlay) -> Listed:
+    """The overlay's columns as lists."""
+    return Listed(
+        first=over.first.tolist(),
+        start=over.start.tolist(),
+        size=over.size.tolist(),
+        src=over.src.tolist(),
+        dst=over.dst.tolist(),
+    )
+
+
+@memo(8192)
+def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
+    """For each box of the unit: its row in each dimension, its sizes, and the elements up to its end; row-major."""
+    rows = []
+    sizes = []
+    for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
+        listed = list_columns(over)
+        first, end = listed.first[pair : pair + 2]
+        rows.append(range(first, end))
+        sizes.append(listed.size[first:end])
+    count = math.prod(map(len, rows))
+    if count > MOST_BOXES:
+        raise PlanError(
+            f"{t.src} to {t.dst}: between two ranks go {count} boxes of one tensor, "
+            f"more than {MOST_BOXES}; divide it into larger blocks, "
+            f"or write it with more dimensions"
+        )
+    boxes = list(itertools.product(*rows))
+    shapes = list(itertools.product(*sizes))
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return boxes, shapes, ends
+
+
+def snap(t: Template, unit: int, at: int) -> int:
+    """The last element, not after `at`, at which the unit may be cut: the start of a box or of a row in a large one."""
+    _, sizes, ends = unit_boxes(t, unit)
+    box = bisect.bisect_right(ends, at)
+    begin = ends[box - 1] if box else 0
+    if at == begin or box == len(ends):
+        return begin
+    nbytes = (ends[box] - begin) * t.src.itemsize
+    if nbytes <= SMALL:
+        return begin
+    inside = at - begin
+    return at - inside % row_size(sizes[box])
+
+
+def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield `count` ranges of elements (start, stop) that divide the unit about evenly, cut where it may be cut."""
+    size = int(t.unit_size[unit])
+    places = []
+    for i in range(count):
+        even = size * i // count
+        places.append(snap(t, unit, even))
+    return itertools.pairwise([*places, size])
+
+
+def is_legal_cut(t: Template, unit: int, at: int) -> bool:
+    """Whether the unit may be cut at element `at`: at the start of a box, or of a row of a box."""
+    _, sizes, ends = unit_boxes(t, unit)
+    box = bisect.bisect_right(ends, at)
+    begin = ends[box - 1] if box else 0
+    if at == begin:
+        return True
+    if box == len(ends):
+        return False
+    inside = at - begin
+    return inside % row_size(sizes[box]) == 0
