@@ -187,6 +187,14 @@ def test_state_that_comes_to_lie_otherwise(pool: Pool, tmp_path: Path) -> None:
         assert numbers == ""
 
 
+def test_state_that_is_one_of_two_parameters(pool: Pool, tmp_path: Path) -> None:
+    for is_one, said in pool.run(work.share_state, str(tmp_path)):
+        assert is_one
+        assert (
+            "'moment' is one tensor of 'a' and 'b' in the checkpoint, and would be placed" in said
+        )
+
+
 @pytest.mark.parametrize("kind", ["ours", pytest.param("torch's", marks=pytest.mark.slow)])
 def test_state_that_ranks_share_out(pool: Pool, tmp_path: Path, kind: str) -> None:
     for (error, text), goes_on in pool.run(work.deal, str(tmp_path), kind):

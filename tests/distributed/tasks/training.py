@@ -337,6 +337,29 @@ def lay_out_anew(rank: int, path: str) -> list[str]:
     return said
 
 
+def share_state(rank: int, path: str) -> tuple[bool, str]:
+    """Whether the moment and the step of two DTensors are one each again on another mesh, and what is said where the
+    DTensors are divided differently."""
+    across, square = device_mesh(range(8), (8,)), device_mesh(range(8), (4, 2))
+    rows = [Shard(0)]
+
+    def made(mesh: Any, *placements: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = Named("a", "b")
+        for name, each in zip("ab", placements, strict=True):
+            setattr(module, name, nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh, each)))
+        return module, torch.optim.SGD(module.parameters(), lr=0.5)
+
+    module, optimizer = made(across, rows, rows)
+    shared = {"moment": torch.ones_like(module.a), "step": torch.ones(())}
+    optimizer.state.update({p: dict(shared) for p in module.parameters()})
+    smt.save_state(path, module, optimizer)
+    other, fresh = made(square, [*rows, Shard(1)], [*rows, Shard(1)])
+    smt.load_state(path, other, fresh)
+    a, b = (fresh.state[p] for p in other.parameters())
+    said = caught(lambda: smt.load_state(path, *made(square, [*rows, Shard(1)], [*rows, *rows])))
+    return all(a[key] is b[key] for key in shared), said[1]
+
+
 class Dealt(torch.optim.Optimizer):
     """Each rank takes steps with its own of the parameters, and gives them to the others."""
 

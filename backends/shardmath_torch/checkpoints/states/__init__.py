@@ -6,6 +6,7 @@ In reading order:
 - `memory`: where a tensor lies, and which tensors share memory;
 - `modules`: what a module holds;
 - `index`: the JSON that `save_state` writes;
+- `sharing`: state that is one object under several keys;
 - `wrappers`: optimizers in optimizers, and state that a save would lose;
 - `optimizers`: what optimizers hold;
 - `telling`: reports on parameters that only other ranks hold;

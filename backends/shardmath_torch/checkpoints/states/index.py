@@ -3,7 +3,8 @@
 1. It has the module's names, each with the stored name of its tensor; kinds of extra states; parameter groups with
    their options; and an entry for each item of a parameter's state.
 2. A tensor of the state is `Like` its parameter, or has its `Own` shape; else it is a `Value`.
-3. JSON that was not written here raises when it is read.
+3. Entries of one `origin` are one object (`sharing`), of which each has the value.
+4. JSON that was not written here raises when it is read.
 
 >>> index = Index({"w": "w"}, {}, (SavedGroup(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
 >>> read_index("folder", write_index(index)) == index
@@ -33,6 +34,7 @@ __all__ = [
     "SavedGroup",
     "Index",
     "Like",
+    "Origin",
     "Own",
     "Value",
     "check_key",
@@ -48,11 +50,16 @@ INDEX = "training"
 """The name of the JSON in a checkpoint."""
 
 
+Origin: TypeAlias = tuple[str, ...]
+"""Empty for state that is an object by itself; else what names the object (`sharing`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Like:
     """An index entry: a state tensor with its parameter's shape and placement, and this dtype."""
 
     dtype: str
+    origin: Origin = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class Own:
 
     dtype: str
     shape: tuple[int, ...]
+    origin: Origin = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class Value:
     """An index entry: state that is not a tensor, but a value that `values` can code."""
 
     value: object
+    origin: Origin = ()
 
 
 Entry: TypeAlias = Like | Own | Value
@@ -149,6 +158,8 @@ def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
     written = {}
     for key, entry in entries.items():
         written[key] = _write_entry(entry, f"{key!r} of {name!r}")
+        if entry.origin:
+            written[key]["origin"] = entry.origin
     return written
 
 
@@ -219,13 +230,16 @@ def _read_parameter(coded: object) -> Entries:
 
 
 def _read_entry(coded: object) -> Entry:
+    # Checkpoints from before entries had origins are read, too.
+    origin = tuple(_check_list(_check_object(coded).get("origin", [])))
+    _check_texts(origin)
     match coded:
         case {"like": str(dtype)} if dtype in ITEMSIZE:
-            return Like(dtype)
+            return Like(dtype, origin)
         case {"own": [str(dtype), [*sizes]]} if dtype in ITEMSIZE and all(map(_is_size, sizes)):
-            return Own(dtype, tuple(sizes))
+            return Own(dtype, tuple(sizes), origin)
         case {"value": value}:
-            return Value(decode_value(value))
+            return Value(decode_value(value), origin)
     raise ValueError(f"{shown(coded)} does not say how a value of the state lies")
 
 

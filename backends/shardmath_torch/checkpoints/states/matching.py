@@ -24,6 +24,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -38,13 +39,19 @@ from shardmath_torch.checkpoints.states.index import (
     Entry,
     Index,
     Like,
+    Origin,
     Own,
     SavedGroup,
     Value,
 )
 from shardmath_torch.checkpoints.states.memory import can_fill
 from shardmath_torch.checkpoints.states.modules import Model
-from shardmath_torch.checkpoints.states.optimizers import ParameterGroup, check_known, is_here
+from shardmath_torch.checkpoints.states.optimizers import (
+    ParameterGroup,
+    check_known,
+    is_here,
+    lay_out_state,
+)
 from shardmath_torch.checkpoints.states.values import (
     Kinded,
     code_value,
@@ -60,6 +67,7 @@ __all__ = [
     "find_stored",
     "find_unmatched",
     "fit_option",
+    "is_same",
     "set_goals",
 ]
 
@@ -153,12 +161,29 @@ def set_goals(
     different options, for state whose placement is not known, and for what may depend on other parameters of the group.
     """
     goals = [_set_goal(model, group, saved, stored) for group in groups]
+    _check_placed_alike(model, goals)
     kept = saved.groups or ()
     if _list_empty(groups) == _list_empty(kept) and len(groups) == len(kept):
         for i in _list_empty(groups):
             options = _fit_options(f"group {i}", groups[i], kept[i].options)
             goals[i] = goals[i]._replace(options=options)
     return goals
+
+
+def _check_placed_alike(model: Model, goals: Iterable[Goal]) -> None:
+    """Raise CheckpointError if state that was one tensor of several parameters would be placed differently here."""
+    firsts: dict[Origin, tuple[str, object]] = {}
+    for goal in goals:
+        for name, entries in goal.entries.items():
+            for key, entry in entries.items():
+                if len(entry.origin) < 2 or not isinstance(entry, Like):
+                    continue
+                placed = lay_out_state(entry, model.slots[name].layout)
+                first, other = firsts.setdefault(entry.origin, (name, placed))
+                if other != placed:
+                    what = f"{key!r} is one tensor of {first!r} and {name!r} in the checkpoint"
+                    why = f"and would be placed as {other} and as {placed} here"
+                    raise CheckpointError(f"{what}, {why}; place the two parameters alike")
 
 
 def _list_empty(groups: Sequence[ParameterGroup | SavedGroup]) -> list[int]:
@@ -240,7 +265,7 @@ def _copy_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     copied = dict(entries)
     for key, entry in entries.items():
         if isinstance(entry, Value):
-            copied[key] = Value(copy.deepcopy(entry.value))
+            copied[key] = replace(entry, value=copy.deepcopy(entry.value))
     return copied
 
 
@@ -289,7 +314,7 @@ def _check_lists(
         held = group.options.get(key)
         if not isinstance(value, list) or not len(value) == len(members) > 1:
             continue
-        if not isinstance(held, list) or not _is_same(held, value):
+        if not isinstance(held, list) or not is_same(held, value):
             there, here = _list_some(members), _list_some(tuple(group.parameters))
             what = f"{key!r} is {shown(value)} in the checkpoint, maybe an item for each of {there}"
             fix = f"group them so, or give the group {key}={shown(value)} if that fits it"
@@ -315,14 +340,14 @@ def _find_different(
         if other is options:  # true if the group has not changed
             continue
         keys = sorted({*options, *other})
-        differ = [key for key in keys if not _is_same(options.get(key), other.get(key))]
+        differ = [key for key in keys if not is_same(options.get(key), other.get(key))]
         if differ:
             return first_name, name, differ
     return None
 
 
-def _is_same(one: object, other: object) -> bool:
-    """Whether two options are equal; NaN equals NaN, and the order of a dict's keys is ignored."""
+def is_same(one: object, other: object) -> bool:
+    """Return whether two options are equal; NaN equals NaN, and the order of a dict's keys is ignored."""
     coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
     texts = [json.dumps(value, sort_keys=True) for value in coded]
     return texts[0] == texts[1]

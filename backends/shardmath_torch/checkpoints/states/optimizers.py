@@ -41,6 +41,7 @@ from shardmath_torch.checkpoints.states.index import (
 )
 from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
 from shardmath_torch.checkpoints.states.modules import Model, ModuleSlot
+from shardmath_torch.checkpoints.states.sharing import mark_shared
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
@@ -240,17 +241,20 @@ def describe_optimizers(
     slots: dict[tuple[str, str], ModuleSlot] = {}
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
+    local: dict[str, Mapping[Any, Any]] = {}
     reported = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
         groups += _split_by_options(model, group, reported)
         for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
+                local[name] = state
                 entries[name] = _describe_state(state, parameter, name)
                 slots |= _list_slots(name, state, entries[name], layout)
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
+    mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.files.places import CheckpointError
-from shardmath_torch.checkpoints.states.index import Index, Like, Own, Value
-from shardmath_torch.checkpoints.states.matching import Goal
+from shardmath_torch.checkpoints.states.index import Index, Like, Origin, Own, Value
+from shardmath_torch.checkpoints.states.matching import Goal, is_same
 from shardmath_torch.checkpoints.states.memory import (
     MemorySpot,
     can_fill,
@@ -262,12 +262,32 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
         plan = OptionsPlan(_copy_defaults(goals, kept_tensors), [])
+    shared = _find_shared(goals)
+    placed_once: dict[int, object] = {}
     for goal in goals:
         options = goal.group.options
         for key, value in goal.options.items():
-            placed = _place_option(options.get(key), value, filled, plan.copies)
+            held = options.get(key)
+            placed = _place_option(held, value, filled, plan.copies)
+            if id(held) in shared:
+                placed = placed_once.setdefault(id(held), placed)
             plan.values.append((options, key, placed))
     return plan
+
+
+def _find_shared(goals: Iterable[Goal]) -> set[int]:
+    """The ids of lists and dicts that are options under several keys, all of which get the same value."""
+    wanted: dict[int, list[object]] = {}
+    for goal in goals:
+        for key, value in goal.options.items():
+            held = goal.group.options.get(key)
+            if isinstance(held, list | dict):
+                wanted.setdefault(id(held), []).append(value)
+    shared = set()
+    for identity, (first, *others) in wanted.items():
+        if others and all(is_same(first, other) for other in others):
+            shared.add(identity)
+    return shared
 
 
 def _place_option(
@@ -381,6 +401,7 @@ def restore(
             target[key] = placed
         for goal in goals:
             _finish_state(model, goal)
+        _share_state(model, goals)
         for job in loaded:
             if job.layout is None:
                 job.put(tensors[job.here])
@@ -402,3 +423,16 @@ def _finish_state(model: Model, goal: Goal) -> None:
                     new_state[key] = old_state[key]
         if new_state:
             states[parameter] = new_state
+
+
+def _share_state(model: Model, goals: Iterable[Goal]) -> None:
+    """Make state of one origin one object again. A parameter's own origins are separate from those of others, even of
+    one that was the same parameter in the checkpoint."""
+    firsts: dict[tuple[str, Origin], object] = {}
+    for goal in goals:
+        for name, entries in goal.entries.items():
+            state = goal.group.optimizer.state.get(goal.group.parameters[name], {})
+            for key, entry in entries.items():
+                if entry.origin and is_here(model, name):
+                    owner = name if len(entry.origin) == 1 else ""
+                    state[key] = firsts.setdefault((owner, entry.origin), state[key])

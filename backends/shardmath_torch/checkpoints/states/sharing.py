@@ -1,0 +1,63 @@
+"""Sharing: state that is one object under several keys, such as one step of all parameters.
+
+1. The entry of such state names its origin: the first parameter that has it, and the key there; or the key alone if
+   only one parameter has it.
+2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
+
+>>> import torch
+>>> step, moment = torch.zeros(()), torch.zeros(2)
+>>> states = {"a": {"step": step, "m": moment, "n": moment.detach()}, "b": {"step": step}}
+>>> for item, origin in find_origins(states).items():
+...     print(item, origin)
+('a', 'step') ('a', 'step')
+('b', 'step') ('a', 'step')
+('a', 'm') ('m',)
+('a', 'n') ('m',)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmath_torch.checkpoints.states.index import Entries, Origin
+from shardmath_torch.checkpoints.states.memory import spot_of
+
+__all__ = ["find_origins", "mark_shared"]
+
+_Item: TypeAlias = tuple[str, str]
+"""A parameter's name, and a key of its state."""
+
+
+def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Name the origin in the entries of state, in `states` by parameter, that is one object under several keys."""
+    for (name, key), origin in find_origins(states).items():
+        marked = replace(entries[name][key], origin=origin)
+        entries[name] = {**entries[name], key: marked}
+
+
+def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
+    """Return the origin of each item of the state that is one object with another item."""
+    # Kept, since a mapping may make its values at each access: no other value may get the id of one.
+    kept = {name: dict(held) for name, held in states.items()}
+    items_by_identity: dict[object, list[_Item]] = {}
+    for name, held in kept.items():
+        for key, value in held.items():
+            if isinstance(value, Tensor | list | dict):
+                items_by_identity.setdefault(_identify(value), []).append((name, key))
+    origins: dict[_Item, Origin] = {}
+    for items in items_by_identity.values():
+        if len(items) > 1:
+            owners = {name for name, _ in items}
+            origins |= dict.fromkeys(items, items[0] if len(owners) > 1 else items[0][1:])
+    return origins
+
+
+def _identify(value: object) -> object:
+    """A key that is equal for one object, and for tensors of one spot."""
+    spot = spot_of(value) if isinstance(value, Tensor) else None
+    return id(value) if spot is None else (spot, isinstance(value, DTensor))

@@ -1,0 +1,145 @@
+"""State and options that are one object in several places are one again, so that steps in place go on as they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from shardmath_torch.checkpoints.states import training
+from tests.distributed.tasks.states import small, train
+
+Begun = Callable[[list[dict[str, Any]]], None]
+
+
+def share_step(states: list[dict[str, Any]]) -> None:
+    step = torch.zeros(())
+    for state in states:
+        state["step"] = step
+
+
+def share_history(states: list[dict[str, Any]]) -> None:
+    history = [0.0]
+    for state in states:
+        state["step"] = history
+
+
+def share_dict(states: list[dict[str, Any]]) -> None:
+    counts = {"step": 0.0, "steps": [torch.zeros(())]}
+    for state in states:
+        state["step"] = counts
+
+
+def share_twice(states: list[dict[str, Any]]) -> None:
+    """Two keys of the first parameter, and of the others the one step."""
+    share_step(states)
+    states[0]["before"] = states[0]["step"].detach()
+
+
+SHARED: dict[str, Begun] = {
+    "a tensor": share_step,
+    "a list": share_history,
+    "a dict": share_dict,
+    "a tensor and what detach gives": share_twice,
+}
+
+
+class Counting(optim.Optimizer):
+    """Steps by the number of steps, which it counts in place in the state of its first parameter."""
+
+    def __init__(self, params: Any, begin: Begun) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.begin = begin
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = [p for p in parameters if p.grad is not None]
+        if not self.state:
+            self.begin([self.state[p] for p in parameters])
+        first = self.state[parameters[0]]["step"]
+        if isinstance(first, Tensor):
+            first += 1
+        elif isinstance(first, list):
+            first.append(first[-1] + 1)
+        else:
+            first["step"] += 1.0
+        with torch.no_grad():
+            for p in parameters:
+                p -= 0.1 * p.grad / read(self.state[p]["step"])
+                if "before" in self.state[p]:
+                    p -= self.state[p]["before"]
+
+
+def read(step: Any) -> Any:
+    if isinstance(step, list):
+        return step[-1]
+    return step["step"] if isinstance(step, dict) else step
+
+
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("used", [0, 2])
+def test_state_of_several_parameters_is_one_again(tmp_path: Path, case: str, used: int) -> None:
+    module = small()
+    optimizer = Counting(module.parameters(), SHARED[case])
+    train(module, optimizer, range(2))
+    training.save_state(tmp_path, module, optimizer)
+    train(module, optimizer, range(2, 4))
+    other = small(seed=1)
+    second = Counting(other.parameters(), SHARED[case])
+    train(other, second, range(used))
+    training.load_state(tmp_path, other, second)
+    train(other, second, range(2, 4))
+    for one, restored in zip(module.parameters(), other.parameters(), strict=True):
+        assert one.equal(restored)
+
+
+def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
+    """Also of two parameters that were one: each has its own."""
+    module = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    module["b"] = module["a"]
+    optimizer = optim.SGD([module["a"]], lr=0.1)
+    moment = torch.ones(2)
+    optimizer.state[module["a"]] = {"one": moment, "other": moment}
+    training.save_state(tmp_path, module, optimizer)
+    other = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    fresh = optim.SGD(other.parameters(), lr=0.1)
+    training.load_state(tmp_path, other, fresh)
+    a, b = (fresh.state[other[name]] for name in "ab")
+    assert a["one"] is a["other"] and b["one"] is b["other"]
+    assert a["one"] is not b["one"] and a["one"].equal(moment)
+
+
+def test_state_that_is_equal_stays_separate(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    for p in module.parameters():
+        optimizer.state[p] = {"step": torch.ones(()), "seen": [], "view": torch.ones(3)[1:]}
+    training.save_state(tmp_path, module, optimizer)
+    training.load_state(tmp_path, module, optimizer)
+    one, other = (optimizer.state[p] for p in module.parameters())
+    assert all(one[key] is not other[key] for key in one)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("value", [[1], {"steps": 1}])
+def test_options_of_several_groups_are_one_still(tmp_path: Path, same: bool, value: Any) -> None:
+    """As the default of all groups is one object: if all get the same value."""
+
+    def two(default: Any) -> tuple[nn.Module, optim.Optimizer]:
+        module = nn.Linear(2, 2)
+        groups = [{"params": [p]} for p in module.parameters()]
+        return module, optim.Optimizer(groups, {"lr": 0.1, "counts": default})
+
+    module, optimizer = two(value)
+    if not same:
+        optimizer.param_groups[1]["counts"] = type(value)()
+    training.save_state(tmp_path, module, optimizer)
+    other, fresh = two(type(value)())
+    training.load_state(tmp_path, other, fresh)
+    first, second = (group["counts"] for group in fresh.param_groups)
+    assert first == value and (first is second) == same
+    assert not fresh.defaults["counts"]
