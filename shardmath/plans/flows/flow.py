@@ -47,7 +47,7 @@ __all__ = ["Level", "find_levels", "shares"]
 
 
 class Level(NamedTuple):
-    """Ranks that share `nbytes` bytes evenly in every optimal choice: each sends `nbytes / len(ranks)`."""
+    """Ranks that each send equally many bytes, `nbytes / len(ranks)`, in every optimal division of the bytes."""
 
     nbytes: int
     ranks: tuple[int, ...]
@@ -56,7 +56,9 @@ class Level(NamedTuple):
 def shares(
     lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """For each line (`lengths[i]` bytes that `holders[i]` hold), the bytes that each holder sends, with balanced loads.
+    """Divide each line (`lengths[i]` bytes) among the ranks that hold it, `holders[i]`, so that loads are balanced.
+
+    Returns, for each line, the bytes that each of its holders sends.
 
     `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
     load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,
@@ -84,7 +86,7 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """Groups of ranks that send equally much in every optimal division of the lines, highest load first.
+    """Group the ranks that send equally many bytes in every optimal division of the lines, highest load first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.
@@ -283,8 +285,8 @@ def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:
     for held in total:
         for rank in held:
             if rank not in nodes:
-                what = f"rank {rank} holds a line but is not in nodes"
-                raise PlanError(f"{what}; give every holder a node")
+                what = f"rank {rank} is one of the holders {held}, but has no node in nodes="
+                raise PlanError(f"{what}; add its node")
 
 
 def _divide_among_nodes(

@@ -27,15 +27,15 @@ Holders: TypeAlias = tuple[int, ...]
 def group_lines(
     lengths: Sequence[int], holders: Sequence[Holders]
 ) -> dict[Holders, dict[int, int]]:
-    """For each distinct set in `holders`, in sorted order, the lines that it holds: number -> bytes."""
+    """Group lines of bytes by the ranks that hold them: for each set in `holders`, sorted, line number -> bytes."""
     if len(lengths) != len(holders):
-        what = f"{len(lengths)} lengths and {len(holders)} sets of holders"
-        raise PlanError(f"{what}; give one of each for every line")
+        what = f"there are {len(lengths)} lengths and {len(holders)} sets of holders"
+        raise PlanError(f"{what}; give one length and one set per line")
     groups: dict[Holders, dict[int, int]] = {}
     pairs = zip(holders, lengths, strict=True)
     for line, (held, length) in enumerate(pairs):
         if length < 0:
-            raise PlanError(f"line {line} has {length} bytes; give lengths of 0 or more")
+            raise PlanError(f"lengths[{line}] is {length} bytes; give lengths of 0 or more")
         lines = groups.setdefault(held, {})
         lines[line] = operator.index(length)
     for held, lines in groups.items():
@@ -60,13 +60,15 @@ def _raise_unordered(line: int, held: Holders) -> None:
     """Raise PlanError for holders that are empty or not ascending."""
     for a, b in itertools.pairwise(held):
         if a >= b:
-            what = f"line {line}: holder {b} comes after {a}"
-            raise PlanError(f"{what}; give its holders as tuple(sorted(set(...)))")
-    raise PlanError(f"line {line} has no holders; leave it out, or name a rank that holds it")
+            what = f"holders[{line}] has rank {b} after rank {a}"
+            raise PlanError(f"{what}; give ascending ranks: tuple(sorted(set(...)))")
+    raise PlanError(
+        f"holders[{line}] is empty; give a rank that holds the bytes, or leave them out"
+    )
 
 
 def list_shared(total: dict[Holders, int]) -> list[Holders]:
-    """The sets of several holders whose lines have any bytes; shared lines are numbered by their place in the list."""
+    """Return the sets of several holders whose lines have any bytes; their places in the list number shared lines."""
     shared = []
     for held, nbytes in total.items():
         if nbytes and len(held) > 1:
