@@ -25,7 +25,7 @@ __all__ = ["cast", "relabeled", "repartialed", "sliced", "transposed", "window"]
 
 
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
-    """The layout with other Partial axes: exactly `axes`, along which ranks hold values to be reduced by `op`."""
+    """Return the layout with exactly `axes` as Partial axes, along which ranks hold addends to be reduced by `op`."""
     named = set(axes)
     mesh = layout.mesh
     partial = tuple((name, op) for name in mesh.shape if name in named)
@@ -33,14 +33,14 @@ def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
 
 
 def cast(layout: Layout, dtype: object) -> Layout:
-    """The layout with elements of another `dtype`. Raises LayoutError for an unknown dtype."""
+    """Return the layout with elements of another `dtype`. Raises LayoutError for an unknown dtype."""
     _check_layout(layout)
     name = dtypes.canonical(dtype)
     return intern(layout.shape, name, layout.mesh, layout.dims, layout.partial)
 
 
 def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
-    """The layout with ranks renumbered by `ranks` (old -> new); ranks that are not named keep their numbers.
+    """Return the layout with ranks renumbered by `ranks` (old -> new); other ranks keep their numbers.
 
     Raises MeshError if two ranks get one number.
     """
@@ -50,7 +50,7 @@ def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
 
 
 def transposed(layout: Layout, order: Sequence[int]) -> Layout:
-    """The layout of the tensor with its dimensions in the given `order`.
+    """Return the layout of the tensor with its dimensions in the given `order`.
 
     Raises LayoutError unless each dimension is named once.
     """
@@ -59,8 +59,8 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
     new = tuple(as_integer(d, "a dimension", LayoutError) for d in given)
     if sorted(new) != list(range(layout.ndim)):
         raise LayoutError(
-            f"cannot transpose shape {layout.shape} to {new}; "
-            f"name each of 0..{layout.ndim - 1} once"
+            f"cannot put the dimensions of shape {layout.shape} in the order {new}; "
+            f"give each of {tuple(range(layout.ndim))} once"
         )
     shape = tuple(layout.shape[d] for d in new)
     dims = tuple(layout.dims[d] for d in new)
@@ -68,7 +68,7 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """The layout with only the elements in `box`, one (start, stop) per dimension; holes replace the others.
+    """Return the layout in which ranks hold only the elements in `box`, and holes in place of the others.
 
     Raises LayoutError for a box that is not inside the tensor.
     """
@@ -81,7 +81,7 @@ def window(layout: Layout, box: Box) -> Layout:
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """The layout of the slice `box` as a separate tensor, in the same local tensors, with holes outside the slice.
+    """Return the layout of the slice `box` as a separate tensor, in the same local tensors, with holes around it.
 
     Raises LayoutError for a box that is not inside the tensor.
     """
@@ -122,7 +122,7 @@ def _read_box(layout: Layout, box: Box) -> Box:
         spans_read.append(integers)
     if len(spans_read) != layout.ndim or not all(map(_is_inside, spans_read, layout.shape)):
         raise LayoutError(
-            f"box {box} is not inside shape {layout.shape}; give one (start, stop) per dimension"
+            f"box {box} is not inside shape {layout.shape}; give one (start, stop) in it per dimension"
         )
     return typed(Box, tuple(spans_read))
 

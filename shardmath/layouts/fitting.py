@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeAlias
 from shardmath.base import dtypes
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.base.text import plural, shown
 from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divided
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs, Segment
@@ -63,7 +64,7 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """The smallest view that contains all held local positions of `runs`, and the Runs relative to this view."""
+    """Find the smallest strided view of all held local positions of `runs`; return the view, and the Runs in it."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
@@ -96,7 +97,7 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """A Dimension of `n` positions in which the i-th combination of coordinates on `axes` holds `held[i]`."""
+    """Find a Dimension of `n` positions in which the i-th combination of coordinates on `axes` holds `held[i]`."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts
@@ -189,7 +190,7 @@ Parts: TypeAlias = tuple[Runs, ...]
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """The layout in which each rank holds `held[rank]`, one Runs per dimension; windows if no single layout can.
+    """Find the layout in which each rank holds `held[rank]`, one Runs per dimension; windows if no single layout can.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.
@@ -197,7 +198,9 @@ def from_holdings(
     written = listed(shape, "sizes", LayoutError)
     sizes = tuple(as_integer(n, "a size", LayoutError) for n in written)
     if not held:
-        raise LayoutError("no rank holds anything; give {rank: one Runs per dimension}")
+        raise LayoutError(
+            f"held is {shown(held)}; give at least one rank: {{rank: [one Runs per dimension]}}"
+        )
     parts = {rank: _check_parts(sizes, rank, runs) for rank, runs in held.items()}
     finder = _Finder(sizes, dtypes.canonical(dtype))
     windows = finder.find(parts)
@@ -209,12 +212,14 @@ def _check_parts(sizes: tuple[int, ...], rank: int, runs: Sequence[Runs]) -> Par
     parts = tuple(runs)
     if len(parts) != len(sizes):
         raise LayoutError(
-            f"rank {rank} holds {len(parts)} dimensions, shape {sizes} has {len(sizes)}; "
+            f"rank {rank} has {len(parts)} Runs, but shape {sizes} has {plural(sizes, 'dimension')}; "
             f"give one Runs per dimension"
         )
     for dim_runs, n in zip(parts, sizes, strict=True):
         if dim_runs.extent > n:
-            raise LayoutError(f"rank {rank} holds {dim_runs} of a dimension of {n}; stay inside")
+            raise LayoutError(
+                f"rank {rank} holds {dim_runs} of a dimension of {n}; give positions below {n}"
+            )
     return parts
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "count_stored",
     "equivalent",
     "holdings_digest",
+    "label",
     "read_windows",
     "windows_of",
 ]
@@ -58,14 +59,14 @@ _Order: TypeAlias = tuple[int, ...] | None
 
 
 def equivalent(a: Layout, b: Layout) -> bool:
-    """Whether every rank holds the same elements of the tensor, in the same order, under layouts `a` and `b`."""
+    """Return whether every rank holds the same elements of the tensor, in the same order, under layouts `a` and `b`."""
     for layout in (a, b):
         instance(layout, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _canonicalize(a) == _canonicalize(b)
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Two digests, of what ranks hold and of which ranks they are; equal for equivalent layouts."""
+    """Return two digests, of the elements that ranks hold and of the ranks; equal for equivalent layouts."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -169,14 +170,14 @@ class Windows(tuple[Layout, ...]):
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """The name of the local tensor of window number `window` of the tensor `name`."""
+        """Return the name of the local tensor of window number `window` of the tensor `name`."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """The names of the local tensors of all windows of the tensor `name`, in order."""
+        """Return the names of the local tensors of all windows of the tensor `name`, in order."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
@@ -186,13 +187,13 @@ class Windows(tuple[Layout, ...]):
                 yield local, layout
 
     def named_alike(self, layouts: Iterable[Layout]) -> Windows:
-        """New Windows of `layouts`, as many as here, whose local tensors have the names they have here."""
+        """Return Windows of as many other `layouts`, whose local tensors have the same names as here."""
         others = Windows(layouts)
         others.numbers = self.numbers
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """The Windows of `layouts`, given by position here, whose local tensors keep the names they have here.
+        """Return the Windows of some `layouts`, by position here, whose local tensors keep the names they have here.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -209,7 +210,7 @@ class Windows(tuple[Layout, ...]):
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
-    """The bytes of each rank's local tensors on one side of a plan, holes included.
+    """Return the bytes of each rank's local tensors on one side of a plan, holes included.
 
     >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
     {0: 24, 1: 16}
@@ -224,18 +225,23 @@ def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
     return nbytes
 
 
+def label(name: str) -> str:
+    """Return the text that names a tensor in error messages: "tensor 'w'", or "the tensor" without a name."""
+    return f"tensor {name!r}" if name else "the tensor"
+
+
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
     """Return `held`, a Layout or a tuple of Layouts, as Windows. Raises `error`, which names it `name`, for others."""
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
-        raise error(f"tensor {name!r} is {shown(held)}; give a Layout or a tuple of Layouts")
+        raise error(f"{label(name)} is {shown(held)}; give a Layout or a tuple of Layouts")
     return windows if type(windows) is Windows else Windows(windows)
 
 
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """The Windows of each tensor in `names` (default: all), in order; equal objects in `side` share one Windows.
+    """Return the Windows of each tensor in `names` (default: all of `side`), in order; equal objects share one Windows.
 
     Raises `error` for anything but a Layout or a tuple of Layouts.
     """

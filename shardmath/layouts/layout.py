@@ -109,7 +109,7 @@ class Layout:
         return intern, (self.shape, self.dtype, self.mesh, self.dims, self.partial)
 
     def svg(self) -> str:
-        """A picture of which ranks hold which elements, as an SVG document."""
+        """Return a picture of which ranks hold which elements, as an SVG document."""
         return svg(self)
 
     def _repr_html_(self) -> str:
@@ -149,36 +149,39 @@ class Layout:
 
     @property
     def op(self) -> str | None:
-        """The reduction that the Partial axes wait for; None without Partial axes."""
+        """The reduction, such as "sum", of the addends along the Partial axes; None without Partial axes."""
         return self.partial[0][1] if self.partial else None
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The mesh axes that replicate, neither dividing nor Partial, in mesh order."""
+        """The mesh axes along which ranks hold copies, since they neither divide nor are Partial, in mesh order."""
         used = {name for name, _ in self.partial}
         for dim in self.dims:
             used.update(dim.axes)
         return tuple(name for name in self.mesh.shape if name not in used)
 
     def runs(self, rank: int) -> tuple[Runs, ...]:
-        """One Runs per dimension: the global position of each local position of `rank`.
+        """Return the global position of each local position of `rank`, as one Runs per dimension.
 
         Raises MeshError for a rank outside the mesh.
         """
         return _runs(self, as_integer(rank, "rank", MeshError))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the local tensor of `rank`, padding included. Raises MeshError for a rank outside the mesh."""
+        """Return the shape of the local tensor of `rank`, padding included.
+
+        Raises MeshError for a rank outside the mesh.
+        """
         runs = self.runs(rank)
         return tuple(map(len, runs))
 
     def indices(self, rank: int) -> tuple[NDArray[np.int64], ...]:
-        """One int64 array per dimension: the global index of each local position, -1 in holes."""
+        """Return the global index of each local position of `rank`, -1 in holes, as one int64 array per dimension."""
         runs = self.runs(rank)
         return tuple(dim_runs.indices() for dim_runs in runs)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """The elements that `rank` holds, as pairs (local box, global box) of equal shape, in local order.
+        """Return the elements that `rank` holds, as pairs (local box, global box) of equal shape, in local order.
 
         Local boxes are disjoint, and so are global ones; no box contains a hole. A scalar is one pair of
         boxes without dimensions. Raises MeshError for a rank outside the mesh.
@@ -195,7 +198,7 @@ class Layout:
         return tuple(pairs)
 
     def holes(self, rank: int) -> bool:
-        """Whether the local tensor of `rank` has holes: positions that hold no element of the tensor."""
+        """Return whether the local tensor of `rank` has holes: positions that hold no element of the tensor."""
         runs = self.runs(rank)
         return any(dim_runs.size < len(dim_runs) for dim_runs in runs)
 
@@ -215,7 +218,10 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
 def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """The one Layout object with these fields, already canonical. Raises LayoutError if they contradict each other."""
+    """Return the one Layout object with these fields, which are already canonical; equal fields share one object.
+
+    Raises LayoutError if the fields contradict each other.
+    """
     key = (shape, dtype, mesh, dims, partial)
     layout = _interned.get(key)
     if layout is None:
@@ -238,7 +244,7 @@ def _read_shape(shape: object) -> tuple[int, ...]:
         items = listed(shape, "sizes", LayoutError)
     sizes = tuple(as_integer(n, f"a size of shape {items}", LayoutError) for n in items)
     if min(sizes, default=0) < 0:
-        raise LayoutError(f"shape {sizes} has {min(sizes)}; give sizes of 0 or more")
+        raise LayoutError(f"shape {sizes} has a size of {min(sizes)}; give sizes of 0 or more")
     return sizes
 
 
@@ -249,7 +255,7 @@ def _check_arguments(mesh: object, spec: object, reading: object) -> None:
             f"mesh is {shown(mesh)}; give a shardmath.Mesh, for example Mesh(dp=4, tp=2)"
         )
     if known(reading, ("placement", "order")) is None:
-        raise LayoutError(f"reading={shown(reading)} is not a reading; use 'placement' or 'order'")
+        raise LayoutError(f"reading={shown(reading)} is not known; use 'placement' or 'order'")
     placements = isinstance(spec, str | Sequence | Mapping)
     if not placements or isinstance(spec, bytes | bytearray | memoryview | range):
         raise LayoutError(
@@ -276,11 +282,11 @@ def _check_axes(mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials) -> N
     for name, use in uses:
         if name in use_of:
             raise LayoutError(
-                f"mesh axis {name!r} is used in {use_of[name]} and in {use}; give an axis one use"
+                f"mesh axis {name!r} is used in {use_of[name]} and in {use}; leave it out of one"
             )
         use_of[name] = use
     if len({op for _, op in partial}) > 1:
         waiting = ", ".join(f"{op} on {name}" for name, op in partial)
         raise LayoutError(
-            f"Partial axes wait for different reductions: {waiting}; reduce one of them first"
+            f"Partial axes have different reductions, {waiting}; give all the same reduction"
         )

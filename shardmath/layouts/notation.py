@@ -28,7 +28,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from shardmath.base.errors import NotationError, ShardError
 from shardmath.base.text import plural
@@ -47,7 +47,7 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """The dimensions and the Partial axes that the layout `text` means for a tensor of this logical `shape`.
+    """Read the layout `text` of a tensor of this `shape`: return its dimensions and its Partial axes.
 
     `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the error.
     """
@@ -58,9 +58,9 @@ def parse(
         ops.update(_read_partial(reader))
     if reader.here.kind != "end":
         reader.fail(
-            f"unexpected {reader.here.text!r}",
+            f"unexpected {reader.here.text!r} after a dimension",
             reader.here.at,
-            "write words and groups, then {op: axes}",
+            "write a name or (a group) per dimension, then {sum: axes} for Partial axes",
         )
     return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
 
@@ -73,7 +73,7 @@ def _read_dims(reader: LayoutReader) -> list[Dimension]:
         start = reader.here.at
         if reader.accept("..."):
             if ellipsis is not None:
-                reader.fail("second '...'", start, "write ... once")
+                reader.fail("'...' is written twice", start, "write ... once")
             ellipsis = len(dims)
             count = max(0, len(reader.shape) - _count_named(reader.tokens))
             dims += [_undivided(n) for n in reader.shape[ellipsis : ellipsis + count]]
@@ -81,13 +81,13 @@ def _read_dims(reader: LayoutReader) -> list[Dimension]:
             reader.fail(
                 f"text has more dimensions than the shape {reader.shape}",
                 start,
-                f"write {len(reader.shape)} of them",
+                f"write {plural(reader.shape, 'dimension')}",
             )
         else:
             dims.append(_read_dim(reader, len(dims)))
     if len(dims) < len(reader.shape):
         reader.fail(
-            f"text has {plural(dims, 'dimension')}, the shape {reader.shape} has {len(reader.shape)}",
+            f"text has {plural(dims, 'dimension')}, but the shape {reader.shape} has {len(reader.shape)}",
             reader.here.at,
             "add a name for each, or '...' for the rest",
         )
@@ -147,13 +147,13 @@ def _read_group(reader: LayoutReader, d: int) -> Dimension:
     while reader.accept("+"):
         fields.append(_read_field(reader, d))
     reader.expect(")", "close the group")
-    stored = _read_stored(reader, reader.shape[d])
+    stored = _read_stored(reader, d)
     try:
         dimension = _make_dimension(reader, reader.shape[d], fields, stored)
     except NotationError:
         raise
     except ShardError as error:
-        reader.fail(str(error), start, f"dimension {d} of {reader.shape}")
+        _fail_as(reader, error, start, d)
     _claim_axes(reader, dimension, start)
     return dimension
 
@@ -172,7 +172,7 @@ def _make_dimension(
         if size is None and len(written) > 1:
             first = stages[0][0]
             fix = "give every field its size, as in (8: tp n + 2: n)"
-            reader.fail("a field without a size", first.at, fix)
+            reader.fail("a field has no size", first.at, fix)
         fields.append(make_field(reader, total if size is None else size, stages))
     return Dimension(n, tuple(fields), stored)
 
@@ -184,7 +184,7 @@ def _claim_axes(reader: LayoutReader, dimension: Dimension, at: int) -> None:
             reader.fail(
                 f"mesh axis {name!r} is used in two dimensions",
                 at,
-                "leave it out of one: an axis divides one dimension",
+                "leave it out of one dimension",
             )
         reader.used[name] = at
 
@@ -200,7 +200,7 @@ def _read_field(reader: LayoutReader, d: int) -> _Written:
     while reader.accept("|"):
         stages.append(_read_words(reader, d))
     if not all(stages):
-        reader.fail("empty field or stage", start, "write a free name if it is not divided")
+        reader.fail("empty part of a group", start, "write a free name if nothing divides it")
     _check_once(reader, stages)
     return size, stages
 
@@ -215,7 +215,7 @@ def _check_once(reader: LayoutReader, stages: list[list[WrittenDigit]]) -> None:
                     reader.fail(
                         f"mesh axis {name!r} is used twice in one field",
                         word.at,
-                        "write it once: an axis divides once",
+                        "write it once",
                     )
                 seen.add(name)
 
@@ -237,7 +237,7 @@ def _read_word(reader: LayoutReader) -> WrittenDigit:
     if reader.here.kind == "int":
         number = reader.integer()
         if number < 1:
-            reader.fail("a local digit of 0", at, "write 1 or more")
+            reader.fail("a number of pieces is 0", at, "write 1 or more")
         return WrittenDigit(at, number=number)
     if reader.here.text == "[":
         return WrittenDigit(at, sizes=_read_sizes(reader))
@@ -263,9 +263,9 @@ def _read_mark(reader: LayoutReader, word: WrittenDigit) -> WrittenDigit:
         _, name, at = reader.word("the name of a rule")
         if name not in reader.rules:
             reader.fail(
-                f"unknown rule {name!r}",
+                f"unknown placement '@{name}'",
                 at,
-                f"give it in rules=, which has {join_names(reader.rules)}",
+                f"add {name!r} to rules=, which has {join_names(reader.rules)}",
             )
         return WrittenDigit(word.at, word.axes, mark=name)
     return word
@@ -283,9 +283,16 @@ def _read_sizes(reader: LayoutReader) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
-    """The stored positions of n logical ones: a padded size, or ranges; None if the text gives neither."""
+def _fail_as(reader: LayoutReader, error: ShardError, at: int, d: int) -> NoReturn:
+    """Raise NotationError at a position of the text, with the words of an error about dimension d."""
+    what, _, fix = str(error).partition("; ")
+    reader.fail(f"dimension {d} of shape {reader.shape}: {what}", at, fix)
+
+
+def _read_stored(reader: LayoutReader, d: int) -> Runs | None:
+    """The stored positions of dimension d: a padded size, or ranges; None if the text gives neither."""
     start = reader.here.at
+    n = reader.shape[d]
     try:
         if reader.accept("="):
             return pad(n, reader.integer())
@@ -293,22 +300,25 @@ def _read_stored(reader: LayoutReader, n: int) -> Runs | None:
             stored = from_ranges(_read_ranges(reader))
             if stored.extent > n:
                 raise ShardError(
-                    f"stored {stored} reaches position {stored.extent - 1}, the dimension has {n}; "
-                    f"store positions below {n}"
+                    f"stored positions {stored} reach {stored.extent - 1}, but there are only {n}; "
+                    f"store only positions below {n}"
                 )
             return stored
     except NotationError:
         raise
     except ShardError as error:
-        reader.fail(str(error), start, f"the dimension has {n} logical positions")
+        _fail_as(reader, error, start, d)
     return None
 
 
 def pad(n: int, size: int) -> Runs:
-    """Runs of `size` positions: the n logical ones, then holes. Raises ShardError if `size` is below `n`."""
+    """Return Runs of `size` positions: a dimension's n positions, then holes. Raises ShardError if `size` is below `n`.
+
+    Raises ShardError if `size` is below `n`.
+    """
     if size < n:
         raise ShardError(
-            f"stored size {size} is below the {n} logical positions; pad to {n} or more"
+            f"stored size {size} is less than the {n} positions of the tensor; pad to {n} or more"
         )
     return Runs(identity(n).segments, size)
 

@@ -77,7 +77,7 @@ class Replicate:
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank along the mesh axis holds a partial value; reduced by `op`, they give the tensor's value.
+    """Each rank along the mesh axis holds an addend; all addends together, reduced by `op`, give the tensor's value.
 
     `op` is "sum", "avg", "max", "min" or "product". Addends are reduced in the order of the mesh.
     Raises PlacementError for any other `op`.
@@ -138,7 +138,7 @@ class Shard:
         return _make_parts([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
-        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
+        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
         return (Chunks(parts),)
 
 
@@ -159,7 +159,7 @@ class Balanced:
         return _make_parts([_list_consecutive(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
-        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
+        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
         return (BalancedCut(parts),)
 
 
@@ -180,8 +180,8 @@ class StridedShard:
         factor = as_integer(self.split_factor, what, PlacementError)
         if factor < 1:
             raise PlacementError(
-                f"StridedShard({self.dim}, {factor}): "
-                f"the split factor is a number of pieces; give 1 or more"
+                f"the split factor of StridedShard({self.dim}, {factor}) is {factor}; "
+                f"give the number of pieces, 1 or more"
             )
         object.__setattr__(self, "split_factor", factor)
 
@@ -191,7 +191,7 @@ class StridedShard:
         return _make_parts([_chunk(lo, hi, parts) for lo, hi in pieces])
 
     def digits(self, parts: int) -> tuple[Chunks, Chunks]:
-        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
+        """Return the placement's two cuts: into pieces, and of each piece into `parts` parts, one per rank."""
         return Chunks(self.split_factor), Chunks(parts)
 
 
@@ -220,7 +220,7 @@ class Packed:
         return _make_parts([_chunk(lo, hi, parts) for lo, hi in _list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
-        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
+        """Return the placement's two cuts: into components, and of each into `parts` parts, one per rank."""
         return Sizes(self.sizes), Chunks(parts)
 
 
@@ -249,10 +249,10 @@ class Ragged:
         return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
-        """The placement as a sequence of cuts, here one, whose `parts` parts go to the ranks along the mesh axis."""
+        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
-                f"{self} has {plural(self.sizes, 'size')} for {plural(parts, 'coordinate')}; "
+                f"{self} has {plural(self.sizes, 'size')} for a mesh axis of {plural(parts, 'coordinate')}; "
                 f"give one size per coordinate"
             )
         return (Sizes(self.sizes),)
@@ -275,8 +275,8 @@ class BlockCyclic:
         block = as_integer(self.block, what, PlacementError)
         if block < 1:
             raise PlacementError(
-                f"BlockCyclic({self.dim}, {block}): "
-                f"a block has at least one position; give 1 or more"
+                f"the block of BlockCyclic({self.dim}, {block}) has {block} positions; "
+                f"give blocks of 1 or more"
             )
         object.__setattr__(self, "block", block)
 
@@ -288,7 +288,7 @@ class BlockCyclic:
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
-        """The placement as two nested cuts: each part of the first is cut again, into `parts` parts, one per rank."""
+        """Return the placement's two cuts: into groups of `parts` blocks, and of groups into blocks, one per rank."""
         return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 
@@ -312,7 +312,7 @@ class Table:
         for i, part in enumerate(parts):
             if not isinstance(part, Runs):
                 fix = "give Runs, for example shardmath.from_ranges([(0, 5)])"
-                raise PlacementError(f"Table({self.dim}, ...): part {i} is {part!r}; {fix}")
+                raise PlacementError(f"part {i} of Table({self.dim}, ...) is {part!r}; {fix}")
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "_hash", hash((self.dim, parts)))
 
@@ -320,11 +320,11 @@ class Table:
         return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """The parts of the table, as Runs. Raises PlacementError unless there are `parts` of them."""
+        """Return the parts of the table, as Runs. Raises PlacementError unless there are `parts` of them."""
         if len(self.parts) != parts:
             raise PlacementError(
-                f"Table of {plural(self.parts, 'part')} for {plural(parts, 'coordinate')}; "
-                f"give one part per coordinate"
+                f"Table({self.dim}, ...) has {plural(self.parts, 'part')} for a mesh axis of "
+                f"{plural(parts, 'coordinate')}; give one part per coordinate"
             )
         return self.parts
 
@@ -343,7 +343,7 @@ def _read_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     read = tuple(as_integer(n, f"a size of {name}", PlacementError) for n in given)
     if not read or min(read) < 0:
         raise PlacementError(
-            f"{name} sizes {list(read)} are not sizes; give one or more numbers >= 0"
+            f"sizes of {name} are {list(read)}; give one or more sizes, each 0 or more"
         )
     return read
 
@@ -353,7 +353,7 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 
 
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
-    """The cuts that `placement` makes along mesh `axes` of these `sizes`, flattened into one, as a Stage.
+    """Return the cuts that `placement` makes along mesh `axes` of these `sizes`, which count as one flattened axis.
 
     A custom placement is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.
@@ -372,8 +372,8 @@ def check_protocol(placement: Placement) -> None:
     splits = callable(getattr(placement, "split", None)) and hasattr(placement, "dim")
     if isinstance(placement, type) or not splits:
         raise PlacementError(
-            f"{placement!r} is not a placement; "
-            f"give it `dim` and `split(n, parts) -> tuple of Runs`"
+            f"{placement!r} is not a placement; use one such as shardmath.Shard(0), "
+            f"or a class with `dim` and `split(n, parts) -> tuple of Runs`"
         )
     try:
         hash(placement)

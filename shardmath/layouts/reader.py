@@ -86,7 +86,8 @@ class Cursor:
     def _fail_expecting(self, expected: str, fix: str) -> NoReturn:
         """Raise NotationError: the next token is not the expected one."""
         _, text, at = self.here
-        self.fail(f"expected {expected}, found {text or 'the end'!r}", at, fix)
+        found = repr(text) if text else "the end of the text"
+        self.fail(f"expected {expected}, found {found}", at, fix)
 
     def take(self) -> Token:
         """Return the next token and move past it."""
@@ -94,13 +95,13 @@ class Cursor:
         return self.tokens[self.next - 1]
 
     def accept(self, text: str) -> bool:
-        """Move past the next token if it is the mark `text`; return whether it is."""
+        """Move past the next token if it is the punctuation `text`; return whether it was."""
         matches = self.here.kind == "mark" and self.here.text == text
         self.next += matches
         return matches
 
     def expect(self, text: str, fix: str) -> None:
-        """Move past the next token, the mark `text`. Raises NotationError, which says `fix`, for any other token."""
+        """Move past the next token, the punctuation `text`. Raises NotationError, with `fix`, for any other token."""
         if not self.accept(text):
             self._fail_expecting(repr(text), fix)
 
@@ -110,7 +111,7 @@ class Cursor:
             self._fail_expecting("an integer", "write a number")
         _, digits, at = self.take()
         if len(digits) > DIGITS:
-            self.fail(f"an integer of {len(digits)} digits", at, f"write at most {DIGITS}")
+            self.fail(f"an integer of {len(digits)} digits", at, f"write at most {DIGITS} digits")
         return int(digits)
 
     def word(self, what: str) -> Token:
@@ -136,10 +137,11 @@ class LayoutReader(Cursor):
         token = self.word("a mesh axis")
         _, name, at = token
         if name not in self.axes:
-            self.fail(f"unknown mesh axis {name!r}", at, f"mesh axes are {join_names(self.axes)}")
+            fix = f"use one of the mesh axes ({join_names(self.axes)})"
+            self.fail(f"unknown mesh axis {name!r}", at, fix)
         return token
 
 
 def join_names(names: Mapping[str, object]) -> str:
-    """The keys of `names` joined by commas, for error messages; "none" if there are no names."""
+    """Join the keys of `names` with commas, for error messages; "none" if there are no names."""
     return ", ".join(names) or "none"

@@ -73,14 +73,14 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """The dimensions and Partial axes that the text `spec` means; `rules` has the placements that it names.
+    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` has the placements it names.
 
     Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(
             f"stored={shown(stored)} cannot be combined with a text, {spec!r}; "
-            f"write it in the text: (n)=8 or (n)=<0:4 -4>"
+            f"leave it out and write (n)=8 or (n)=<0:4 -4> in the text"
         )
     _check_notation(spec, mesh)
     named = {} if rules is None else mapping(rules, "rules=", "name to placement", LayoutError)
@@ -115,7 +115,10 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """The dimensions and Partial axes that the placements `spec` mean. Raises LayoutError or PlacementError."""
+    """Read the placements `spec`: return the dimensions and the Partial axes that they mean.
+
+    Raises LayoutError or PlacementError.
+    """
     pairs = _pair(spec, mesh)
     _check_once(pairs)
     by_dim, ops = _group_by_dimension(pairs, shape)
@@ -184,10 +187,9 @@ def _pair(spec: AxisSpec, mesh: Mesh) -> _Pairs:
         for name in axes:
             if name not in sizes:
                 axes_text = " ".join(f"{axis}={n}" for axis, n in mesh.axes)
-                names = ", ".join(sizes) or "none"
+                fix = f"use one of its axes, {', '.join(sizes)}" if sizes else "give it one"
                 raise LayoutError(
-                    f"{placement} on axis {name!r}: mesh {axes_text} has no such axis; "
-                    f"its axes are {names}"
+                    f"{placement} on axis {name!r}: mesh {axes_text} has no such axis; {fix}"
                 )
     return pairs
 
@@ -202,7 +204,8 @@ def _pair_in_order(spec: Sequence[Spec], mesh: Mesh) -> _Pairs:
         axes = plural(names, "mesh axis", "mesh axes")
         listed = ", ".join(names) or "none"
         raise LayoutError(
-            f"{count} {tuple(spec)} for {axes} ({listed}); give one per axis, or a mapping"
+            f"{count} {tuple(spec)} for {axes} ({listed}); "
+            f"give one placement per axis, or a mapping from axis to placement"
         )
     return [((name,), placement) for name, placement in zip(names, spec, strict=True)]
 
@@ -212,7 +215,7 @@ def _key_axes(key: object) -> tuple[str, ...]:
     axes = (key,) if isinstance(key, str) else key
     if not _is_axes(axes):
         raise LayoutError(
-            f"{shown(key)} is not a mesh axis; give axis names, or tuples of them, as keys of a spec"
+            f"{shown(key)} is not a mesh axis; give axis names, or tuples of axis names, as keys"
         )
     names = cast(Iterable[object], axes)
     return tuple(text(name, "a mesh axis", LayoutError) for name in names)
@@ -250,7 +253,7 @@ def _check_once(pairs: _Pairs) -> None:
             if name in placement_on:
                 raise LayoutError(
                     f"mesh axis {name!r} is used twice, by {placement_on[name]} and {placement}; "
-                    f"give an axis one placement"
+                    f"give each axis one placement"
                 )
             placement_on[name] = placement
 
@@ -260,14 +263,17 @@ def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
     dim = getattr(placement, "dim", None)
     if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
         raise PlacementError(
-            f"{placement!r} is not a placement; "
-            f"give it `dim` and `split(n, parts) -> tuple of Runs`"
+            f"{placement!r} is not a placement; use one such as shardmath.Shard(0), "
+            f"or a class with `dim` and `split(n, parts) -> tuple of Runs`"
         )
     d = as_integer(dim, f"the dimension of {shown(placement)}", PlacementError)
     ndim = len(shape)
     if not -ndim <= d < ndim:
-        fix = f"use {-ndim}..{ndim - 1}" if ndim else "replicate it"
-        raise LayoutError(f"{placement} divides dimension {d}, shape {shape} has {ndim}; {fix}")
+        fix = f"use a dimension from {-ndim} to {ndim - 1}" if ndim else "use Replicate()"
+        count = plural(shape, "dimension")
+        raise LayoutError(
+            f"{placement} divides dimension {d}, but shape {shape} has {count}; {fix}"
+        )
     return d % ndim
 
 
@@ -283,7 +289,8 @@ def _read_stored(stored: Stored, shape: tuple[int, ...]) -> list[Runs | None]:
         d = as_integer(key, "a dimension of stored=", LayoutError)
         if not -ndim <= d < ndim:
             raise LayoutError(
-                f"stored= names dimension {d}, shape {shape} has {ndim}; use {-ndim}..{ndim - 1}"
+                f"stored= names dimension {d}, but shape {shape} has {plural(shape, 'dimension')}; "
+                f"use a dimension from {-ndim} to {ndim - 1}"
             )
         if stored_runs[d] is not None:
             raise LayoutError(
@@ -325,8 +332,8 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
             factor = 1
         else:
             raise PlacementError(
-                f"reading='order': {placement} and StridedShard divide one dimension; "
-                f"use reading='placement'"
+                f"reading='order' is for Shard and StridedShard, but {placement} divides the same "
+                f"dimension; use reading='placement'"
             )
         order.insert(_find_position(order, factor, placement, mesh), axes)
     digits = []
@@ -347,7 +354,7 @@ def _find_position(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh)
     sizes = [f"{'*'.join(axes)}={n}" for axes, n in zip(order, parts, strict=True)]
     named = " ".join(sizes) or "none"
     raise PlacementError(
-        f"reading='order': {placement} stands for no order: "
+        f"reading='order': no order of splits gives {placement} its split factor {factor}: "
         f"the axes right of it on its dimension are {named}; "
         f"use reading='placement', which applies the splits as written"
     )

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """The name of a local tensor: `name`, or `name[window]` if a side holds the tensor as several windows.
+    """Return the name of a local tensor: `name`, or `name[window]` if a side holds the tensor as several windows.
 
     Raises StoreError unless the name is a str and the numbers are integers.
     """
@@ -136,7 +136,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Store:
-    """The place (a View) of each local tensor of each rank in a buffer; equal mappings make equal stores.
+    """A mapping from each local tensor of each rank to its View of a buffer; equal mappings make equal stores.
 
     Raises StoreError for a malformed entry, and for a local tensor with two views.
     """
@@ -154,12 +154,12 @@ class Store:
         for (key, _), (after, _) in itertools.pairwise(ordered):
             if key == after:
                 raise StoreError(
-                    f"local tensor {key[0]!r} of rank {key[1]} has two views; give one"
+                    f"local tensor {key[0]!r} of rank {key[1]} has two views; give it one"
                 )
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
-        """The place in a buffer of the local tensor `local`, which `rank` holds under `layout`.
+        """Return the place in a buffer of the local tensor `local`, which `rank` holds under `layout`.
 
         Raises StoreError if its view is missing or does not fit.
         """
@@ -169,7 +169,7 @@ class Store:
         steps = strides(shape) if view.strides is None else view.strides
         if len(steps) != len(shape) or view.offset < 0 or min(steps, default=0) < 0:
             raise StoreError(
-                f"{view} of {local!r}, whose local shape is {shape}; "
+                f"{view} does not fit local tensor {local!r} of shape {shape}; "
                 f"give an offset >= 0 and {len(shape)} strides >= 0"
             )
         return Place(view.buffer, view.offset, shape, steps)
@@ -184,8 +184,8 @@ class Store:
         known = [f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]]
         count = len(self.entries)
         raise StoreError(
-            f"no view for local tensor {local!r} of rank {rank}; give one of the {count} that have "
-            f"views: {', '.join(known) or 'none'}"
+            f"the store has no view of local tensor {local!r} of rank {rank}; add one to its {count}, "
+            f"which are of {', '.join(known) or 'nothing'}"
         )
 
 
@@ -213,7 +213,7 @@ Buffers = Mapping[str, NDArray[Any]]
 
 
 def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
-    """The rank's local tensors as views of its flat buffers, by local name; writing one writes the buffer.
+    """Return the rank's local tensors as views of its flat buffers, by local name; writing a view writes the buffer.
 
     A tensor held as several windows has one local tensor per window, `name[0]`, `name[1]`, ... Layouts whose
     mesh does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
@@ -232,13 +232,13 @@ def _find_buffer(place: Place, local: str, buffers: Buffers) -> NDArray[Any]:
     """The flat buffer of the place. Raises StoreError if it is missing, or the place does not fit it."""
     if place.buffer not in buffers:
         known = ", ".join(map(repr, buffers)) or "none"
-        what = f"no buffer {place.buffer!r} for {local!r}; give it, too"
-        raise StoreError(f"{what}: buffers are {known}")
+        what = f"buffer {place.buffer!r} of local tensor {local!r} is not among buffers {known}"
+        raise StoreError(f"{what}; add it")
     buffer = instance(buffers[place.buffer], np.ndarray, "give a flat numpy array", StoreError)
     if buffer.ndim != 1 or place.end > len(buffer):
         raise StoreError(
-            f"{place} of {local!r} ends at {place.end}, the buffer has shape {buffer.shape}; "
-            f"give a flat one of at least {place.end} elements"
+            f"local tensor {local!r} ends at element {place.end} of buffer {place.buffer!r}, "
+            f"which has shape {buffer.shape}; give a flat buffer of {place.end} elements or more"
         )
     return buffer
 
@@ -307,7 +307,7 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """The windows and the Store of a tensor of which rank r holds the row-major range `ranges[r]`, [lo, hi).
+    """Return the windows and the Store of a tensor of which rank r holds the row-major range `ranges[r]`, [lo, hi).
 
     Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
     not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,
@@ -341,7 +341,7 @@ def _read_range(rank: object, span: object) -> tuple[int, ...]:
     as_integer(rank, "a rank of ranges", StoreError)
     ends = listed(span, f"the start and stop of rank {rank}", StoreError)
     if len(ends) != 2:
-        raise StoreError(f"the range of rank {rank} is {shown(span)}; give its start and its stop")
+        raise StoreError(f"the range of rank {rank} is {shown(span)}; give (start, stop)")
     return tuple(as_integer(end, f"an end of the range of rank {rank}", StoreError) for end in ends)
 
 

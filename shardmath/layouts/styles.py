@@ -105,7 +105,7 @@ TAIL = re.compile(r".*\.\d+\.")
 
 
 def kind(name: str) -> str:
-    """The kind of the tensor `name`: one of KINDS."""
+    """Return the kind of the tensor `name`, such as "vocab" or "norm": one of KINDS."""
     return _kind_of_tail(TAIL.sub("", name))
 
 
@@ -122,19 +122,19 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether `pattern` is the kind of the tensor `name`, or a glob that matches the name."""
+    """Return whether `pattern` is the kind of the tensor `name`, or a glob that matches the name."""
     if pattern in KINDS:
         return kind(name) == pattern
     return fnmatchcase(name, pattern)
 
 
 def is_expert(name: str) -> bool:
-    """Whether the tensor `name` belongs to routed experts, numbered or grouped; shared experts do not count."""
+    """Return whether the tensor `name` belongs to routed experts, numbered or grouped; shared experts do not count."""
     return ".experts." in f".{name}"
 
 
 def dimension(name: str, ndim: int) -> int | None:
-    """The dimension in which tensor parallelism divides the tensor `name`; None if it is whole, and for a scalar."""
+    """Return the dimension in which tensor parallelism divides the tensor `name`; None if the tensor stays whole."""
     divided = STYLES[kind(name)].divided
     if divided is None or not ndim:
         return None
@@ -147,7 +147,7 @@ def dimension(name: str, ndim: int) -> int | None:
 def tp_text(
     name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp"
 ) -> str:
-    """The layout, as text, of the tensor `name` under tensor parallelism of size `tp` along the mesh axis `axis`.
+    """Return the layout text of the tensor `name` under tensor parallelism of size `tp` along the mesh axis `axis`.
 
     A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError if `tp` does not
     divide the dimension, as every engine does.
@@ -161,14 +161,14 @@ def tp_text(
     if divided_dim is None:
         return "..."
     size = stored = shape[divided_dim]
-    advice = f"choose {axis} to divide it"
+    advice = f"choose a size of {axis} that divides it"
     if kind(name) == "vocab":
         stored = _pad(size, vocab_multiple)
         advice += f", or vocab_multiple={tp}"
     if stored % tp:
         raise LayoutError(
-            f"dimension {divided_dim} of {name!r}, shape {shape}, is stored as {stored} and {axis} is {tp}; "
-            f"{advice}"
+            f"{axis} of size {tp} does not divide dimension {divided_dim} of {name!r}, shape {shape}, "
+            f"which is stored as {stored}; {advice}"
         )
     words = [f"d{d}" for d in range(len(shape))]
     words[divided_dim] = f"({axis} d{divided_dim})"
@@ -181,6 +181,6 @@ def _pad(n: int, multiple: int) -> int:
     """n rounded up to a multiple. Raises LayoutError for a multiple below 1."""
     if multiple < 1:
         raise LayoutError(
-            f"vocab_multiple is {multiple}; give a multiple of at least 1, which pads nothing"
+            f"vocab_multiple is {multiple}, but must be at least 1; give 1 to pad nothing"
         )
     return -(-n // multiple) * multiple

@@ -34,12 +34,12 @@ NAMES = ("n", "h", "w", "d")
 
 
 def free_name(d: int) -> str:
-    """The name that dimension number `d` has in a layout's canonical text."""
+    """Return the name that dimension number `d` has in a layout's canonical text."""
     return NAMES[d] if d < len(NAMES) else f"n{d}"
 
 
 def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
-    """The canonical layout text for these dimensions and Partial axes."""
+    """Write dimensions and Partial axes as canonical layout text, which `parse` reads back."""
     named = rule_names(dims)
     words = []
     for d, dim in enumerate(dims):
@@ -55,7 +55,7 @@ def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
 
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """A name for each custom placement in `dims`: its class in lower case, numbered from the second on."""
+    """Return a name for each custom placement in `dims`: its class in lower case, numbered from the second on."""
     name_of: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):

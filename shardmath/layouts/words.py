@@ -38,13 +38,16 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """The Field of `n` positions divided by the words in `stages`. Raises NotationError if they cannot divide it."""
+    """Make the Field of `n` positions that the words in `stages` divide.
+
+    Raises NotationError if they cannot divide it.
+    """
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
         reader.fail(
-            f"sizes {list(first.sizes)} add up to {sum(first.sizes)}",
+            f"sizes {list(first.sizes)} add up to {sum(first.sizes)}, but divide {n} positions",
             first.at,
-            f"the dimension, or field, has {n}",
+            f"write sizes that add up to {n}",
         )
     read_stages = tuple(_read_stage(reader, words) for words in stages)
     for number, words in enumerate(stages):
@@ -59,7 +62,7 @@ def _check_exact(reader: LayoutReader, earlier: Field, words: list[WrittenDigit]
     wrong = lengths_at(earlier, len(earlier.stages)) - {product}
     if wrong:
         reader.fail(
-            f"a group without a free name divides {product} exactly, not {min(wrong)}",
+            f"a group without a free name must divide exactly {product}, but divides {min(wrong)}",
             words[0].at,
             f"add a free name, or make the length {product}",
         )
@@ -68,7 +71,8 @@ def _check_exact(reader: LayoutReader, earlier: Field, words: list[WrittenDigit]
 def _count_parts(reader: LayoutReader, word: WrittenDigit) -> int:
     """The number of parts that a word stands for in a group without a free name."""
     if word.mark or word.sizes is not None:
-        reader.fail("a group with ~, sizes or a rule needs a free name", word.at, "write (tp~ n)")
+        what = "a group with ~, sizes or a placement has no free name"
+        reader.fail(what, word.at, "add one, as in (tp~ n)")
     return word.number or math.prod(_axis_sizes(reader, word))
 
 
@@ -84,7 +88,7 @@ def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
         reader.fail(
             f"{first.free!r} and {second.free!r} are both free names",
             second.at,
-            f"one must be a mesh axis ({join_names(reader.axes)}) or an integer",
+            f"write a mesh axis ({join_names(reader.axes)}) or an integer instead of one",
         )
     if not free:
         return tuple(_make_cut(reader, word) for word in words)
@@ -106,7 +110,7 @@ def _choose_cut(reader: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
     if word.sizes is not None:
         if word.axes and len(word.sizes) != parts:
             reader.fail(
-                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')}",
+                f"{plural(word.sizes, 'size')} for {plural(parts, 'coordinate')} of {'*'.join(word.axes)}",
                 word.at,
                 "give one size per coordinate",
             )
@@ -125,9 +129,9 @@ def _make_blocks(reader: LayoutReader, words: list[WrittenDigit]) -> list[Digit]
     for word in reversed(words):
         if word.mark or word.sizes is not None:
             reader.fail(
-                "~, sizes and rules stand left of the free name",
+                "~, sizes or a placement is right of the free name",
                 word.at,
-                "right of it are fixed blocks",
+                "write it left of the free name, as in (tp~ n)",
             )
         sizes = _axis_sizes(reader, word)
         digits.append(Digit(FixedBlock(block), word.axes, sizes))

@@ -27,7 +27,7 @@ from shardmath.base.operations import OPERATIONS
 from shardmath.base.public import public
 from shardmath.layouts.algebra.partition import overlapping
 from shardmath.layouts.edits import repartialed
-from shardmath.layouts.holdings import Windows, count_stored
+from shardmath.layouts.holdings import Windows, count_stored, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, describe, rule_of
@@ -39,7 +39,7 @@ __all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends
 
 
 def swap_ends(t: Transfer) -> Transfer:
-    """The transfer `t` with source and destination swapped, and with the same operation and addend."""
+    """Return the transfer `t` with source and destination swapped, and with the same operation and addend."""
     return t._replace(
         src_rank=t.dst_rank,
         dst_rank=t.src_rank,
@@ -56,12 +56,12 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """For each destination tensor of a plan, the operation and addend numbers of its ranks in the plan's adjoint."""
+    """The operation and the addend number of each rank's destination tensors when a plan is turned into its adjoint."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """The operation and the addend number with which `rank`'s tensor `local` enters the adjoint."""
+        """Return the operation and the addend number with which `rank`'s tensor `local` enters the adjoint."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -98,7 +98,7 @@ class Transposed:
         return describe("adjoint plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """A picture of the adjoint as an SVG document, as `Plan.svg` draws a plan."""
+        """Draw the adjoint as an SVG document, as `Plan.svg` draws a plan."""
         return svg(self, topology=topology, tensor=tensor)
 
     def _repr_html_(self) -> str:
@@ -130,14 +130,14 @@ class Transposed:
         return self.forward.ranks
 
     def fill(self, name: str) -> complex | None:
-        """The value that fills the tensor `name` at its destination before bytes arrive; None if none is needed.
+        """Return the value that fills the tensor `name` at its destination before bytes arrive; None for no fill.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """The number that divides the tensor `name` at the end: of an average, its number of addends; otherwise 1."""
+        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
@@ -145,15 +145,15 @@ class Transposed:
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:
-        """The number of bytes that each rank sends to other ranks."""
+        """Return the number of bytes that each rank sends to other ranks."""
         return self.forward.received_bytes()
 
     def received_bytes(self) -> dict[int, int]:
-        """The number of bytes that each rank receives from other ranks."""
+        """Return the number of bytes that each rank receives from other ranks."""
         return self.forward.sent_bytes()
 
     def shadow_bytes(self) -> dict[int, int]:
-        """The extra bytes that each rank needs for a move with commit="all": a copy of its destination tensors."""
+        """Return the extra bytes that a move with commit="all" takes on each rank: a copy of destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -162,7 +162,7 @@ def adjoint(plan: Plan) -> Transposed: ...
 @overload
 def adjoint(plan: Transposed) -> Plan: ...
 def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
-    """The adjoint (transpose) of `plan` as a linear map: <p(x), y> = <x, adjoint(p)(y)> for all local arrays x and y.
+    """Return the transpose of `plan` as a linear map: <p(x), y> = <x, adjoint(p)(y)> for all local arrays x and y.
 
     The adjoint of a transposed plan is the plan itself. Raises PlanError if the plan is not
     linear (it reduces by max, min or product), if the dtype has no sum, or if addends of one
@@ -188,7 +188,7 @@ def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
 
 
 def flip_digest(forward: str) -> str:
-    """The digest of a plan's adjoint, computed from `forward`, the plan's digest."""
+    """Compute the digest of a plan's adjoint from `forward`, the digest of the plan."""
     return digest(("adjoint", forward))
 
 
@@ -257,8 +257,8 @@ def _check_linear(name: str, rules: Iterable[Reduction]) -> None:
             continue
         if not OPERATIONS[rule.op].linear:
             raise PlanError(
-                f"tensor {name!r} is reduced by {rule.op}, which is not linear and has no adjoint; "
-                f"plan with copies, sum or avg"
+                f"{label(name)} is reduced by {rule.op}, which is not linear and has no adjoint; "
+                f"plan layouts that are Partial by sum or avg, or not Partial"
             )
 
 
@@ -271,13 +271,13 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
     for b, rule in zip(dst, rules, strict=True):
         if _find_passing(rule, 0) != passing:
             raise PlanError(
-                f"tensor {name!r}: different addends of {a} pass through to {dst[0]} and to {b}, "
-                f"and no layout is Partial in both ways; transpose a plan of each window"
+                f"{label(name)}: different addends of {a} pass through to {dst[0]} and to {b}, and no "
+                f"layout is Partial in both ways; make one plan per destination window, and its adjoint"
             )
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
-    """The axes of a destination's mesh along which all ranks receive the same values."""
+    """Return the axes of a destination's mesh along which all ranks receive the same values."""
     differ = _find_passing(rule, 1).union(rule.chosen)
     for dim in layout.dims:
         differ.update(dim.axes)
@@ -285,7 +285,7 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """A plan's destination replicas as its adjoint's addends, numbered by window, then by ascending rank."""
+    """Number a plan's destination replicas as addends of its adjoint: by window, then by ascending rank."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

@@ -36,14 +36,14 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """The bytes to be sent of each line, which is what one set of holders sends: an array with one number per line."""
+    """Return, for each set of holders (line) in `demands`, how many bytes it has to send, as an array."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """The `demands` with each line's bytes divided among its holders, so that the largest load of a rank is minimal."""
+    """Divide the bytes of each set of holders among its ranks, so that the largest load of a rank is minimal."""
     length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = share_lines(demands, length.tolist(), nodes)
@@ -132,7 +132,7 @@ class Cutter:
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """The last byte, not after `at`, at which `line` (bytes that one set of ranks holds) may be cut."""
+        """Return the last byte, not after `at`, at which `line` (bytes that one set of ranks holds) may be cut."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -141,7 +141,7 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """The last byte, not after `at`, at which the content of `block` (bytes with equal receivers) may be cut."""
+        """Return the last byte, not after `at`, at which the content of `block` (bytes with equal receivers) is cut."""
         demands = self.demands
         row = row_at(demands, block, at)
         begin = int(demands.at[row])
@@ -151,7 +151,7 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """The last byte, not after `at`, at which a tensor of `row` (bytes of one batch of tensors) may be cut."""
+        """Return the last byte, not after `at`, at which a tensor of `row` (bytes of like tensors) may be cut."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
@@ -167,7 +167,9 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A Cutter of many bytes at once, which is fast if the elements between two ranks form one box.
+    """Finds where messages may be cut, as a Cutter does, for many bytes at once.
+
+    It is fast if the elements between two ranks form one box.
 
     With all contents laid end to end, row r of the lines begins at byte `begin[r]`, and the content of block b
     at `base[b]`. `rows[r]` is the number of elements in a row of the only box of its unit: 0 if the box stays
@@ -204,7 +206,7 @@ class Grid:
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """A key of everything that decides where the contents of blocks first..end-1 may be cut.
+        """Return a key of everything that decides where the contents of blocks first..end-1 may be cut.
 
         Blocks with equal keys are cut in the same way, whatever their tensors and ranks are.
         """
@@ -238,7 +240,7 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """A Grid, which finds the bytes at which messages may be cut, for all blocks of `demands`."""
+    """Make a Grid, which finds the bytes at which messages may be cut, of all blocks of `demands`."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])
@@ -269,7 +271,7 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """For each row of `demands`, the size in bytes of its largest piece (a box, or a row of one) that is never cut.
+    """Return, for each row of `demands`, the size in bytes of its largest piece that is never cut: a box, or its row.
 
     0 if that is not known, because the row is a stripe of a unit.
     """

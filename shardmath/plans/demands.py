@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 61
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demands:
-    """The bytes to be sent, as a table of lines: bytes that one set of ranks holds, with all their receivers.
+    """A table of all bytes that a move sends: the ranks that hold them, and the ranks that need them.
 
     Line l is held by the ranks `sets[holders[l]]` and has the blocks `first[l]..first[l+1]-1`; its
     h-th holder sends the bytes `cuts[cut_first[l] + h]..cuts[cut_first[l] + h + 1] - 1` of it;
@@ -67,7 +67,7 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """The blocks (bytes with equal receivers) of each line, as Offsets."""
+        """The blocks (bytes that the same ranks need) of each line (bytes that the same ranks hold), as Offsets."""
         return Offsets(self.first)
 
     @property
@@ -76,15 +76,15 @@ class Demands:
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
-        """The ranks that hold the bytes of `line`, and may send them."""
+        """Return the ranks that hold the bytes of `line`, and may send them."""
         return self.sets[self.holders[line]]
 
     def asked_by(self, block: int) -> Ranks:
-        """The ranks that need the bytes of `block`, including those that hold them already."""
+        """Return the ranks that need the bytes of `block`, including those that hold them already."""
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
-        """The bytes at which `line` is divided among its holders: 0, the borders in order, and its length."""
+        """Return the bytes at which `line` is divided among its holders: 0, the borders in order, and its length."""
         first = int(self.cut_first[line])
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 
@@ -116,7 +116,7 @@ class _Requests(NamedTuple):
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """The bytes that all `batches` of tensors send, as lines that are not yet divided among their holders."""
+    """Collect the bytes that all `batches` of tensors send, not yet divided among the ranks that hold them."""
     sets = Sets()
     requests = _stack(_list_requests(batches, sets))
     if topology is not None:
@@ -344,7 +344,7 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], requests: _R
     nbytes = elements * of_batch[requests.batch]
     total = float(nbytes @ lengths(sets)[requests.receivers])
     if total > MOST_BYTES:
-        what = f"the plan moves about {total:.3g} bytes, more than {MOST_BYTES}"
+        what = f"the plan moves about {total:.3g} bytes, which is more than {MOST_BYTES}"
         raise PlanError(f"{what}; plan fewer tensors at a time")
 
 
@@ -392,7 +392,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """The ranks that need the bytes of `block`, which is on `line`, and do not hold them already."""
+    """Return the ranks that need the bytes of `block`, which is on `line`, and do not hold them already."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

@@ -17,7 +17,13 @@ from typing import NamedTuple, TypeAlias
 from shardmath.base.arguments import text
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
-from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest, read_windows
+from shardmath.layouts.holdings import (
+    LayoutOrWindows,
+    Windows,
+    holdings_digest,
+    label,
+    read_windows,
+)
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.flows.topology import Topology
@@ -72,7 +78,7 @@ class Group(NamedTuple):
 def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides as mappings by name; a side that is not a mapping gets the name "".
+    """Return both sides as mappings from tensor name; a side that is not a mapping gets the name "".
 
     Raises PlanError if only one side is a mapping, or if names differ.
     """
@@ -84,7 +90,10 @@ def pair_by_name(
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Both sides as mappings by name, whose names may differ. Raises PlanError if only one is a mapping."""
+    """Return both sides as mappings from tensor name, whose names may differ.
+
+    Raises PlanError if only one is a mapping.
+    """
     if isinstance(src, Mapping) != isinstance(dst, Mapping):
         source = _show_side(src)
         target = _show_side(dst)
@@ -105,7 +114,7 @@ def _as_mapping(side: Side) -> Mapping[str, LayoutOrWindows]:
         return out
     for name in out:
         if not isinstance(name, str):
-            raise PlanError(f"tensor name {name!r} is not text; name tensors by str")
+            raise PlanError(f"tensor name {name!r} is not a str; use a str as its name")
     return {text(name, "a tensor's name", PlanError): held for name, held in out.items()}
 
 
@@ -121,12 +130,12 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
     for side, names in unshared.items():
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            only.append(f"{side} alone has {sorted(names)[:8]}{more}")
-    raise PlanError(f"names differ: {'; '.join(only)}; give both sides the same names")
+            only.append(f"only {side} has {sorted(names)[:8]}{more}")
+    raise PlanError(f"names of tensors differ: {'; '.join(only)}; give both sides the same names")
 
 
 def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
-    """The Windows of each tensor in `names`, in order; tensors with equal windows share one object.
+    """Return the Windows of each tensor in `names`, in order; tensors with equal windows share one object.
 
     Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
@@ -146,12 +155,12 @@ def _check_local_names(side: Mapping[str, Windows]) -> None:
             if local in side:
                 raise PlanError(
                     f"window {local!r} of tensor {name!r} has the name of another tensor; "
-                    f"rename one"
+                    f"rename that tensor"
                 )
 
 
 def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
-    """The tensors grouped by equal windows on both sides, in the order of the groups' first names."""
+    """Group the tensors that have equal windows on both sides, in the order of the groups' first names."""
     groups = []
     # Forms that were checked for one tensor: the checks do not depend on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
@@ -195,7 +204,8 @@ def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
             rule = f"{{{name!r}: transforms.Cast({layout.dtype!r})}}"
             cast = f"; to cast it on the way, plan what transformed(src, dst, {rule}) gives"
         raise PlanError(
-            f"tensor {name!r}: {describe_form(first)} here, {describe_form(layout)} there; "
+            f"{label(name)} is {describe_form(first)} at the source, but {describe_form(layout)} "
+            f"{'in another source window' if layout in src else 'at the destination'}; "
             f"give both sides and all windows one shape and dtype{cast}"
         )
     if len(src) > 1:
@@ -203,7 +213,7 @@ def _check_tensor(name: str, src: Windows, dst: Windows) -> None:
 
 
 def describe_form(layout: Layout) -> str:
-    """The dtype and shape of a layout's tensor as text, such as "float32[4, 5]"."""
+    """Return the dtype and shape of a layout's tensor as text, such as "float32[4, 5]"."""
     return f"{layout.dtype}{list(layout.shape)}"
 
 
@@ -220,7 +230,7 @@ def _agree_on_reduction(name: str, src: Windows, dst: Windows) -> Reduction:
             if same_axes and _folding(rule) == _folding(first):
                 continue
             raise PlanError(
-                f"tensor {name!r}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial "
+                f"{label(name)}: windows {a} and {src[0]} to {b} and {dst[0]} are Partial "
                 f"in different ways; give all windows of a side the same Partial axes"
             )
     return first
@@ -258,7 +268,7 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
 
 
 def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | None) -> str:
-    """A digest of everything that decides the transfers of a plan: names, layouts and topology."""
+    """Return a digest of everything that decides the transfers of a plan: names, layouts and topology."""
     names: list[str] = []
     keys = []
     for group in groups:
@@ -273,7 +283,7 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """The names, ascending, of tensors that the destination does not hold completely.
+    """Return the names, ascending, of tensors of which the destination does not hold every element.
 
     Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
     """
@@ -284,9 +294,9 @@ def find_in_part(
         name = group.names[0]
         if not window and not isinstance(given[name], tuple):
             raise PlanError(
-                f"tensor {name!r}: no rank asks for element {first_unheld(group.dst)} "
-                f"under {group.dst[0]}; cover it at the destination, "
-                f"or say that this is a window: plan(..., window=True)"
+                f"{label(name)}: no rank of the destination holds element {first_unheld(group.dst)} "
+                f"under {group.dst[0]}; give it to a rank, or call plan(..., window=True) if elements "
+                f"may be left out"
             )
         in_part += group.names
     return tuple(sorted(in_part))
@@ -312,7 +322,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """A Batch of each group's tensors for each pair of windows that may have elements in common."""
+    """Make a Batch of each group of like tensors for each pair of windows that may have elements in common."""
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

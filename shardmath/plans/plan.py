@@ -104,7 +104,7 @@ class Movable(Protocol):
 
 
 def describe(what: str, plan: Movable) -> str:
-    """A one-line repr of a plan or its adjoint: its kind (`what`), tensors, ranks and digest."""
+    """Return a one-line repr of a plan or its adjoint: its kind (`what`), tensors, ranks and digest."""
     tensors = plural(plan.src, "tensor")
     part = f", {len(plan.in_part)} of them in part" if plan.in_part else ""
     ranks = f"{len(plan.src_ranks)} -> {plural(plan.dst_ranks, 'rank')}"
@@ -112,13 +112,13 @@ def describe(what: str, plan: Movable) -> str:
 
 
 def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
-    """The reduction of the tensor `name`. Raises PlanError for a tensor that the plan does not have."""
+    """Return the Reduction of the tensor `name`. Raises PlanError for a tensor that the plan does not have."""
     rule = rules.get(name) if isinstance(name, str) else None
     if rule is None:
         some = ", ".join(map(repr, list(rules)[:8]))
         more = f" and {len(rules) - 8} more" if len(rules) > 8 else ""
-        what = f"the plan has no tensor {shown(name)}; it has {some}{more}"
-        raise PlanError(f"{what}: give one of these")
+        what = f"the plan has no tensor {shown(name)}"
+        raise PlanError(f"{what}; give one of its tensors: {some}{more}")
     return rule
 
 
@@ -160,7 +160,7 @@ class Plan:
         return describe("plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """A picture of the plan as an SVG document: a tensor before and after, and bytes by sender and receiver.
+        """Draw the plan as an SVG document: a tensor before and after, and bytes by sender and receiver.
 
         `topology` marks nodes (default: the plan's own), `tensor` is the tensor drawn (default: the first). Raises
         PlanError if `topology` is not a Topology, or if the plan does not have the tensor.
@@ -176,14 +176,14 @@ class Plan:
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def fill(self, name: str) -> complex | None:
-        """The value that fills the tensor `name` at its destination before bytes arrive; None if none is needed.
+        """Return the value that fills the tensor `name` at its destination before bytes arrive; None for no fill.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """The number that divides the tensor `name` at the end: of an average, its number of addends; otherwise 1.
+        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1.
 
         Raises PlanError for a tensor that the plan does not have.
         """
@@ -194,15 +194,15 @@ class Plan:
         return list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
-        """The number of bytes that each rank sends to other ranks."""
+        """Return the number of bytes that each rank sends to other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
-        """The number of bytes that each rank receives from other ranks."""
+        """Return the number of bytes that each rank receives from other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:
-        """The extra bytes that each rank needs for a move with commit="all": a copy of its destination tensors."""
+        """Return the extra bytes that a move with commit="all" takes on each rank: a copy of destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -211,7 +211,7 @@ def _as_rank(rank: int | None) -> int | None:
 
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
-    """Plan the transfers that give each rank of `dst` the elements it holds there, from the ranks of `src`.
+    """Plan the transfers that bring each rank of `dst` the elements of its layout, from the ranks of `src`.
 
     With a topology, elements that a rank of the receiver's own node holds come from that node.
     `window=True` says that the destination may hold only parts of the tensors; a tuple of Layouts always
@@ -225,7 +225,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
         checked(topology)
     if not isinstance(window, bool):
         raise PlanError(
-            f"window={window!r}; "
+            f"window={window!r} is not a bool; "
             f"give True if the destination may hold less than the tensors, or False"
         )
     here, there = pair_by_name(src, dst)
@@ -264,7 +264,7 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 
 def digest_of(plan: Plan) -> str:
-    """The digest of `plan`, computed from its layouts."""
+    """Return the digest of `plan`, computed from its layouts."""
     if plan.whole is not None:
         return digest_without(digest_of(plan.whole), plan.left)
     alike = group_alike(plan.src, plan.dst)
@@ -272,12 +272,12 @@ def digest_of(plan: Plan) -> str:
 
 
 def digest_without(whole: str, left: Ranks) -> str:
-    """The digest of a plan without the ranks `left`, computed from `whole`, the digest of the plan with them."""
+    """Compute the digest of a plan without the ranks `left` from `whole`, the digest of the plan with them."""
     return digest(("without", whole, left))
 
 
 def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
-    """The ranks in the meshes of all windows, ascending."""
+    """Return the ranks in the meshes of all windows, ascending."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
     ranks = {rank for mesh in meshes for rank in mesh.ranks}

@@ -137,7 +137,7 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """The state of one rank in the protocol of its group, and the last verdict that it learned."""
+    """The state of one rank while its group agrees on a move, and the last verdict that it learned."""
 
     state: State = State.IDLE
     verdict: Event | None = None
@@ -145,7 +145,7 @@ class Protocol:
 
     @property
     def counted_on(self) -> bool:
-        """Whether other ranks may be waiting for this rank, or it for their decision."""
+        """Whether other ranks may be waiting for this rank, or this rank for their decision."""
         return self.state not in (State.IDLE, State.BROKEN)
 
     def note(self, event: Event) -> State:

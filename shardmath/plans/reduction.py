@@ -43,7 +43,7 @@ Matched: TypeAlias = tuple[Axes, Axes]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The reduction of a source's partial values (addends) into a destination, and the mesh axes that take part.
+    """How the addends of a source's Partial axes become a destination's values or addends, and along which axes.
 
     Along `matched` (source axes, destination axes), flattened, addends pass through; `folded` source axes
     hold the addends that are reduced; of destination ranks that differ only on `chosen` axes one
@@ -59,7 +59,7 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """The operation with which addend number `addend` enters; the first is copied if there is no fill."""
+        """Return the operation with which addend number `addend` enters; without a fill the first addend is copied."""
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:
@@ -67,7 +67,7 @@ class Reduction:
         return OPERATIONS[self.op].fold
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
-        """A key that is equal for equal reductions over ranks, whatever the names and the order of mesh axes."""
+        """Return a key that is equal for equal reductions over ranks, whatever the names and order of mesh axes."""
         if not (self.matched or self.folded or self.chosen):
             return ()
         folded = _list_coordinates(src.mesh, self.folded)
@@ -88,7 +88,7 @@ def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
 
 
 def find_reduction(src: Layout, dst: Layout) -> Reduction:
-    """The Reduction that a move from `src` to `dst` needs, found from the Partial axes of both.
+    """Find the Reduction that a move from `src` to `dst` needs, from the Partial axes of both.
 
     Raises PlanError if the operations of both sides differ, or if the dtype does not have the operation.
     """
@@ -124,7 +124,7 @@ def _find_unmatched(src: Layout, dst: Layout, matched: tuple[Matched, ...]) -> t
     if folded and left and src.op != dst.op:
         raise PlanError(
             f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; "
-            f"reduce to Replicate first"
+            f"plan to Replicate first, and from there to Partial"
         )
     return folded, left
 
@@ -163,7 +163,7 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
 
 
 def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
-    """The set of ranks at each coordinate of the axes `axes` of `mesh`, flattened into one."""
+    """Return the set of ranks at each coordinate of the axes `axes` of `mesh`, flattened into one axis."""
     coordinate = mesh.coordinate(axes)
     ranks = np.array(mesh.ranks)
     count = math.prod(map(mesh.axis_size, axes))
@@ -181,7 +181,7 @@ def check_arithmetic(op: str, dtype: str) -> None:
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """The value from which a reduction by `op` starts; "max" and "min" have none."""
+    """Return the value from which a reduction by `op` starts; "max" and "min" have no such value."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

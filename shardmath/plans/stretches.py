@@ -43,17 +43,17 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """The block (bytes with equal receivers) with byte `at` of `line`; the last block if `at` is the line's end."""
+    """Return the block (bytes with equal receivers) with byte `at` of `line`; the last block if `at` is its end."""
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """The row (bytes of one batch of tensors) with byte `at` of the content of `block`."""
+    """Return the row (bytes of like tensors) that has byte `at` of the content of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """The line (bytes that one set of ranks holds) to which each of `blocks` belongs."""
+    """Return the line (bytes that one set of ranks holds) to which each of `blocks` belongs."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 
@@ -65,7 +65,7 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
-    """For each of `blocks` (bytes with equal receivers), the ranks that need it and do not hold it already."""
+    """Return, for each of `blocks`, the ranks that need its bytes and do not hold them already."""
     # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]
@@ -189,7 +189,7 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
-    """The number of bytes that each rank that holds any sends to other ranks."""
+    """Return the number of bytes that each rank that holds any sends to other ranks."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}
@@ -201,7 +201,7 @@ def sum_sent(demands: Demands) -> dict[int, int]:
 
 
 def sum_received(demands: Demands) -> dict[int, int]:
-    """The number of bytes that each receiving rank receives from other ranks."""
+    """Return the number of bytes that each receiving rank receives from other ranks."""
     asked = np.zeros(len(demands.sets), np.int64)
     np.add.at(asked, demands.receivers, demands.nbytes)
     out: dict[int, int] = {}

@@ -98,7 +98,7 @@ class Sets:
         return self._cached_numbers[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
-        """All sets in ascending order, and the place in that order of each number."""
+        """Return all sets in ascending order, and the place in that order of each set's number."""
         listed = sorted(self.number)
         numbers = [self.number[ranks] for ranks in listed]
         place = np.empty(len(listed), np.int64)
@@ -108,7 +108,7 @@ class Sets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The units that move a tensor from layout `src` to `dst`, by position in the meshes instead of by rank.
+    """How a tensor moves from layout `src` to `dst`, by position in the meshes instead of by rank, for reuse.
 
     Unit u has `unit_size[u]` elements, and is pair `unit_pairs[u, d]` of `overlays[d]` in dimension d (the
     first `hidden` dimensions are addends and not the tensor's); it is held by `holders[unit_class[u]]`
@@ -136,7 +136,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Tensors that move by one template from mesh `src` to mesh `dst`, between windows `source` and `target`."""
+    """Tensors that move in the same way, by one template, from the ranks of mesh `src` to the ranks of mesh `dst`."""
 
     template: Template
     names: tuple[str, ...]
@@ -147,7 +147,7 @@ class Batch:
 
 
 def make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
-    """The Template of moves from `src` to `dst`, two layouts of one shape, with the reduction `rule`."""
+    """Make the Template of moves from `src` to `dst`, two layouts of one shape, with the reduction `rule`."""
     return _make_template(src.form, dst.form, rule)
 
 
@@ -175,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield partitions of both sides for each extra dimension, whose positions are partial values (addends)."""
+    """Yield the division of addends among ranks at both ends, as of an extra dimension with one position per addend."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -341,7 +341,7 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """The number of the partial value (addend) that each unit carries; 0 if nothing is reduced."""
+    """Return the number of the addend that each unit (elements with equal holders and receivers) carries, else 0."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

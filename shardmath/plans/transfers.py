@@ -93,7 +93,7 @@ def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
 def spell_transfers(
     plan: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
-    """Yield the transfers of a stretch, which is bytes from one rank to another, tensor by tensor.
+    """Yield the transfers that carry `stretch`, which is bytes from one rank to another, tensor by tensor.
 
     If `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
@@ -187,7 +187,7 @@ class _Rows(NamedTuple):
 
 @memo(8)
 def _list_rows(demands: Demands) -> _Rows:
-    """The columns of `demands` as lists."""
+    """Copy the columns of `demands` into lists, in which single items are found faster."""
     columns = [getattr(demands, name) for name in _Rows._fields]
     return _Rows(*(column.tolist() for column in columns))
 
@@ -226,7 +226,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """The boxes with elements lo..hi-1 of the unit, on the way from mesh position `sender` to `receiver`.
+    """Return the boxes with elements lo..hi-1 of the unit, on the way from mesh position `sender` to `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.

@@ -23,6 +23,7 @@ from shardmath.layouts.algebra.box import Box, first_gap, from_slices
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.overlay import Overlay
 from shardmath.layouts.algebra.partition import list_spans, partition
+from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.template import Template
@@ -50,13 +51,13 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
         element = _find_common(windows[i], windows[j])
         if element is not None:
             raise PlanError(
-                f"tensor {name!r}: source windows {i} and {j} both hold element {element}; "
-                f"use shardmath.window to keep them apart"
+                f"{label(name)}: source windows {i} and {j} both hold element {element}; "
+                f"cut one of them with shardmath.window"
             )
 
 
 def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """The pairs (i, j), i < j, of windows that hold an element in common."""
+    """List the pairs (i, j), i < j, of windows that hold an element in common."""
     pairs = []
     for j, i in np.argwhere(_meet_earlier(windows)).tolist():
         if _find_common(windows[i], windows[j]) is not None:
@@ -104,7 +105,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
 
 
 def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """The pairs (i, j) such that the bounding boxes of `src[i]` and `dst[j]` overlap; at least one for each j."""
+    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap; at least one for each j."""
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)
@@ -145,7 +146,7 @@ def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
 
 @memo()
 def holds_all(windows: tuple[Layout, ...]) -> bool:
-    """Whether the windows together hold every element of the tensor."""
+    """Return whether the windows together hold every element of the tensor."""
     if any(all(map(_is_all_held, layout.dims)) for layout in windows):
         return True
     missing = math.prod(windows[0].shape) - sum(map(_count_held, windows))
@@ -162,7 +163,7 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 
 def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
-    """The names, ascending, of tensors of which the ranks of a side do not hold every element."""
+    """Return the names, ascending, of tensors of which the ranks of a side do not hold every element."""
     distinct = {id(windows): windows for windows in side.values()}
     incomplete = {key for key, windows in distinct.items() if not holds_all(windows)}
     if not incomplete:
@@ -199,7 +200,7 @@ def _count_held(layout: Layout) -> int:
 
 
 def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
-    """The first element, row-major, of the tensor that no rank holds in any window; None if all are held."""
+    """Return the first element, row-major, of the tensor that no rank holds in any window; None if all are held."""
     shape = windows[0].shape
     if 0 in shape:
         return None
@@ -270,7 +271,7 @@ def _count_given(t: Template) -> Ints:
 
 
 def count_cells(layout: Layout) -> Ints:
-    """The number of elements that the rank at each position of the layout's mesh holds."""
+    """Return the number of elements that the rank at each position of the layout's mesh holds."""
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         divided = partition(dim)
@@ -294,8 +295,8 @@ def _raise_uncovered(batches: Sequence[Batch], position: int) -> NoReturn:
         boxes += _list_boxes(one.template, position)
     element = first_gap(held, boxes)
     raise PlanError(
-        f"tensor {batch.names[0]!r}: rank {batch.dst.ranks[position]} needs element {element} "
-        f"under {form}, no rank holds it under {batch.template.src}; cover it at the source"
+        f"{label(batch.names[0])}: rank {batch.dst.ranks[position]} needs element {element} under "
+        f"{form}, but no source rank holds it under {batch.template.src}; give it to a source rank"
     )
 
 

@@ -49,7 +49,10 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """For each unit, the elements in a row of its only box; 0 if the box is never cut, -1 if it has several boxes."""
+    """Return the length of a row of each unit (elements with equal holders and receivers) that is a single box.
+
+    It is 0 if the box is never cut, and -1 if the unit has several boxes.
+    """
     largest = _find_largest(t)
     nbytes = t.unit_size * t.src.itemsize
     of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
@@ -57,7 +60,10 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """For each unit, the largest number of its bytes that are never cut: a small box, or a row of a large one."""
+    """Return the largest number of bytes of each unit (elements with equal holders and receivers) that are never cut.
+
+    They are a small box, or a row of a large one.
+    """
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -126,7 +132,10 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """For each box of the unit: its row in each dimension, its sizes, and the elements up to its end; row-major."""
+    """Return, for each box of the unit, its row in each dimension, its sizes, and the elements up to its end.
+
+    Boxes are row-major.
+    """
     rows = []
     sizes = []
     for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
@@ -137,8 +146,8 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
     count = math.prod(map(len, rows))
     if count > MOST_BOXES:
         raise PlanError(
-            f"{t.src} to {t.dst}: between two ranks go {count} boxes of one tensor, "
-            f"more than {MOST_BOXES}; divide it into larger blocks, "
+            f"{t.src} to {t.dst}: one rank would send another {count} boxes of one tensor, "
+            f"more than {MOST_BOXES}; divide the tensor into larger blocks, "
             f"or write it with more dimensions"
         )
     boxes = list(itertools.product(*rows))
@@ -148,7 +157,7 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """The last element, not after `at`, at which the unit may be cut: the start of a box or of a row in a large one."""
+    """Return the last element, not after `at`, at which the unit may be cut: where a box, or a row of one, begins."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -172,7 +181,7 @@ def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]
 
 
 def is_legal_cut(t: Template, unit: int, at: int) -> bool:
-    """Whether the unit may be cut at element `at`: at the start of a box, or of a row of a box."""
+    """Return whether the unit may be cut at element `at`: at the start of a box, or of a row of a box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0

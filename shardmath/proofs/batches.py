@@ -17,7 +17,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.edits import relabeled
-from shardmath.layouts.holdings import equivalent
+from shardmath.layouts.holdings import equivalent, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.plan import Plan
@@ -29,7 +29,10 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Group the plan's batches by their tensors. Raises PlanError unless they move what the layouts ask for."""
+    """Group the plan's batches (tensors that move in the same way) by tensor, and check that they fit the layouts.
+
+    Raises PlanError unless they move what the layouts ask for.
+    """
     groups = _group_batches(plan)
     held = [_find_windows(plan, batches[0].names) for batches in groups]
     _check_sides(plan, held)
@@ -47,11 +50,11 @@ def _group_batches(plan: Plan) -> list[list[Batch]]:
     times = Counter(itertools.chain.from_iterable(groups))
     for name, count in times.items():
         if count > 1:
-            require(False, f"tensor {name!r} moves twice")
+            require(False, f"{label(name)} moves twice")
     for side in (plan.src, plan.dst):
         wrong = times.keys() ^ side.keys()
         if wrong:
-            require(False, f"tensor {min(wrong)!r} is in no batch, or not in the plan")
+            require(False, f"{label(min(wrong))} is in no batch, or not in the plan")
     return list(groups.values())
 
 
@@ -93,7 +96,7 @@ def _check_group(batches: Sequence[Batch], held: _Held) -> None:
     first = batches[0].names[0]
     moved = {(batch.source, batch.target) for batch in batches}
     distinct = len(moved) == len(batches)
-    require(distinct, f"tensor {first!r} moves twice between two windows")
+    require(distinct, f"{label(first)} moves twice between two windows")
     counts = {(len(src), len(dst)) for src, dst in held}
     same_counts = len(counts) == 1
     require(same_counts, f"tensors of other windows move as {first!r} does")
@@ -111,7 +114,7 @@ def _check_reached(name: str, dst: Sequence[Layout], reached: set[int]) -> None:
         if j in reached:
             continue
         needed = count_cells(layout).any()
-        require(not needed, f"tensor {name!r}: nothing arrives in window {j}")
+        require(not needed, f"{label(name)}: nothing arrives in window {j}")
 
 
 def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch: Batch) -> None:
@@ -121,7 +124,7 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     j = batch.target
     known = i in range(len(src)) and j in range(len(dst))
     moved = f"from window {i} of {len(src)} to window {j} of {len(dst)}"
-    require(known, f"tensor {name!r} moves {moved}")
+    require(known, f"{label(name)} moves {moved}")
     a = src[i]
     b = dst[j]
     planned_a = _place_form(name, t.src, batch.src, a)
@@ -132,15 +135,15 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     expected = find_reduction(a, b)
     same = planned.by_ranks(planned_a, planned_b) == expected.by_ranks(a, b)
     if not same or repr(planned) != repr(t.reduction):
-        what = f"tensor {name!r} is reduced by {t.reduction}"
-        raise PlanError(f"{what}; its layouts ask for {expected}: make the plan again")
+        what = f"{label(name)} is reduced by {t.reduction}, but its layouts need {expected}"
+        raise PlanError(f"{what}; make the plan again")
 
 
 def _check_form(name: str, layout: Layout, planned: Layout) -> None:
     """Check that a window is equivalent to the layout that its template plans."""
     if layout is planned or equivalent(layout, planned):
         return
-    lies = f"tensor {name!r} lies as {layout} on {layout.mesh}"
+    lies = f"{label(name)} lies as {layout} on {layout.mesh}"
     require(False, f"{lies}, not as {planned} on {planned.mesh}")
 
 
@@ -150,5 +153,5 @@ def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
         return layout
     positions = set(form.mesh.ranks)
     fits = positions == set(range(mesh.size))
-    require(fits, f"tensor {name!r}: {mesh} has other positions than its template's {form.mesh}")
+    require(fits, f"{label(name)}: {mesh} has other positions than its template's {form.mesh}")
     return relabeled(form, dict(enumerate(mesh.ranks)))

@@ -21,7 +21,7 @@ from shardmath.base.text import plural
 from shardmath.layouts.algebra.box import Box, first_gap, first_overlap, from_slices, tiles
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, flip_of, swap_ends
 from shardmath.plans.plan import Plan
@@ -35,7 +35,7 @@ MANY = 256
 
 
 def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
-    """Raise PlanError unless `transfers` are all right, and together do everything that `plan` has to do."""
+    """Raise PlanError unless each of `transfers` is right, and all together do everything that `plan` has to do."""
     forward = plan.forward if isinstance(plan, Transposed) else plan
     flip = flip_of(forward) if isinstance(plan, Transposed) else None
     tensors = {name: _ClaimedTensor(forward, name) for name in forward.src}
@@ -202,12 +202,12 @@ def _check_sizes(tensor: _ClaimedTensor, t: Transfer) -> None:
         odd = any(s.step != 1 or s.start < 0 for s in slices)
         shape = tuple(s.stop - s.start for s in slices)
         if odd or shape != t.shape:
-            what = f"{t}: slices {from_slices(slices)} are not of shape {t.shape}"
-            raise PlanError(f"{what}; give slices that list the same box")
+            what = f"{t}: slices {from_slices(slices)} do not have shape {t.shape}"
+            raise PlanError(f"{what}; give slices of that shape, with step 1")
     _check_shape(tensor, t)
     nbytes = math.prod(t.shape) * tensor.itemsize
     if t.nbytes != nbytes:
-        what = f"{t}: {t.nbytes} B for {t.shape} of {tensor.itemsize} B each"
+        what = f"{t} has nbytes={t.nbytes}, but {t.shape} elements of {tensor.itemsize} B each"
         raise PlanError(f"{what}; give nbytes={nbytes}")
 
 
@@ -215,7 +215,7 @@ def _check_shape(tensor: _ClaimedTensor, t: Transfer) -> None:
     """Check that the shape is a box of the tensor."""
     if min(t.shape, default=1) <= 0 or len(t.shape) != tensor.src[0].ndim:
         what = f"{t}: shape {t.shape} is not a box of {tensor.src[0].shape}"
-        raise PlanError(f"{what}; give each dimension a positive length")
+        raise PlanError(f"{what}; give one positive length per dimension")
 
 
 def _check_end(
@@ -225,12 +225,12 @@ def _check_end(
     word = ("source", "destination")[side]
     if local not in tensor.windows[side]:
         names = ", ".join(map(repr, tensor.windows[side]))
-        raise PlanError(f"{t}: no {word} tensor {local!r}; give one of {names}")
+        raise PlanError(f"{t}: the {word} has no local tensor {local!r}; give one of {names}")
     window = tensor.windows[side][local]
     layout = (tensor.src, tensor.dst)[side][window]
     if rank not in layout.mesh:
         what = f"{t}: rank {rank} is not in the {word} {layout}"
-        raise PlanError(f"{what}; give one of its ranks")
+        raise PlanError(f"{what}; give a rank of its mesh")
     held = tensor.runs(side, window, rank)
     for d, runs in enumerate(held):
         local_range = slices[d]
@@ -240,7 +240,9 @@ def _check_end(
             has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
             place = f"{local_range.start}:{local_range.stop}"
             given = f"{global_range.start}:{global_range.stop} at {place}"
-            raise PlanError(f"{t}: element {element}: {has}, not {given}")
+            raise PlanError(
+                f"{t}, element {element}: {has}, not {given}; give slices that it holds"
+            )
     return window
 
 
@@ -265,7 +267,7 @@ def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
             left = f"addend {sent} of {'*'.join(src_axes)}"
             arrives = f"addend {received} of {'*'.join(dst_axes)}"
             what = f"{t}: {left} arrives as {arrives}"
-            raise PlanError(f"{what}; pass the same addend through along these axes")
+            raise PlanError(f"{what}; send it to the rank of the same addend")
     return _flatten(src.mesh, src_coords, rule.folded)
 
 
@@ -282,8 +284,8 @@ def _check_entry(t: Transfer, expected: tuple[str, int]) -> None:
     if (t.op, t.addend) == expected:
         return
     op, addend = expected
-    what = f"{t}: rank {t.src_rank} enters by {t.op!r} as addend {t.addend}"
-    raise PlanError(f"{what}; give op={op!r} and addend={addend}")
+    what = f"{t} has op={t.op!r} and addend={t.addend}"
+    raise PlanError(f"{what}; give op={op!r} and addend={addend}, as its layouts need")
 
 
 # All together
@@ -326,8 +328,11 @@ def _check_replicas(tensor: _ClaimedTensor, boxes: list[Box], dst_addends: list[
         return
     i, j = pair
     element = _first_common(boxes[i], boxes[j])
-    what = f"tensor {tensor.name!r}: element {element} goes to addend {dst_addends[i]} of some replicas"
-    raise PlanError(f"{what} and to addend {dst_addends[j]} of others; replicas have to stay equal")
+    what = (
+        f"{label(tensor.name)}: element {element} goes to addend {dst_addends[i]} of some replicas"
+    )
+    fix = "send it to the same addend of all replicas"
+    raise PlanError(f"{what} and to addend {dst_addends[j]} of others; {fix}")
 
 
 def _check_partition(
@@ -340,25 +345,24 @@ def _check_partition(
     if len(boxes) > MANY and tiles(held, boxes):
         return
     what = _name_receiver(tensor, rank, addend)
-    once = "it must be received exactly once"
     pair = first_overlap(boxes)
     if pair is not None:
         i, j = pair
         local = _first_common(boxes[i], boxes[j])
         element = _name_element(runs, local)
-        raise PlanError(f"{what} receives element {element} twice; {once}")
+        raise PlanError(f"{what} receives element {element} twice; leave out one of the transfers")
     # Disjoint boxes inside the rank's elements are all of them if they have their volume.
     volume = sum(map(_measure, boxes))
     expected = math.prod(r.size for r in runs)
     if volume != expected:
         gap = first_gap(held, boxes) or ()
         element = _name_element(runs, gap)
-        raise PlanError(f"{what} never receives element {element}; {once}")
+        raise PlanError(f"{what} never receives element {element}; add a transfer that brings it")
 
 
 def _name_receiver(tensor: _ClaimedTensor, rank: int, addend: int) -> str:
     """The start of a message: the tensor, the rank, and the addend if there are several."""
-    what = f"tensor {tensor.name!r}: rank {rank}"
+    what = f"{label(tensor.name)}: rank {rank}"
     return f"{what}, addend {addend}" if tensor.rules[0, 0].addends > 1 else what
 
 
@@ -389,7 +393,7 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
 
 
 def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """`transfers` as an iterator. Raises PlanError unless it is an iterable of Transfer."""
+    """Return `transfers` as an iterator. Raises PlanError unless it is an iterable of Transfer."""
     if not isinstance(transfers, Iterable):
         what = f"transfers={transfers!r} is not an iterable"
         raise PlanError(f"{what}; give an iterable of shardmath.Transfer")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shardmath.base.errors import PlanError
 from shardmath.layouts.algebra.box import first_gap, first_overlap, from_slices
+from shardmath.layouts.holdings import label
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.messages import Message, Step, align
@@ -48,7 +49,9 @@ def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
             for message in posted.messages:
                 _check_places(message)
         if not part.keeps_order:
-            raise PlanError(f"rank {part.rank} folds addends out of order; {FIX}, by addend")
+            raise PlanError(
+                f"rank {part.rank} folds addends out of order; {FIX}, with by_addend=True"
+            )
     _check_both_ends(parts)
     if parts and not relays:
         _check_pieces(parts[0].plan, parts)
@@ -61,7 +64,7 @@ def _check_steps(part: RankProgram) -> None:
         distinct = {message.step for message in posted.messages}
         steps = sorted(distinct)
         if len(steps) != 1 or (before is not None and steps[0] <= before):
-            what = f"rank {part.rank} has a round of the steps {steps} after {before}"
+            what = f"rank {part.rank} has a round of the steps {steps} after step {before}"
             raise PlanError(f"{what}; {FIX}")
         before = steps[0]
 
@@ -144,19 +147,21 @@ def _list_arriving(parts: Sequence[RankProgram]) -> Iterator[Transfer]:
 def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transfer]) -> None:
     """Check that the pieces of a key tile its transfers, in all three boxes: global, source and destination."""
     src, dst, tensor = key[:3]
-    what = f"tensor {tensor!r} from rank {src} to rank {dst}"
+    what = f"{label(tensor)} from rank {src} to rank {dst}"
     planned = sum(t.nbytes for t in transfers)
     posted = sum(piece.nbytes for piece in pieces)
     if planned != posted:
-        raise PlanError(f"{what}: pieces have other bytes than the plan's transfers; {FIX}")
+        sizes = f"pieces have {posted} B, but the plan's transfers have {planned} B"
+        raise PlanError(f"{what}: {sizes}; {FIX}")
     boxes = [from_slices(piece.dst_slices) for piece in pieces]
     twice = first_overlap(boxes)
     if twice is not None:
-        raise PlanError(f"{what}: two pieces bring one cell; {FIX}")
+        i, j = twice
+        raise PlanError(f"{what}: pieces {boxes[i]} and {boxes[j]} share an element; {FIX}")
     for t in transfers:
         gap = _find_gap(t, pieces)
         if gap is not None:
-            raise PlanError(f"{what}: no piece brings the cell {gap}; {FIX}")
+            raise PlanError(f"{what}: no piece brings local element {gap}; {FIX}")
 
 
 def _find_gap(t: Transfer, pieces: Sequence[Transfer]) -> tuple[int, ...] | None:

@@ -37,6 +37,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.box import Box, first_gap, from_slices
 from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.holdings import label
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
@@ -144,7 +145,7 @@ def _raise_stranger(
     row = int(rows[i])
     name = _batch_of(plan, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
-    what = f"tensor {name!r}: rank {rank} has to {does} element {_element_of(plan, row)}"
+    what = f"{label(name)}: rank {rank} has to {does} element {_element_of(plan, row)}"
     raise PlanError(f"{what}, which it does not hold at the {where}; make the plan again")
 
 
@@ -201,7 +202,7 @@ def _find_groups(plan: Plan, order: Ints) -> Ints:
     meets = ~is_new
     meets[1:] &= lo[1:] < hi[:-1]
     for row in order[meets & ~is_same].tolist():
-        what = f"tensor {_batch_of(plan, row).names[0]!r}: element {_element_of(plan, row)}"
+        what = f"{label(_batch_of(plan, row).names[0])}: element {_element_of(plan, row)}"
         require(False, f"{what} is in two rows with different elements")
     return np.flatnonzero(~is_same)
 
@@ -244,14 +245,14 @@ def _check_apart(plan: Plan, places: Places, rows: Ints, sets: list[int]) -> Non
     row = int(rows[0])
     batch = _batch_of(plan, row)
     element = _element_of(plan, row)
-    what = f"tensor {batch.names[0]!r}:"
+    what = f"{label(batch.names[0])}:"
     times: Counter[int] = Counter()
     for number in sets:
         times.update(plan.lines.sets[number])
     for rank, count in times.items():
         if count > 1:
             twice = f"{what} rank {rank} receives element {element} twice"
-            raise PlanError(f"{twice}; it must be received exactly once")
+            raise PlanError(f"{twice} instead of once; make the plan again")
     t = batch.template
     addend_of = t.dst.mesh.coordinate(t.reduction.chosen)
     positions, _ = places.within(batch.dst).of(np.array(sets, np.int64))
@@ -259,7 +260,7 @@ def _check_apart(plan: Plan, places: Places, rows: Ints, sets: list[int]) -> Non
     if len(addends) > 1:
         a, b, *_ = sorted(addends)
         where = f"addend {a} of some replicas and to addend {b} of others"
-        raise PlanError(f"{what} element {element} goes to {where}; replicas have to stay equal")
+        raise PlanError(f"{what} element {element} goes to {where}; make the plan again")
 
 
 # Counting
@@ -286,7 +287,7 @@ def _check_ranks(batches: Sequence[Batch]) -> None:
     first = batches[0]
     same = all(batch.dst.ranks == first.dst.ranks for batch in batches)
     name = first.names[0]
-    require(same, f"tensor {name!r} arrives in one window in several orders of ranks")
+    require(same, f"{label(name)} arrives in one window in several orders of ranks")
 
 
 def _count_arrivals(plan: Plan, places: Places) -> Iterator[Ints]:
@@ -363,10 +364,10 @@ def _raise_missing(
         gap = first_gap(held, boxes.get(addend, []))
         if gap is not None:
             break
-    what = f"tensor {first.names[0]!r}: rank {first.dst.ranks[position]}"
+    what = f"{label(first.names[0])}: rank {first.dst.ranks[position]}"
     if addends > 1:
         what += f", addend {addend}"
-    raise PlanError(f"{what} never receives element {gap}; it must be received exactly once")
+    raise PlanError(f"{what} never receives element {gap}; make the plan again")
 
 
 def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[int, list[Box]]:

@@ -26,6 +26,7 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, join, lengths, ranges
 from shardmath.base.errors import PlanError
+from shardmath.layouts.holdings import label
 from shardmath.plans.balance import make_grid, measure_lines
 from shardmath.plans.demands import Demands
 from shardmath.plans.programs.legs import Streams
@@ -172,7 +173,7 @@ def _name_tensor(prog: Program, block: int) -> str:
     demands = prog.legs.lines
     row = demands.row_first[block]
     batch = prog.plan.batches[int(demands.batch[row])]
-    return f"tensor {batch.names[0]!r}"
+    return f"{label(batch.names[0])}"
 
 
 def _check_inside(prog: Program, streams: Streams) -> None:

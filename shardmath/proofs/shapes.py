@@ -130,7 +130,7 @@ def check_integers(table: Overlay | Template | Demands) -> None:
 
 
 def check_sides(plan: Plan | Transposed) -> None:
-    """Raise PlanError unless the plan's sides and rules have the right types, and name the same tensors."""
+    """Raise PlanError unless the plan's sides and reductions have the right types, and name the same tensors."""
     if isinstance(plan, Transposed):
         _check_forward(plan.forward)
     checked_ids: set[int] = set()

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmath.base.errors import PlanError
+from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.plan import Movable, Plan
@@ -161,20 +162,19 @@ def _read_arrays(plan: Movable, shards: Shards, rank: int) -> dict[str, Array]:
 def _read_array(given: Mapping[str, Array], key: str, rank: int, layout: Layout) -> Array:
     """One source array. Raises PlanError if it is missing, not numeric, or of another shape than the layout's."""
     if key not in given:
-        names = ", ".join(map(repr, given)) or "none"
-        what = f"rank {rank} gives no source array {key!r}; give it, too"
-        raise PlanError(f"{what}: it gives {names}")
-    what = f"rank {rank}: source array {key!r}"
+        fix = f"pass it with {', '.join(map(repr, given))}" if given else "pass it"
+        raise PlanError(f"rank {rank}: source array {key!r} is missing; {fix}")
+    what = f"rank {rank}: source array" + (f" {key!r}" if key else "")
     try:
         array = np.asarray(given[key])
     except ValueError as error:
         raise PlanError(f"{what} is not an array: {error}; pass a numpy array") from None
     if array.dtype.kind in NO_NUMBERS:
-        raise PlanError(f"{what} has dtype {array.dtype}; pass numbers")
+        raise PlanError(f"{what} has dtype {array.dtype}; pass an array of numbers")
     expected = layout.local_shape(rank)
     if array.shape != expected:
-        local = f"{layout} has {expected} there"
-        raise PlanError(f"{what} has shape {array.shape}, {local}; pass that local array")
+        local = f"but {layout} gives this rank {expected}"
+        raise PlanError(f"{what} has shape {array.shape}, {local}; pass an array of that shape")
     return array
 
 
@@ -188,11 +188,11 @@ def _find_dtype(plan: Movable, name: str, held: _Arrays) -> np.dtype[Any]:
             rank_of[arrays[key].dtype] = rank
     if len(rank_of) != 1:
         dtypes = ", ".join(f"{dtype} on rank {rank}" for dtype, rank in rank_of.items())
-        raise PlanError(f"tensor {name!r} has several dtypes: {dtypes}; pass one")
+        raise PlanError(f"{label(name)} has arrays of several dtypes, {dtypes}; pass one dtype")
     dtype = next(iter(rank_of))
     if plan.divisor(name) > 1 and dtype.kind in "biu":
-        what = f"tensor {name!r} is averaged, and its arrays are {dtype}"
-        raise PlanError(f"{what}; pass floating or complex ones")
+        what = f"{label(name)} is averaged, but has arrays of dtype {dtype}"
+        raise PlanError(f"{what}; pass floating-point or complex arrays")
     return dtype
 
 

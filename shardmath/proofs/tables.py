@@ -18,6 +18,7 @@ import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, lengths, pick, ranges
 from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.holdings import label
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.programs.legs import Bands, Legs
 from shardmath.plans.template import unit_addends
@@ -28,7 +29,7 @@ __all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "fin
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless rows fill blocks, blocks fill lines, and lines are divided from end to end."""
+    """Raise PlanError unless a plan's table of bytes to be sent has no gaps, and each byte has one sender."""
     check_integers(demands)
     _check_tables(demands)
     _check_numbers(demands, batches)
@@ -44,7 +45,7 @@ def _require_rows(demands: Demands, batches: Sequence[Batch], holds: Bools, what
     """Raise PlanError for the first row that does not hold, naming its tensor and `what` is wrong."""
     for row in np.flatnonzero(~holds).tolist():
         name = _name_row(demands, batches, row)
-        require(False, f"tensor {name!r}: row {row} {what}")
+        require(False, f"{label(name)}: row {row} {what}")
 
 
 def _require_blocks(demands: Demands, batches: Sequence[Batch], holds: Bools, what: str) -> None:
@@ -52,7 +53,7 @@ def _require_blocks(demands: Demands, batches: Sequence[Batch], holds: Bools, wh
     for block in np.flatnonzero(~holds).tolist():
         name = _name_row(demands, batches, int(demands.row_first[block]))
         ranks = demands.asked_by(block)[:8]
-        require(False, f"tensor {name!r}: block {block}, for ranks {ranks}, {what}")
+        require(False, f"{label(name)}: block {block}, for ranks {ranks}, {what}")
 
 
 def _require_lines(demands: Demands, holds: Bools, what: str) -> None:
@@ -102,7 +103,7 @@ def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
 
 
 def check_numbers_of_sets(demands: Demands) -> None:
-    """Raise PlanError unless holders and receivers are numbers of sets that exist."""
+    """Raise PlanError unless all holders and receivers in `demands` are numbers of existing sets of ranks."""
     for column in (demands.holders, demands.receivers):
         _check_known(column, len(demands.sets))
 
@@ -282,14 +283,14 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
     element, odd = divmod(place, t.src.itemsize)
     if odd or not is_legal_cut(t, unit, element):
         name = _name_row(demands, batches, row)
-        require(False, f"tensor {name!r}: byte {place} of unit {unit} is a cut inside a row")
+        require(False, f"{label(name)}: byte {place} of unit {unit} is a cut inside a row")
 
 
 # Bands
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """An error message if a program's bands (parts of blocks) do not fit its lines; "" if they do.
+    """Return an error message if a program's bands (parts of blocks of bytes) do not fit its plan; "" if they do.
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
     lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other.
@@ -327,14 +328,14 @@ class MemberTable(NamedTuple):
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """The positions of the ranks in the sets `numbers`, end to end, and for each its set's index in `numbers`."""
+        """Return the positions of the ranks in the sets `numbers`, end to end, and for each the index of its set."""
         first = self.of_set.first
         items, owner = ranges(first[numbers], first[numbers + 1])
         return self.positions[items], owner
 
 
 class Places:
-    """Finds the mesh positions of sets of ranks, once for all sets of each mesh.
+    """Finds the mesh positions of the ranks in given sets, once for all sets of each mesh.
 
     >>> places = Places([(3, 4), (5,)])
     >>> positions, which = places.within(Mesh(tp=2, ranks=[5, 4])).of(np.array([0, 1]))
@@ -356,7 +357,7 @@ class Places:
         self._by_id: dict[int, MemberTable] = {}
 
     def within(self, mesh: Mesh) -> MemberTable:
-        """The positions in `mesh` of the ranks in all sets."""
+        """Return the positions in `mesh` of the ranks in all sets, as a MemberTable."""
         table = self._by_id.get(id(mesh))
         if table is None:
             if mesh not in self._by_mesh:

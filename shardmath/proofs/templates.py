@@ -37,7 +37,7 @@ __all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless the template's tables are right; `known` collects the ids of overlays already proved."""
+    """Raise PlanError unless a template's tables are right; `known` collects the ids of tables already proved."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
@@ -216,7 +216,9 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end of a template: in each dimension, the part that each position holds, and the parts that each unit is in.
+    """One end of a move: in each dimension, the part that each mesh position holds, and the parts that have each unit.
+
+    A unit is elements that move together.
 
     `sets[d]` are sets of parts, `held[d]` is the part that each position holds, and `set_numbers[:, d]` the set
     of each unit. Units with the same `code` have the same sets in every dimension.
@@ -259,7 +261,7 @@ def _are_members(sets: Parts, set_numbers: Ints, part: Ints) -> Bools:
 
 @memo()
 def find_end(t: Template, source: bool) -> End:
-    """The source end of the template if `source`, otherwise its destination end."""
+    """Return the source end of the template `t` if `source`, otherwise its destination end."""
     mesh = t.src.mesh if source else t.dst.mesh
     set_numbers = np.zeros_like(t.unit_pairs)
     # The numbers of all dimensions as digits of one number.

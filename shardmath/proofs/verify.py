@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint, flip_digest
 from shardmath.plans.plan import Movable, Plan, digest_of
@@ -67,8 +67,9 @@ def _check_in_part(plan: Movable) -> None:
     # The same names in another order are wrong too.
     wrong = sorted({*given} ^ {*in_part}) or list(given)
     name = wrong[0]
-    says = "in part" if name in given else "whole"
-    what = f"tensor {name!r} is not held {says} at the destination of {plan!r}"
+    lists = "names" if name in given else "does not name"
+    holds = "whole" if name in given else "only in part"
+    what = f"in_part of {plan!r} {lists} {label(name)}, which the destination holds {holds}"
     raise PlanError(f"{what}; make the plan again")
 
 
@@ -89,7 +90,7 @@ def _check_left(plan: Plan) -> None:
         pairs[id(before), id(after)] = name, before, after
         if name in plan.src:
             same = plan.src[name] == whole.src[name]
-            require(same, f"tensor {name!r} has another source than in the whole plan")
+            require(same, f"{label(name)} has another source than in the whole plan")
     others = sorted(plan.src.keys() - whole.src.keys())
     require(not others, f"the whole plan does not have the tensors {others[:8]}")
     for name, before, after in pairs.values():
@@ -114,15 +115,15 @@ def _check_staying(name: str, before: Windows, after: Windows, left: frozenset[i
     """Check that a tensor keeps the windows of which some rank stays, unchanged on each rank that stays."""
     staying = [layout for layout in before if not left.issuperset(layout.mesh.ranks)]
     same = len(staying) == len(after)
-    require(same, f"tensor {name!r} has other windows than those of the ranks that stay")
+    require(same, f"{label(name)} has other windows than those of the ranks that stay")
     for whole, layout in zip(staying, after, strict=True):
         ranks = set(whole.mesh.ranks) - left
         same = ranks == set(layout.mesh.ranks)
-        require(same, f"tensor {name!r} is on other ranks than those that stay")
+        require(same, f"{label(name)} is on other ranks than those that stay")
         for rank in sorted(ranks):
             held = _describe_held(layout, rank)
             same = held == _describe_held(whole, rank)
-            require(same, f"tensor {name!r}: rank {rank} stays and holds something else")
+            require(same, f"{label(name)}: rank {rank} stays and holds something else")
 
 
 def _describe_held(layout: Layout, rank: int) -> tuple[object, ...]:
@@ -202,5 +203,5 @@ def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None
     """Check that a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
     if given is expected or repr(given) == repr(expected):
         return
-    what = f"tensor {name!r} is reduced by {given}"
-    raise PlanError(f"{what}; its layouts ask for {expected}: make the plan again")
+    what = f"{label(name)} is reduced by {given}, but its layouts need {expected}"
+    raise PlanError(f"{what}; make the plan again")

@@ -45,7 +45,7 @@ def test_a_plan_to_a_window_says_what_is_left_out(capsys: pytest.CaptureFixture[
     part = "(n)=<0:3>"
     assert cli.main(["plan", "tp=2", "tp=2", "4,4", "(tp n) h", f"{part} (tp h)"]) == 1
     refused = capsys.readouterr()
-    assert refused.out == "" and "no rank asks for element (3, 0)" in refused.err
+    assert refused.out == "" and "no rank of the destination holds element (3, 0)" in refused.err
     assert cli.main(["plan", "--window", "tp=2", "tp=2", "4,4", "(tp n) h", f"{part} (tp h)"]) == 0
     shown = capsys.readouterr().out
     assert "1 tensor, 1 of which the destination holds in part\n" in shown

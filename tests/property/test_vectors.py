@@ -89,7 +89,9 @@ def test_text_round_trip(case: dict) -> None:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_order_reading(case: dict) -> None:
     if not case["dec"]:
-        with pytest.raises(PlacementError, match=r"stands for no order.*use reading='placement'"):
+        with pytest.raises(
+            PlacementError, match=r"no order of splits gives.*use reading='placement'"
+        ):
             layout_of(case, "order")
         return
     layout = layout_of(case, "order")

@@ -42,27 +42,27 @@ Ranges: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def full(dims: Sequence[int]) -> Box:
-    """The box that contains a whole tensor of shape `dims`."""
+    """Return the box, one (start, stop) per dimension, that covers a whole tensor of shape `dims`."""
     return tuple((0, n) for n in dims)
 
 
 def shape(box: Box) -> tuple[int, ...]:
-    """The number of elements of `box` in each dimension."""
+    """Return the number of elements of `box` along each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """The number of elements in `box`."""
+    """Return the number of elements in `box`."""
     return math.prod(shape(box))
 
 
 def from_slices(index: Sequence[slice]) -> Box:
-    """The box that `index` selects; each of its slices, one per dimension, has a start and a stop."""
+    """Return the box, one (start, stop) per dimension, of an `index` of slices that all have a start and a stop."""
     return tuple((span.start, span.stop) for span in index)
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """The number of elements in one step along the first dimension longer than 1 of a tensor of shape `dims`."""
+    """Return the number of elements in one step along the first dimension longer than 1 of a tensor of shape `dims`."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])
@@ -70,14 +70,14 @@ def row_size(dims: Sequence[int]) -> int:
 
 
 def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
-    """Boxes that contain elements lo..hi-1, counted row-major, of a tensor of shape `dims`, in order.
+    """Return boxes, in order, that together contain elements lo..hi-1, counted row-major, of a tensor of shape `dims`.
 
     There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a range of the tensor.
     """
     total = math.prod(dims)
     if not 0 <= lo <= hi <= total:
-        what = f"flat range [{lo}, {hi}) is not inside {tuple(dims)} of {total} elements"
-        raise PlanError(f"{what}; cut it to fit")
+        what = f"elements {lo}:{hi}, counted row-major, are not a range of shape {tuple(dims)}"
+        raise PlanError(f"{what}, which has {total}; give 0 <= start <= stop <= {total}")
     if lo == hi:
         return ()
     return tuple(_cut_flat(tuple(dims), lo, hi))
@@ -117,7 +117,7 @@ def _cut_row(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
 def first_overlap(
     boxes: Sequence[Box], labels: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """The indices of two of `boxes` that share an element; None if no two do, except boxes with equal `labels`.
+    """Return the indices of two `boxes` that share an element, or None; boxes with equal `labels` may overlap.
 
     All boxes have the same number of dimensions, and none is empty.
 
@@ -182,7 +182,7 @@ def _first_other_label(label: Ints) -> tuple[int, int] | None:
 
 
 def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """The first element, of all combinations of positions in `held`, that is in none of `boxes`; None if all are.
+    """Return the first element of the product of `held`, ranges per dimension, that no box contains, or None.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)
@@ -270,7 +270,7 @@ PRIME = (1 << 31) - 1
 
 
 def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
-    """Whether `boxes` contain each combination of positions in `held`, one per dimension, once, and nothing else.
+    """Return whether `boxes` fill the product of `held`, ranges per dimension: each element once, and nothing else.
 
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Splits(Hashable, Protocol):
-    """Anything hashable with a method that divides a length n into parts, each given as Runs over 0..n-1.
+    """The protocol of a custom cut: a hashable object that divides a length n into parts, each given as Runs.
 
     Its parts are disjoint unless it has an attribute `overlaps` that is true.
     """
@@ -53,10 +53,10 @@ def _check_positive(cut: object, name: str) -> None:
     value = getattr(cut, name)
     if type(value) is int and value >= 1:
         return
-    what = f"the {name} of {type(cut).__name__}"
+    what = f"`{name}` of {type(cut).__name__}"
     number = as_integer(value, what, PlacementError)
     if number < 1:
-        raise PlacementError(f"{what} is {number}; give 1 or more")
+        raise PlacementError(f"{what} is {number}, but must be at least 1; pass 1 or more")
     object.__setattr__(cut, name, number)
 
 
@@ -79,7 +79,7 @@ class Chunks(_CountedCut):
     """A cut into chunks of ceil(length / parts) positions, as by torch.chunk; the last ones are short or empty."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """The offset and the length of part number `i` of a piece of `length` positions."""
+        """Return the offset and the length of part number `i` of a piece of `length` positions."""
         step = -(-length // self.parts)
         start = min(length, i * step)
         return start, min(length - start, step)
@@ -90,7 +90,7 @@ class BalancedChunks(_CountedCut):
     """A cut into parts whose sizes differ by at most one, larger ones first, as by numpy.array_split."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """The offset and the length of part number `i` of a piece of `length` positions."""
+        """Return the offset and the length of part number `i` of a piece of `length` positions."""
         step, extra = divmod(length, self.parts)
         return i * step + min(i, extra), step + (i < extra)
 
@@ -109,15 +109,15 @@ class Sizes:
         object.__setattr__(self, "_starts", starts)
 
     def count(self, length: int) -> int:
-        """The number of parts. Raises PlacementError unless the sizes add up to `length`."""
+        """Return the number of sizes. Raises PlacementError unless they add up to `length`."""
         total = self._starts[-1]
         if total != length:
-            what = f"sizes {list(self.sizes)} add up to {total}, the piece has {length}"
-            raise PlacementError(f"{what}; make them add up")
+            what = f"sizes {list(self.sizes)} add up to {total}, but divide {length} positions"
+            raise PlacementError(f"{what}; give sizes that add up to {length}")
         return len(self.sizes)
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """The offset and the length of part number `i` of a piece of `length` positions."""
+        """Return the offset and the length of part number `i` of a piece of `length` positions."""
         return self._starts[i], self.sizes[i]
 
 
@@ -131,28 +131,31 @@ class FixedBlock:
         _check_positive(self, "size")
 
     def count(self, length: int) -> int:
-        """The number of blocks, including a short one, into which a piece of `length` positions is cut."""
+        """Return the number of blocks, including a short one, into which a piece of `length` positions is cut."""
         return -(-length // self.size)
 
     def part(self, length: int, i: int) -> tuple[int, int]:
-        """The offset and the length of part number `i` of a piece of `length` positions."""
+        """Return the offset and the length of part number `i` of a piece of `length` positions."""
         start = min(length, i * self.size)
         return start, min(length - start, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A cut by a custom placement `by`, whose parts may be any Runs; results for recent lengths are cached."""
+    """A cut made by the `split` of a custom placement, `by`; the parts of recently divided lengths are cached."""
 
     by: Splits
     parts: int
 
     def count(self, length: int) -> int:
-        """The number of parts. Raises PlacementError if `by` gives another number for `length`."""
+        """Return the number of parts. Raises PlacementError if `by` gives another number for `length`."""
         return len(self.split(length))
 
     def split(self, length: int) -> tuple[Runs, ...]:
-        """The parts that `by` makes of positions 0..length-1, as Runs. Raises PlacementError if they are invalid."""
+        """Return the parts that `by` makes of positions 0..length-1, as Runs.
+
+        Raises PlacementError if they are invalid.
+        """
         return _split(self.by, length, self.parts)
 
 
@@ -172,16 +175,19 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
     except ShardError as error:
         raise PlacementError(f"{call}: {error}") from error
     except Exception as error:
-        raise PlacementError(f"{call} raised {error!r}; it must give {parts} Runs") from error
+        raise PlacementError(f"{call} raised {error!r}; make it return {parts} Runs") from error
     if len(out) != parts:
-        what = f"{call} gave {plural(out, 'part')}"
-        raise PlacementError(f"{what}; give {parts}, empty ones included")
+        what = f"{call} returned {plural(out, 'part')} instead of {parts}"
+        raise PlacementError(f"{what}; return one Runs per coordinate, even if it is empty")
     for i, part in enumerate(out):
         if not isinstance(part, Runs):
-            raise PlacementError(f"{call} gave {_shorten(part)} as part {i}; give Runs")
+            raise PlacementError(
+                f"{call} returned {_shorten(part)} as part {i}, not Runs; "
+                f"return Runs, such as shardmath.from_ranges([(0, 2)])"
+            )
         if part.extent > length:
-            what = f"{call}: part {i} is {part}, beyond the length"
-            raise PlacementError(f"{what}; stay below {length}")
+            what = f"{call} returned {part} as part {i}, which reaches position {part.extent - 1}"
+            raise PlacementError(f"{what}; return only positions below {length}")
     if not getattr(by, "overlaps", False):
         _check_disjoint(out, by, call)
     return out
@@ -203,9 +209,9 @@ class OverlapError(PlacementError):
         return self.word(f"parts {one} and {other}")
 
     def word(self, both: str) -> str:
-        """The error message in which the text `both` names the two overlapping parts."""
+        """Return the error message, in which the text `both` names the two overlapping parts."""
         what = f"{self.call}: {both} both hold position {self.position}"
-        fix = "make them disjoint, or say that copies are meant: overlaps = True in its class"
+        fix = "make the parts disjoint, or set `overlaps = True` in the class if copies are meant"
         return f"{what}; {fix}"
 
 
@@ -233,7 +239,7 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """The number of parts, from the first on, that may hold some of a piece of `size` positions."""
+    """Return how many parts of `cut`, counted from the first, can hold any of a piece of `size` positions."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)
@@ -241,7 +247,7 @@ def parts_to_visit(cut: Cut, size: int) -> int:
 
 
 def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each part of the piece that begins at `start` and has `size` positions."""
+    """Yield (start, length) of each part into which `cut` divides `size` positions that begin at `start`."""
     if isinstance(cut, Sizes):
         cut.count(size)
         starts = itertools.accumulate(cut.sizes, initial=start)
@@ -253,7 +259,7 @@ def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]
 
 
 def is_trivial(cut: Cut) -> bool:
-    """Whether `cut` always has a single part, and so changes nothing."""
+    """Return whether `cut` leaves every piece whole, so that it can be left out."""
     if isinstance(cut, Chunks):
         return cut.parts == 1
     return isinstance(cut, Sizes) and len(cut.sizes) == 1

@@ -38,7 +38,7 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`size` consecutive stored positions of a dimension, and the stages of cuts that divide them among ranks.
+    """A stretch of `size` stored positions of a dimension, and the `stages` of cuts that divide it among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -54,7 +54,7 @@ class Field:
                     check_stage(stage, length)
 
     def runs(self, coords: Coords) -> Runs:
-        """The positions, out of 0..size-1, that the rank at `coords` keeps, as Runs."""
+        """Return the positions, out of 0..size-1, that the rank at mesh coordinates `coords` keeps, as Runs."""
         if not self.stages:
             return identity(self.size)
         first, *rest = self.stages
@@ -66,7 +66,7 @@ class Field:
 
 
 def divided(size: int, stages: Iterable[Stage]) -> Field:
-    """A Field of `size` positions divided by `stages`, in canonical form.
+    """Return `size` positions divided among ranks by `stages` of cuts, as a Field in canonical form.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,13 +76,13 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """The lengths that ranks hold of the field `f` just before its stage number `stage` divides them."""
+    """Return the lengths that ranks hold of the field `f` just before its stage number `stage` divides them."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension of a layout: `size` logical positions, and how the stored ones are divided among ranks.
+    """One dimension of a layout: its `size` in the tensor, and how the stored positions are divided among ranks.
 
     `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the
     stored positions one after the other. Raises PlacementError if sizes do not fit.
@@ -103,11 +103,13 @@ class Dimension:
         """Raise PlacementError if the sizes of fields and stored positions do not fit."""
         sizes = [f.size for f in self.fields]
         if sum(sizes) != self.stored_size:
-            what = f"fields {sizes} add up to {sum(sizes)}, the dimension stores {self.stored_size}"
-            raise PlacementError(f"{what}; make the fields add up to the stored size")
+            what = f"fields of sizes {sizes} add up to {sum(sizes)}"
+            fix = f"make them add up to {self.stored_size}"
+            raise PlacementError(f"{what}, but {self.stored_size} positions are stored; {fix}")
         if self.stored is not None and self.stored.extent > self.size:
-            what = f"stored {self.stored} reaches position {self.stored.extent - 1}"
-            raise PlacementError(f"{what} of a dimension of {self.size}; stay inside")
+            what = f"stored positions {self.stored} reach {self.stored.extent - 1}"
+            fix = f"store only positions below {self.size}"
+            raise PlacementError(f"{what} of a dimension of {self.size}; {fix}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -130,7 +132,7 @@ class Dimension:
         return out
 
     def runs(self, coords: Coords) -> Runs:
-        """The logical position of each local position, as Runs, on the rank at `coords`."""
+        """Return the position in the tensor of each local position, as Runs, on the rank at coordinates `coords`."""
         kept = self._stored_runs(coords)
         if self.stored is None:
             return kept
@@ -152,7 +154,7 @@ class Dimension:
 
 @memo()
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
-    """The Runs that ranks hold at each combination of coordinates on the dimension's axes, row-major."""
+    """Return the Runs that ranks hold of `dimension` at each combination of coordinates on its axes, row-major."""
     if len(dimension.fields) != 1:
         return tuple(map(dimension.runs, list_coordinates(dimension.axes)))
     (only,) = dimension.fields

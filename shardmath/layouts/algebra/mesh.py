@@ -39,7 +39,7 @@ MOST_RANKS = 1 << 24
 
 
 def strides(sizes: Iterable[int]) -> tuple[int, ...]:
-    """The row-major strides of an array of shape `sizes`.
+    """Return the row-major strides, in elements, of an array of shape `sizes`.
 
     >>> strides((4, 3, 2))
     (6, 2, 1)
@@ -80,12 +80,12 @@ class Mesh:
         if more or not isinstance(axes, Mapping | None):
             given = (axes, *more) if more else axes
             fix = "give a mapping from name to size, or keywords: Mesh(dp=4, tp=2)"
-            raise MeshError(f"axes are {given!r}; {fix}")
+            raise MeshError(f"mesh axes are {given!r}; {fix}")
         spelled = {**(axes or {}), **sizes}
         named = dict(_check_axis(name, n) for name, n in spelled.items())
         total = math.prod(named.values())
         if total > MOST_RANKS:
-            raise MeshError(f"mesh {named} has {total} ranks; give at most {MOST_RANKS}")
+            raise MeshError(f"mesh {named} has {total} ranks; make it at most {MOST_RANKS}")
         numbers = _read_ranks(range(total) if ranks is None else ranks)
         _check_ranks(numbers, total, named)
         object.__setattr__(self, "axes", tuple(named.items()))
@@ -127,7 +127,7 @@ class Mesh:
         return _make_mesh, (self.axes, self.ranks)
 
     def svg(self, *, topology: object = None) -> str:
-        """A picture of the mesh as an SVG document: ranks at their coordinates, colored by node of `topology`."""
+        """Draw the mesh as an SVG document: ranks at their coordinates, colored by node of `topology`."""
         return svg(self, topology=topology)
 
     def _repr_html_(self) -> str:
@@ -150,17 +150,17 @@ class Mesh:
             return as_integer(rank, "rank", MeshError) in self._positions
 
     def position(self, rank: int) -> int:
-        """The row-major position of `rank` in the mesh. Raises MeshError if it is not in the mesh."""
+        """Return the row-major position of `rank` in the mesh. Raises MeshError if it is not in the mesh."""
         number = rank if type(rank) is int else as_integer(rank, "rank", MeshError)
         index = self._positions.get(number)
         if index is None:
             what = f"rank {rank} is not in {self}"
             listed = show_ranks(self.ranks, noun=False, joined_from=None, most=16)
-            raise MeshError(f"{what}; its ranks are {listed}")
+            raise MeshError(f"{what}; use one of its ranks, {listed}")
         return index
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
+        """Return the coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
         index = self.position(rank)
         sizes = [n for _, n in self.axes]
         coords = {}
@@ -169,7 +169,7 @@ class Mesh:
         return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """An int64 array with each rank's coordinate on the axes `names`, flattened, the first axis slowest."""
+        """Return each rank's coordinate on the axes `names`, flattened with the first slowest, as an int64 array."""
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)
@@ -177,21 +177,21 @@ class Mesh:
         return out
 
     def axis_size(self, name: str) -> int:
-        """The number of coordinates on the axis `name`. Raises MeshError if there is no such axis."""
+        """Return the number of coordinates on the axis `name`. Raises MeshError if there is no such axis."""
         if isinstance(name, str):
             for axis, n in self.axes:
                 if axis == name:
                     return n
-        known = ", ".join(self.shape) or "none"
-        raise MeshError(f"axis {shown(name)} is not in {self}; its axes are {known}")
+        fix = f"use one of its axes, {', '.join(self.shape)}" if self.axes else "it has no axes"
+        raise MeshError(f"axis {shown(name)} is not in {self}; {fix}")
 
     def array(self) -> NDArray[np.int64]:
-        """The ranks as an int64 array with one dimension per axis."""
+        """Return the ranks as an int64 array with one dimension per axis."""
         sizes = [n for _, n in self.axes]
         return np.array(self.ranks, np.int64).reshape(sizes)
 
     def split(self, name: str, /, **parts: int) -> Mesh:
-        """The mesh with axis `name` split into two or more, first slowest: `mesh.split("tp", kv=2, rep=4)`.
+        """Return the mesh with axis `name` split into several, the first slowest: `mesh.split("tp", kv=2, rep=4)`.
 
         Raises MeshError unless the sizes multiply to the size of the axis.
         """
@@ -199,21 +199,22 @@ class Mesh:
         into = dict(_check_axis(part, size) for part, size in parts.items())
         product = math.prod(into.values())
         if product != n:
-            what = f"axis {name!r} has size {n}, the parts {into} multiply to {product}"
-            raise MeshError(f"{what}; make them agree")
+            sizes = " ".join(f"{part}={size}" for part, size in into.items()) or "of no axes"
+            what = f"mesh axis {name!r} has size {n}, but the product of its parts {sizes} is {product}"
+            raise MeshError(f"{what}; give parts whose product is {n}")
         axes: list[tuple[str, int]] = []
         for axis in self.axes:
             axes += into.items() if axis[0] == name else [axis]
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """The mesh with axes `names` merged, first slowest, into one axis `into` at the place of the first.
+        """Merge axes `names`, the first slowest, into one axis `into` at the place of the first; return the mesh.
 
         Raises MeshError if no axis is named, or one twice.
         """
         merged = _read_names(names)
         if not merged or len(set(merged)) != len(merged):
-            raise MeshError(f"cannot merge axes {merged}: name each of one or more axes once")
+            raise MeshError(f"cannot merge axes {merged} of {self}; give one or more, each once")
         product = math.prod(self.axis_size(name) for name in merged)
         into, size = _check_axis(into, product)
         axes: list[tuple[str, int]] = []
@@ -228,14 +229,14 @@ class Mesh:
         return _make_mesh(tuple(axes), self.transpose(order).ranks)
 
     def transpose(self, names: Iterable[str]) -> Mesh:
-        """The mesh with its axes in the order `names`; each rank keeps its coordinates.
+        """Return the mesh with its axes in the order `names`; each rank keeps its coordinates.
 
         Raises MeshError unless all are named once.
         """
         order = _read_names(names)
         before = list(self.shape)
         if sorted(order) != sorted(before):
-            raise MeshError(f"cannot transpose {self} to {order}; name each of its axes once")
+            raise MeshError(f"cannot transpose {self} to {order}; give each of its axes once")
         index = [before.index(name) for name in order]
         axes = tuple(self.axes[i] for i in index)
         array = self.array().transpose(index)
@@ -243,7 +244,7 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def select(self, **coords: int) -> Mesh:
-        """The sub-mesh of the ranks at these coordinates, without the axes named: `mesh.select(pp=0)`.
+        """Return the mesh of the ranks at the given coordinates, without the axes given: `mesh.select(pp=0)`.
 
         Raises MeshError for an unknown axis or a coordinate that the axis does not have.
         """
@@ -260,7 +261,7 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The ranks in groups, one tuple each, whose members differ only in their coordinates on `axes`.
+        """Return the groups (tuples) of ranks that differ from each other only in their coordinates on `axes`.
 
         In a group the first axis named is slowest; groups are in row-major order of the other axes.
         Raises MeshError for an axis that the mesh does not have, or one named twice.
@@ -273,7 +274,7 @@ class Mesh:
         along = _read_names(axes)
         count = math.prod(map(self.axis_size, along))
         if len(set(along)) != len(along):
-            raise MeshError(f"axes {along} repeat a name; name each axis of the groups once")
+            raise MeshError(f"cannot group ranks along {along}, with an axis twice; give it once")
         names = list(self.shape)
         others = [name for name in names if name not in along]
         order = [names.index(name) for name in others + list(along)]
@@ -282,7 +283,7 @@ class Mesh:
         return tuple(map(tuple, groups))
 
     def relabel(self, ranks: Mapping[int, int]) -> Mesh:
-        """The mesh with ranks renumbered by `ranks` (old -> new); ranks that are not named keep their numbers.
+        """Return the mesh with ranks renumbered by `ranks` (old -> new); other ranks keep their numbers.
 
         Raises MeshError if two ranks get one number.
         """
@@ -295,8 +296,8 @@ def _make_mesh(axes: tuple[tuple[str, int], ...], ranks: tuple[int, ...]) -> Mes
     """The mesh of these axes. Raises MeshError if two axes have one name."""
     names = [name for name, _ in axes]
     if len(set(names)) != len(names):
-        what = f"axes {', '.join(names)} repeat a name"
-        raise MeshError(f"{what}; choose one that the mesh does not have")
+        what = f"two axes of mesh {', '.join(names)} would have one name"
+        raise MeshError(f"{what}; choose a name that the mesh does not have")
     return Mesh(dict(axes), ranks=ranks)
 
 
@@ -319,24 +320,26 @@ def _read_names(names: object) -> tuple[str, ...]:
 def _check_axis(name: object, size: object) -> tuple[str, int]:
     """The axis as a plain str and an int. Raises MeshError for other names, or sizes below 1."""
     if not isinstance(name, str) or not name.isidentifier():
-        what = f"axis name {shown(name)} is not a word"
-        raise MeshError(f"{what}; use letters, digits and underscores")
+        what = f"axis name {shown(name)} is not an identifier"
+        raise MeshError(f"{what}; use letters, digits and underscores, and begin with a letter")
     n = as_integer(size, f"the size of axis {name!r}", MeshError)
     if n < 1:
-        raise MeshError(f"axis {name!r} has size {n}; give every axis at least one coordinate")
+        raise MeshError(
+            f"mesh axis {name!r} has size {n}, but must have 1 or more; give a larger one"
+        )
     return text(name, "the name of an axis", MeshError), n
 
 
 def _check_ranks(ranks: tuple[int, ...], total: int, axes: Mapping[str, int]) -> None:
     """Raise MeshError unless there are `total` distinct ranks from 0 to MOST_RANKS - 1."""
-    mesh = " ".join(f"{name}={n}" for name, n in axes.items()) or "no axes"
+    mesh = " ".join(f"{name}={n}" for name, n in axes.items()) or "without axes"
     if len(ranks) != total:
-        what = f"{plural(ranks, 'rank')} for a mesh {mesh} of {total}"
-        raise MeshError(f"{what}; give one rank for each coordinate")
+        what = f"ranks= has {plural(ranks, 'rank')}, but the mesh {mesh} has {total}"
+        raise MeshError(f"{what}; give one rank for each coordinate, {total} in all")
     if len(set(ranks)) != total:
         twice = next(rank for rank, count in Counter(ranks).items() if count > 1)
         what = f"rank {twice} appears twice in the mesh {mesh}"
-        raise MeshError(f"{what}; give each rank one coordinate")
+        raise MeshError(f"{what}; give {total} different ranks")
     if max(ranks) >= MOST_RANKS:
         what = f"rank {max(ranks)} of the mesh {mesh} is too large"
         raise MeshError(f"{what}; give ranks below {MOST_RANKS}")

@@ -38,7 +38,7 @@ Parts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlay:
-    """The positions that two partitions of a dimension have in common, grouped by the parts that hold them.
+    """The positions of one dimension that each part of a source shares with each part of a destination.
 
     `keys[k]` are the source parts that hold every position of key k, `goals[g]` the destination
     parts of goal g. Pair p is (`pair_key[p]`, `pair_goal[p]`) with `pair_size[p]` positions in the
@@ -62,12 +62,12 @@ class Overlay:
 
 @memo()
 def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
-    """The Overlay of two layouts of one dimension: the positions that parts of both have in common."""
+    """Find the positions that the parts of two ways to divide one dimension share, as an Overlay."""
     return overlay(partition(source), partition(target))
 
 
 def overlay(source: Partition, target: Partition) -> Overlay:
-    """The Overlay of two partitions of one dimension: the positions that parts of both have in common."""
+    """Find the positions that the parts of `source` share with the parts of `target`, as an Overlay."""
     here = _cut_atoms(source)
     there = _cut_atoms(target)
     a, b = _pair_meeting(here, there)
@@ -187,7 +187,7 @@ def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
 
 
 def overlap_table(source: Partition, target: Partition) -> Ints:
-    """The number of positions that each part of `source` shares with each part of `target`, as a matrix."""
+    """Return a matrix: the number of positions that each part of `source` shares with each part of `target`."""
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
     start, stop, _, source_part = list_spans(source.parts)

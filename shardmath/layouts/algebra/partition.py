@@ -39,13 +39,13 @@ class Partition:
     cell: Ints
 
     def by_rank(self, mesh: Mesh) -> Ints:
-        """The number of the part that each rank of `mesh` holds, in mesh order."""
+        """Return the number of the part that each rank of `mesh` holds, in the order of the mesh's ranks."""
         return self.cell[mesh.coordinate(self.axes)]
 
 
 @memo()
 def partition(dimension: Dimension) -> Partition:
-    """The distinct parts that ranks hold of `dimension`, and which part is held at each coordinate."""
+    """Return the distinct parts that ranks hold of `dimension`, and the part held at each coordinate of its axes."""
     number: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):
@@ -55,14 +55,14 @@ def partition(dimension: Dimension) -> Partition:
 
 
 def overlapping(dimension: Dimension) -> bool:
-    """Whether ranks at two different coordinates on the dimension's axes hold the same position."""
+    """Return whether ranks at two different coordinates on the dimension's axes hold the same position."""
     start, stop, _, _ = list_spans(cells(dimension))
     meets_next = stop[:-1] > start[1:]
     return bool(meets_next.any())
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """All segments of `parts` by global start, as four arrays: global start, global stop, local start, part number."""
+    """Return all segments of `parts` by global start, as arrays: global start and stop, local start, part number."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

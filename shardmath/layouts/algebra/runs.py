@@ -52,7 +52,7 @@ Segment: TypeAlias = tuple[int, int, int]
 @public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Runs:
-    """For each local position of a dimension its global position, or a hole; no global position occurs twice.
+    """The global position of each local position of one dimension, or a hole; no global position occurs twice.
 
     `Runs(segments, length)` takes segments in any order and canonicalizes them; `length` counts
     holes and defaults to the end of the last segment. Raises RunsError if segments overlap on
@@ -78,7 +78,7 @@ class Runs:
 
     @staticmethod
     def canonical(segments: tuple[Segment, ...], length: int) -> Runs:
-        """A Runs made, without checks, of `segments` that are already sorted, merged and disjoint."""
+        """Make a Runs, without checks, of `segments` that are already sorted, merged and disjoint."""
         runs = object.__new__(Runs)
         object.__setattr__(runs, "segments", segments)
         object.__setattr__(runs, "length", length)
@@ -104,7 +104,7 @@ class Runs:
         return max((g + n for _, g, n in self.segments), default=0)
 
     def indices(self) -> NDArray[np.int64]:
-        """The global position at each local position, -1 in holes, as an int64 array."""
+        """Return the global position at each local position, -1 in holes, as an int64 array."""
         out = np.full(self.length, -1, np.int64)
         for lo, g, n in self.segments:
             out[lo : lo + n] = np.arange(g, g + n)
@@ -169,15 +169,17 @@ def _check_inside(segments: tuple[Segment, ...], length: int) -> None:
     """Raise RunsError for a negative number, a large one, or a segment that leaves the length."""
     if length < 0:
         what = f"length {length} of segments {segments} is negative"
-        raise RunsError(f"{what}; count positions from 0")
+        raise RunsError(f"{what}; give a length of 0 or more")
     end = length
     for lo, g, n in segments:
         end = max(end, g + n)
         if lo < 0 or g < 0 or n < 0 or lo + n > length:
-            what = f"segment {(lo, g, n)} does not fit length {length}"
-            raise RunsError(f"{what}; give starts and a length of 0 or more, inside that length")
+            what = f"segment {(lo, g, n)} does not fit a local length of {length}"
+            fix = f"give (local start, global start, n) >= 0 with local start + n <= {length}"
+            raise RunsError(f"{what}; {fix}")
     if end > MOST_POSITIONS:
-        raise RunsError(f"position {end - 1} has more than 63 bits; give {MOST_POSITIONS} at most")
+        what = f"position {end - 1} has more than 63 bits"
+        raise RunsError(f"{what}; give positions below {MOST_POSITIONS}")
 
 
 def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None:
@@ -185,12 +187,18 @@ def _check_disjoint(segments: tuple[Segment, ...], side: int, name: str) -> None
     order = sorted(segments, key=lambda segment: segment[side])
     for a, b in itertools.pairwise(order):
         if a[side] + a[2] > b[side]:
-            what = f"segments {a} and {b} share {name} position {b[side]}"
-            raise RunsError(f"{what}; give each position once")
+            ranges = f"{_write_range(a, side)} and {_write_range(b, side)}"
+            what = f"{name} ranges {ranges} share position {b[side]}"
+            raise RunsError(f"{what}; give each {name} position once")
+
+
+def _write_range(segment: Segment, side: int) -> str:
+    """The positions of a segment on one side as text, such as 0:4."""
+    return f"{segment[side]}:{segment[side] + segment[2]}"
 
 
 def spanning(runs: Runs) -> str:
-    """The runs as text such as `0:2 -1 4:6`, in local order: `start:stop` for a range, `-n` for a hole of n.
+    """Return the runs as text such as `0:2 -1 4:6`, in local order: `start:stop` for a range, `-n` for a hole of n.
 
     A word is `start:stop` for a segment and `-n` for a hole, in local order.
     """
@@ -207,17 +215,17 @@ def spanning(runs: Runs) -> str:
 
 
 def identity(n: int) -> Runs:
-    """The Runs in which local positions 0..n-1 are the global ones. Raises RunsError for a negative n."""
+    """Return the Runs in which each local position 0..n-1 is the same global one. Raises RunsError for a negative n."""
     length = as_integer(n, "the length of an identity", RunsError)
     if length < 0:
-        raise RunsError(f"the length of an identity is {length}; count positions from 0")
+        raise RunsError(f"the length of an identity is {length}; give 0 or more")
     if not length:
         return Runs.canonical((), 0)
     return Runs.canonical(((0, 0, length),), length)
 
 
 def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
-    """The global ranges [start, stop) one after the other; an integer n is a hole of n positions.
+    """Make a Runs of global ranges [start, stop), one after the other; an integer n is a hole of n positions.
 
     >>> print(from_ranges([(4, 6), 2, (0, 1)]))
     [4:6 -2 0:1]
@@ -240,11 +248,11 @@ def _check_range(item: tuple[int, int] | int) -> tuple[int, int]:
         start, stop = item if isinstance(item, tuple) else (0, item)
     except ValueError:
         what = f"range {item!r} is not (start, stop)"
-        raise RunsError(f"{what}; give two integers, or one for a hole") from None
+        raise RunsError(f"{what}; give two integers, or one integer for a hole") from None
     lo = as_integer(start, f"the start of {item!r}", RunsError)
     hi = as_integer(stop, f"the stop of {item!r}", RunsError)
     if hi < lo or lo < 0:
-        raise RunsError(f"range {start}:{stop} is not a range; write 0 <= start <= stop")
+        raise RunsError(f"{start}:{stop} is not a range; give 0 <= start <= stop")
     return lo, hi
 
 
@@ -254,7 +262,7 @@ def _check_runs(value: object) -> None:
 
 
 def concat(parts: Iterable[Runs]) -> Runs:
-    """The Runs of `parts` laid one after the other in local positions.
+    """Lay `parts` one after the other in local positions; return them as one Runs.
 
     Raises RunsError if two parts hold the same global position.
     """
@@ -268,29 +276,29 @@ def concat(parts: Iterable[Runs]) -> Runs:
 
 
 def invert(runs: Runs, n: int) -> Runs:
-    """The inverse of `runs`: the local position of each global position 0..n-1, a hole if it is not held.
+    """Return the inverse of `runs`: the local position of each global position 0..n-1, a hole if it is not held.
 
     Raises RunsError if a global position is n or more.
     """
     _check_runs(runs)
     length = as_integer(n, "the length of the dimension", RunsError)
     if runs.extent > length:
-        what = f"{runs} reaches position {runs.extent - 1}, the dimension has {n}"
+        what = f"{runs} reaches position {runs.extent - 1}, but the dimension has {n}"
         raise RunsError(f"{what}; give n >= {runs.extent}")
     swapped = sorted((g, lo, k) for lo, g, k in runs.segments)
     return Runs.canonical(_merge(swapped), length)
 
 
 def compose(f: Runs, g: Runs) -> Runs:
-    """The Runs that takes local position i to g(f(i)); a hole if f or g has one there.
+    """Return the Runs that takes local position i to g(f(i)); a hole if f or g has one there.
 
     Raises RunsError if f reaches a position that g does not have.
     """
     _check_runs(f)
     _check_runs(g)
     if f.extent > g.length:
-        what = f"{f} reaches position {f.extent - 1}, {g} has {g.length}"
-        raise RunsError(f"{what}; compose a Runs into a longer one")
+        what = f"{f} reaches position {f.extent - 1}, but {g} has a length of {g.length}"
+        raise RunsError(f"{what}; compose it with a Runs of length {f.extent} or more")
     if len(g.segments) == 1 and g.segments[0] == (0, 0, g.length):
         return f
     starts = [lo for lo, _, _ in g.segments]
@@ -312,7 +320,7 @@ def compose(f: Runs, g: Runs) -> Runs:
 
 
 def restrict(runs: Runs, lo: int, hi: int) -> Runs:
-    """The runs, with each local position whose global one is outside [lo, hi) turned into a hole."""
+    """Return `runs` with a hole in place of each local position whose global one is outside [lo, hi)."""
     _check_runs(runs)
     lo = as_integer(lo, "a border", RunsError)
     hi = as_integer(hi, "a border", RunsError)

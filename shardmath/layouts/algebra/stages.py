@@ -53,14 +53,14 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A cut of a dimension, and the mesh axes along which each rank takes one part; without axes it keeps all."""
+    """One cut of a dimension, and the mesh axes along which each rank takes one part; without axes it keeps all."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def coordinate(self, coords: Mapping[str, int]) -> int:
-        """The number of the part that the rank at `coords` takes: its coordinate on the flattened axes."""
+        """Return the number of the part that the rank at `coords` takes: its coordinate on the flattened axes."""
         at = 0
         for name, n in zip(self.axes, self.sizes, strict=True):
             at = at * n + coords[name]
@@ -72,7 +72,7 @@ Coords: TypeAlias = Mapping[str, int]
 
 
 def stage_axes(stage: Stage) -> dict[str, int]:
-    """The mesh axes, with their sizes, along which the stage divides a dimension among ranks, in order."""
+    """Return the mesh axes, name -> size, along which `stage` divides a dimension among ranks, in order."""
     out: dict[str, int] = {}
     for digit in stage:
         out.update(zip(digit.axes, digit.sizes, strict=True))
@@ -90,7 +90,7 @@ def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """The positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs."""
+    """Return the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs."""
     pieces = [(0, length)]
     for digit in stage:
         cut = digit.cut
@@ -175,7 +175,7 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Compute `stage_runs` by its definition, one piece after the other; works for custom cuts, too."""
+    """Compute `stage_runs` by its definition, piece by piece; slower, but works for custom cuts, too."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -202,7 +202,7 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """The positions, out of 0..length-1, that ranks at each coordinate of the stage's axes keep, row-major."""
+    """Return the positions, out of 0..length-1, that ranks keep at each coordinate of the stage's axes, row-major."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
@@ -227,7 +227,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Simplify `stages`: leave out cuts that change nothing, and merge stages if that changes nothing."""
+    """Simplify `stages` of cuts: leave out cuts that change nothing, and merge stages if that changes nothing."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)

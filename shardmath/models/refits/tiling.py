@@ -15,8 +15,8 @@
 >>> names = Vocabulary({"w": ((768, 8), "float8_e4m3fn"), "w_scale_inv": ((6, 1), "float32")})
 >>> explain_cut(side, names, {"w": Quantize(FP8Blocks())})
 "tensor 'w': rank 0 holds positions 0:192 of dimension 0 under float8_e4m3fn[768, 8] (tp n) h on tp=4, \
-and component 'scales float32 per 128 x 128' is cut every 128: the nearest cuts to 192 are 128 and 256; \
-divide the dimension there"
+and so cuts a block of 128 of component 'scales float32 per 128 x 128' at 192; \
+divide the dimension at multiples of 128"
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ Axes: TypeAlias = tuple[str, ...]
 @public
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective operation, such as an all-gather, in each of `groups`: tuples of ranks along `axes` of `mesh`.
+    """A collective operation, such as an all-gather, in each group of ranks; `groups` lie along `axes` of `mesh`.
 
     Ranks of a group are in the order of their coordinates. `dims` are the dimensions that are gathered
     (all_gather), divided (reduce_scatter), or both: all_to_all has (gathered, divided). `op` is the
@@ -102,7 +102,7 @@ class Collective:
 
 
 def recognize_all(plan: Plan) -> dict[str, Collective]:
-    """The Collective of each tensor of `plan` whose move is one, such as an all-gather, by name.
+    """Find the tensors of `plan` whose move is one collective, such as an all-gather; return name -> Collective.
 
     A tensor with several windows on a side, or with other ranks on one side than on the other, is left out.
     """
@@ -129,7 +129,7 @@ def _has_same_ranks(src: Layout, dst: Layout) -> bool:
 
 
 def recognize(src: Layout, dst: Layout) -> Collective | None:
-    """The collective operation, such as an all-gather, that moves `src` to `dst`; None if no single one does.
+    """Find the collective operation, such as an all-gather, that moves `src` to `dst`; None if no single one does.
 
     The sides have the same ranks, or a broadcast's source some of the destination's. Raises
     PlanError for two tensors of different shape or dtype, and for reductions that do not exist.
@@ -166,13 +166,13 @@ def _check(src: Layout, dst: Layout) -> None:
     """Raise PlanError unless these are two layouts of one tensor."""
     for layout in (src, dst):
         if not isinstance(layout, Layout):
-            raise PlanError(f"{layout!r} is not a Layout; give recognize two layouts")
+            raise PlanError(f"{layout!r} is not a Layout; pass recognize two Layouts")
     if (src.shape, src.dtype) == (dst.shape, dst.dtype):
         return
     here = f"{src.dtype}{list(src.shape)}"
     there = f"{dst.dtype}{list(dst.shape)}"
-    fix = "give both sides one shape and dtype"
-    raise PlanError(f"{here} here, {there} there; {fix}")
+    fix = "give both the same shape and dtype"
+    raise PlanError(f"the source has {here}, the destination {there}; {fix}")
 
 
 def _stays(move: Move, folded: tuple[str, ...]) -> bool:

@@ -31,7 +31,7 @@ Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveSide:
-    """The box and the buffer that ranks hold on one side of a move, for each class of ranks that hold the same.
+    """The box and the buffer of each class of ranks (ranks that hold the same) before or after a collective.
 
     Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
     """
@@ -40,7 +40,7 @@ class CollectiveSide:
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """The boxes that the members of `group` hold; the group is given by its members' classes."""
+        """Return the boxes that the members of `group`, given by their classes, hold."""
         return [self.held[member] for member in group]
 
 

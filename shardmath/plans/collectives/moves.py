@@ -26,7 +26,7 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A source and a destination side, with ranks numbered by class: ranks of a class hold the same on each side.
+    """The boxes that ranks hold before and after a move, by class: ranks of a class hold the same before and after.
 
     `number` is the class of each rank.
     """
@@ -45,7 +45,7 @@ _Parts: TypeAlias = list[tuple[Runs, ...]]
 
 
 def compare_ranks(src: Layout, dst: Layout) -> Move:
-    """The boxes that ranks hold under `src` and `dst`, with ranks that hold the same under both in one class."""
+    """Group ranks that hold the same under both `src` and `dst` into classes; return the boxes of each class."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
     # Classes are numbered as they come.

@@ -36,12 +36,12 @@ NOTHING: Holding = ((),)
 
 
 def spans_of(runs: Runs) -> Spans:
-    """The ranges of global positions that the runs hold; () if two of their segments share a position."""
+    """Return the ranges of global positions that `runs` hold; () if two of their segments share a position."""
     return merge((g, g + n) for _, g, n in runs.segments) or ()
 
 
 def merge(ranges: Iterable[tuple[int, int]]) -> Spans | None:
-    """The union of `ranges` as ascending ranges; None if two of them share a position."""
+    """Return the union of `ranges` as ascending ranges; None if two of them share a position."""
     out: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if out and start < out[-1][1]:
@@ -54,7 +54,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Spans | None:
 
 
 def is_inside(box: Holding, other: Holding) -> bool:
-    """Whether `box` lies within `other`."""
+    """Return whether `box` lies within `other`."""
     if box in (NOTHING, other):
         return True
     return other != NOTHING and all(map(_is_subset, box, other))
@@ -71,7 +71,7 @@ def _is_subset(spans: Spans, others: Spans) -> bool:
 
 
 def tile(boxes: list[Holding]) -> Holding | None:
-    """The box that `boxes` fill as a grid, without overlap; None if they are not such a grid."""
+    """Return the box that `boxes` fill as a grid, without overlap; None if they do not form a grid."""
     some = [box for box in boxes if box != NOTHING]
     if not some:
         return NOTHING
@@ -95,7 +95,7 @@ def _measure(box: Holding) -> int:
 
 
 def find_divided(boxes: list[Holding], whole: Holding) -> set[int]:
-    """The dimensions in which some of `boxes` differs from the box `whole`."""
+    """Return the dimensions in which some of `boxes` differs from the box `whole`."""
     dims: set[int] = set()
     for box in boxes:
         if box != NOTHING:

@@ -72,7 +72,7 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The blocks of a plan in columns: holders, receivers, bytes, and keys of the elements that they belong to.
+    """The blocks of a plan as columns: the ranks that hold and need them, their bytes, and a key of their elements.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).
@@ -89,7 +89,7 @@ class BlockTable:
 def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[BlockTable, Machine]:
-    """The `blocks` as a BlockTable, and the `ranks` in their nodes as a Machine.
+    """Read `blocks` into a table, a BlockTable, and `ranks` with their nodes and links into a Machine.
 
     Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
     size.
@@ -105,11 +105,11 @@ def _check(blocks: Sequence[Block]) -> None:
     for block in blocks:
         nbytes = as_integer(block.nbytes, "the size of a block", PlanError)
         if nbytes < 0:
-            raise PlanError(f"a block has {nbytes} bytes; give zero or more")
+            raise PlanError(f"the size of a block is {nbytes} bytes; give 0 or more")
         if not block.holders:
             who = count_ranks(block.receivers)
             what = f"no rank holds the {block.nbytes} bytes that {who} must have"
-            raise PlanError(f"{what}; name one")
+            raise PlanError(f"{what}; add a rank to the holders of the block")
         total += nbytes
     if total >= MOST_BYTES:
         raise PlanError(f"the blocks have {total} bytes in all; give fewer than {MOST_BYTES}")
@@ -195,13 +195,13 @@ def _find_positions(ranks: Ints, machine: Machine) -> Ints:
     found[found] = machine.ranks[position[found]] == ranks[found]
     if not found.all():
         program = count_ranks(tuple(machine.ranks.tolist()))
-        what = f"rank {ranks[~found][0]} is in a block and not in the program of {program}"
-        raise PlanError(f"{what}; add it to the ranks")
+        what = f"rank {ranks[~found][0]} of a block is not among the {program} of the program"
+        raise PlanError(f"{what}; add it to ranks")
     return position
 
 
 def sum_by_code(code: Ints, amount: Ints) -> tuple[Ints, Ints]:
-    """The distinct numbers in `code`, ascending, and for each the sum of its entries in `amount`."""
+    """Return the distinct numbers in `code`, ascending, and for each the sum of its entries in `amount`."""
     distinct, at = np.unique(code, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, at, amount)

@@ -22,7 +22,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """The distinct labels (numbers given to ranks) in sets of ranks, ascending, and the set of each block.
+    """The labels, such as node numbers, of the ranks in each set of ranks, ascending, and the set of each block.
 
     `sets` are ranges of `labels`.
     """
@@ -32,23 +32,23 @@ class TouchedLabels:
     labels: Ints
 
     def widths(self) -> Ints:
-        """For each block, the number of distinct labels (numbers given to ranks) of the ranks in its set."""
+        """Return, for each block, how many different labels (such as node numbers) the ranks in its set have."""
         return self.sets.counts()[self.of]
 
     def only(self) -> Ints:
-        """For each block, the label of its ranks if all have the same one; otherwise -1."""
+        """Return, for each block, the label that all of its ranks have, or -1 if they have several."""
         first = self.sets.first[self.of]
         single = self.widths() == 1
         return np.where(single, self.labels[first], -1)
 
     def labels_of(self, i: int) -> tuple[int, ...]:
-        """The labels of the ranks in set number `i`, ascending."""
+        """Return the labels of the ranks in set number `i`, ascending."""
         first = self.sets.first[i]
         stop = self.sets.first[i + 1]
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
-        """The labels of the sets numbered `sets`, end to end, and for each label the index of its set in `sets`."""
+        """Return the labels of the sets numbered `sets`, end to end, and for each label its set's index in `sets`."""
         first = self.sets.first[sets]
         stop = self.sets.first[sets + 1]
         at, owner = ranges(first, stop)
@@ -56,7 +56,7 @@ class TouchedLabels:
 
 
 def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
-    """The labels that the ranks in each of `sets` have; `label` has each rank's label, which is below `count`."""
+    """Find the labels that the ranks in each of `sets` have; `label` has each rank's label, which is below `count`."""
     # (set, label) as one number: sorted, these are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
     code = np.unique(pairs)
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """All pairs (label, block) such that a rank with the label holds the block and a rank with the label needs it."""
+    """Find all pairs (label, block) of which a rank with the label holds the block, and another needs it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():

@@ -55,7 +55,7 @@ __all__ = ["find_bound"]
 def find_bound(
     blocks: Iterable[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[float, Witness | None]:
-    """The seconds that every schedule takes at least, and the ranks that force them; (0.0, None) if nothing moves.
+    """Find the seconds that every schedule takes at least, and the ranks that force them; (0.0, None) if nothing moves.
 
     `ranks` are all ranks of the program, in any order: their links may relay. One latency is added
     to the time of the worst cut, since each link that carries some of its bytes sends at least one

@@ -19,7 +19,7 @@ __all__ = ["Certificate", "Witness", "make_certificate"]
 
 
 class Witness(NamedTuple):
-    """The ranks, ascending, that force the bound: `nbytes` must enter ("in") or leave ("out") them at this rate.
+    """The ranks that force a bound on the time: at least `nbytes` must enter or leave them over their links.
 
     They do so at `bytes_per_s` or less. The program's other ranks, in the other direction, show the same;
     these are fewer.
@@ -60,17 +60,17 @@ class Certificate:
 
 
 def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:
-    """A Certificate that compares `plan_s`, the seconds that a plan takes, with `bound`, from `find_bound`.
+    """Compare `plan_s`, the seconds that a plan takes, with `bound`, from `find_bound`; return a Certificate.
 
     Raises PlanError if `plan_s` is not a time, or less than the bound by more than rounding.
     """
     bound_s, witness = bound
     if not 0 <= plan_s < math.inf:
-        raise PlanError(f"a plan of {plan_s!r} seconds; give a finite time that is not negative")
+        raise PlanError(f"plan_s is {plan_s!r} seconds; give a finite time of 0 or more")
     if plan_s < bound_s * (1 - 1e-9):
         shown = Certificate(bound_s, plan_s, plan_s / bound_s, witness)
-        what = f"no schedule is faster than its bound: {shown}"
-        raise PlanError(f"{what}; time all of the plan on the same topology")
+        what = f"plan_s is less than a bound that no schedule beats: {shown}"
+        raise PlanError(f"{what}; give the time of the whole plan, on the topology of the bound")
     if bound_s == 0:
         ratio = math.inf if plan_s else 1.0
         return Certificate(bound_s, plan_s, ratio, witness)

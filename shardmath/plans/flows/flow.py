@@ -50,7 +50,7 @@ Holders: TypeAlias = tuple[int, ...]
 
 
 class Level(NamedTuple):
-    """Ranks that share `nbytes` bytes evenly in every optimal choice: each sends `nbytes / len(ranks)`."""
+    """Ranks that each send equally many bytes, `nbytes / len(ranks)`, in every optimal division of the bytes."""
 
     nbytes: int
     ranks: tuple[int, ...]
@@ -59,7 +59,9 @@ class Level(NamedTuple):
 def shares(
     lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """For each line (`lengths[i]` bytes that `holders[i]` hold), the bytes that each holder sends, with balanced loads.
+    """Divide each line (`lengths[i]` bytes) among the ranks that hold it, `holders[i]`, so that loads are balanced.
+
+    Returns, for each line, the bytes that each of its holders sends.
 
     `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
     load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,
@@ -87,7 +89,7 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """Groups of ranks that send equally much in every optimal division of the lines, highest load first.
+    """Group the ranks that send equally many bytes in every optimal division of the lines, highest load first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.
@@ -286,8 +288,8 @@ def _check_nodes(total: dict[Holders, int], nodes: Mapping[int, int]) -> None:
     for held in total:
         for rank in held:
             if rank not in nodes:
-                what = f"rank {rank} holds a line but is not in nodes"
-                raise PlanError(f"{what}; give every holder a node")
+                what = f"rank {rank} is one of the holders {held}, but has no node in nodes="
+                raise PlanError(f"{what}; add its node")
 
 
 def _divide_among_nodes(
@@ -365,15 +367,15 @@ def _number_nodes(kinds: list[_HolderKind], first: int) -> dict[int, int]:
 def _group_lines(
     lengths: Sequence[int], holders: Sequence[Holders]
 ) -> dict[Holders, dict[int, int]]:
-    """For each distinct set in `holders`, in sorted order, the lines that it holds: number -> bytes."""
+    """Group lines of bytes by the ranks that hold them: for each set in `holders`, sorted, line number -> bytes."""
     if len(lengths) != len(holders):
-        what = f"{len(lengths)} lengths and {len(holders)} sets of holders"
-        raise PlanError(f"{what}; give one of each for every line")
+        what = f"there are {len(lengths)} lengths and {len(holders)} sets of holders"
+        raise PlanError(f"{what}; give one length and one set per line")
     groups: dict[Holders, dict[int, int]] = {}
     pairs = zip(holders, lengths, strict=True)
     for line, (held, length) in enumerate(pairs):
         if length < 0:
-            raise PlanError(f"line {line} has {length} bytes; give lengths of 0 or more")
+            raise PlanError(f"lengths[{line}] is {length} bytes; give lengths of 0 or more")
         lines = groups.setdefault(held, {})
         lines[line] = operator.index(length)
     for held, lines in groups.items():
@@ -398,13 +400,15 @@ def _raise_unordered(line: int, held: Holders) -> None:
     """Raise PlanError for holders that are empty or not ascending."""
     for a, b in itertools.pairwise(held):
         if a >= b:
-            what = f"line {line}: holder {b} comes after {a}"
-            raise PlanError(f"{what}; give its holders as tuple(sorted(set(...)))")
-    raise PlanError(f"line {line} has no holders; leave it out, or name a rank that holds it")
+            what = f"holders[{line}] has rank {b} after rank {a}"
+            raise PlanError(f"{what}; give ascending ranks: tuple(sorted(set(...)))")
+    raise PlanError(
+        f"holders[{line}] is empty; give a rank that holds the bytes, or leave them out"
+    )
 
 
 def _list_shared(total: dict[Holders, int]) -> list[Holders]:
-    """The sets of several holders whose lines have any bytes; shared lines are numbered by their place in the list."""
+    """Return the sets of several holders whose lines have any bytes; their places in the list number shared lines."""
     shared = []
     for held, nbytes in total.items():
         if nbytes and len(held) > 1:

@@ -28,7 +28,10 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Yield (line, sink, bytes that the sink takes of the line) for all that are not 0; uses the network up."""
+    """Yield (line, sink, bytes) for all bytes that a sink takes of a line in a network of flows.
+
+    Uses the network up.
+    """
     for leaf in list_leaves(network):
         forest = _free_of_cycles(leaf.sent)
         yield from _round(forest, leaf.weight or 1)

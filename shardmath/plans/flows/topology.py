@@ -50,14 +50,17 @@ class Topology:
             object.__setattr__(self, name, number)
 
     def node(self, rank: int) -> int:
-        """The number of the node that `rank` is on. Raises PlanError unless the rank is a non-negative integer."""
+        """Return the number of the node that `rank` is on.
+
+        Raises PlanError unless the rank is a non-negative integer.
+        """
         number = as_integer(rank, "a rank", PlanError)
         if number < 0:
             raise PlanError(f"rank {number} is negative; number ranks from 0")
         return number // self.ranks_per_node
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """The distinct `ranks` of each node, by node number, both ascending; nodes without any are left out."""
+        """Return the distinct `ranks` of each node, by node number, both ascending; nodes without any are left out."""
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         by_node: dict[int, list[int]] = {}
@@ -89,7 +92,7 @@ def _check_number(name: str, value: object, *, zero: bool) -> float:
         or not isinstance(value, SupportsFloat)
         or kind.startswith(("bool", "complex"))
     ):
-        raise PlanError(f"{name} is {value!r}; give a number")
+        raise PlanError(f"{name} is {value!r}; give a number, such as 50e9")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -44,7 +44,7 @@ class MembershipChange(NamedTuple):
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """The ranks that left and came back between the plan of `part` and `plan`; None if the plans are not related.
+    """Find the ranks that left and came back between the plan of `part` and `plan`; None if the plans are unrelated.
 
     None, too, if the part's own rank had left. A program is not related to a plan: a rank that leaves may have relayed
     bytes for others.
@@ -70,7 +70,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
-    """The most ranks to which `part.rank` sends, or from which it receives, under `plan`, in which it stays."""
+    """Return the number of ranks to which `part.rank` sends, or from which it receives, under `plan`, the larger."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
     for posted in part.rounds:
@@ -83,7 +83,7 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """The part of `part.rank` in `plan`, the same plan after ranks left or came back; None if nothing can be kept.
+    """Turn the part of `part.rank` into its part in `plan`, the same plan after ranks left or came back.
 
     None if nothing of the part can be kept.
     """

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeAlias
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
 from shardmath.base.text import show_ranks
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch, Ranks
 from shardmath.plans.membership.lines import drop_receivers
@@ -45,7 +45,7 @@ __all__ = ["without"]
 
 
 def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
-    """The plan without the destination `ranks`, which have left; the other transfers are unchanged.
+    """Return the plan without the destination `ranks`, which have left; the other transfers are unchanged.
 
     `window=True` says that the destination may hold less of the tensors than before, as in `plan`: tensors that no rank
     asks for any longer are then dropped from the plan.
@@ -70,8 +70,8 @@ def _check_plan(plan: object) -> None:
     """Raise PlanError unless `plan` is a Plan."""
     if not isinstance(plan, Plan):
         kind = type(plan).__name__
-        what = f"ranks leave a plan, not a {kind}"
-        raise PlanError(f"{what}; take them out of the plan that it was made of")
+        what = f"without takes a Plan, not a {kind}"
+        raise PlanError(f"{what}; pass the Plan from which it was made")
 
 
 def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
@@ -82,12 +82,12 @@ def _read_ranks(whole: Plan, ranks: Iterable[int]) -> frozenset[int]:
     if strangers:
         named = show_ranks(strangers, noun=False, joined_from=None, most=16)
         there = show_ranks(whole.dst_ranks, noun=False, joined_from=None, most=16)
-        what = f"ranks {named} leave, and the destination has ranks {there}"
-        raise PlanError(f"{what}; name those of it that leave")
+        what = f"ranks {named} cannot leave: the destination has ranks {there}"
+        raise PlanError(f"{what}; give only ranks of the destination")
     sources = sorted(leaving.intersection(whole.src_ranks))
     if sources:
         raise PlanError(
-            f"rank {sources[0]} leaves, and is a source, which sends {_name_sent(whole, sources[0])}; "
+            f"rank {sources[0]} cannot leave, as a source rank that sends {_name_sent(whole, sources[0])}; "
             f"make a new plan from layouts without it"
         )
     return leaving
@@ -207,7 +207,7 @@ def _check_rule(name: str, batch: Batch, source: Layout, target: Layout) -> None
     rule = find_reduction(source, target)
     if rule != batch.template.reduction:
         raise PlanError(
-            f"tensor {name!r}: the plan reduces addends, and without the ranks that leave, {source} and {target} "
+            f"{label(name)}: the plan reduces addends, and without the ranks that leave, {source} and {target} "
             f"have the same addends, so that nothing would be reduced; make a new plan from layouts of the ranks "
             f"that stay"
         )
@@ -215,17 +215,17 @@ def _check_rule(name: str, batch: Batch, source: Layout, target: Layout) -> None
 
 def _check_held(before: Plan, after: Plan) -> None:
     """Raise PlanError if the ranks that stay hold less of a tensor than the destination did before."""
-    fix = "let fewer leave, or say that this is a window: without(..., window=True)"
+    fix = "let fewer ranks leave, or call without(..., window=True) if elements may be left out"
     if len(after.dst) < len(before.dst):
         name = next(name for name in before.dst if name not in after.dst)
         layout = before.dst[name][0]
         _, element = find_held(layout, layout.mesh.ranks)
-        raise PlanError(f"tensor {name!r}: all ranks leave that hold {element} of {layout}; {fix}")
+        raise PlanError(f"{label(name)}: all ranks that hold {element} of {layout} leave; {fix}")
     fewer = set(after.in_part).difference(before.in_part)
     if fewer:
         name = min(fewer)
         windows = after.dst[name]
         raise PlanError(
-            f"tensor {name!r}: of the ranks that stay none holds element {first_unheld(windows)} "
+            f"{label(name)}: none of the ranks that stay holds element {first_unheld(windows)} "
             f"under {windows[0]}; {fix}"
         )

@@ -10,8 +10,8 @@
 float32[4] (tp n) on engine=2 tp=2
 >>> stays.keep_layout("w", Layout((6,), mesh, "(engine n)"))
 Traceback (most recent call last):
-shardmath.PlanError: tensor 'w': rank 2 leaves and holds element (2,) of float32[6] (engine n) on engine=3 tp=2, of \
-whose copy ranks 0, 4 stay; let whole copies leave, or make a new plan from layouts of the ranks that stay
+shardmath.PlanError: tensor 'w': rank 2 leaves and holds element (2,) of float32[6] (engine n) on engine=3 tp=2, but \
+ranks 0, 4 of the same copy stay; let whole copies leave, or make a new plan from layouts of the ranks that stay
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardmath.base.arrays import Bools
 from shardmath.base.errors import PlanError
 from shardmath.base.text import show_ranks
 from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout, intern
 
 __all__ = ["Kept", "Staying", "find_held"]
@@ -55,7 +55,7 @@ class Staying:
     _windows: dict[int, Kept] = field(default_factory=dict)
 
     def keep(self, name: str, windows: Windows) -> Kept:
-        """The windows of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
+        """Return the windows of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
         # The plan keeps its windows alive, so that no id is reused.
         kept = self._windows.get(id(windows))
         if kept is None:
@@ -73,7 +73,7 @@ class Staying:
         return Kept(windows if kept == windows else kept, places)
 
     def keep_layout(self, name: str, layout: Layout) -> Layout:
-        """The layout without the ranks that left; at least one of its ranks stays.
+        """Return the layout without the ranks that left; at least one of its ranks stays.
 
         Raises PlanError, naming an element of tensor `name`, if these ranks are not whole copies.
         """
@@ -118,19 +118,22 @@ def _raise_torn(name: str, layout: Layout, leaving_ranks: frozenset[int]) -> NoR
             rank, element = find_held(layout, leaving)
             listed = show_ranks(stay, noun=False, joined_from=None, most=16)
             raise PlanError(
-                f"tensor {name!r}: rank {rank} leaves and holds {element} of {layout}, of "
-                f"whose copy ranks {listed} stay; {fix}"
+                f"{label(name)}: rank {rank} leaves and holds {element} of {layout}, but ranks {listed} "
+                f"of the same copy stay; {fix}"
             )
     stay = sorted(set(mesh.ranks) - leaving_ranks)
     listed = show_ranks(stay, noun=False, joined_from=None, most=16)
     raise PlanError(
-        f"tensor {name!r}: ranks {listed} stay of {layout}, and do not form a mesh of its axes; let "
+        f"{label(name)}: ranks {listed}, which stay, do not form a mesh of the axes of {layout}; let "
         f"whole coordinates of an axis leave, or make a new plan from layouts of the ranks that stay"
     )
 
 
 def find_held(layout: Layout, ranks: Sequence[int]) -> tuple[int, str]:
-    """The first of `ranks` that holds an element, and that element in words; the first rank if none holds any."""
+    """Find the first of `ranks` that holds an element; return the rank, and the element in words.
+
+    Returns the first rank if none holds any.
+    """
     for rank in ranks:
         boxes = layout.boxes(rank)
         if boxes:

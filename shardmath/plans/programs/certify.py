@@ -61,7 +61,7 @@ def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, 
 
 
 def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """The bytes that cross from one node to another when a plan or a program runs.
+    """Count the bytes that cross from one node to another when a plan or a program runs.
 
     A byte that crosses twice counts twice. Arguments and errors are as in `certify`. An adjoint has
     the same number as its plan, in the other direction.
@@ -75,23 +75,26 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """The Program that runs when `plan` is compiled for `topology`. Raises PlanError as `certify` does."""
+    """Return the Program that runs when `plan` is compiled for `topology`; a Program is returned as it is.
+
+    Raises PlanError as `certify` does.
+    """
     if not isinstance(plan, Plan | Program):
         what = "give what plan(src, dst) or schedule(plan) returns"
         raise PlanError(f"{shown(plan)} is not a plan or a Program; {what}")
     prog = run_straight(plan, topology) if isinstance(plan, Plan) else plan
     if topology is not None and checked(topology) != prog.topology:
         what = f"{plan!r} was scheduled for {prog.topology}, not for {topology}"
-        raise PlanError(f"{what}; schedule its plan for that")
+        raise PlanError(f"{what}; schedule its plan for that topology, or leave topology= out")
     if topology is None and prog.assumes_nodes:
         what = f"nothing says which ranks of {plan!r} share a node"
         to = "" if isinstance(plan, Plan) else " to schedule"
-        raise PlanError(f"{what}; give topology=shardmath.Topology(ranks_per_node=8){to}")
+        raise PlanError(f"{what}; pass topology=shardmath.Topology(ranks_per_node=8){to}")
     return prog
 
 
 def list_blocks(plan: Plan) -> Iterator[Block]:
-    """Yield the blocks of `plan` for its bound: distinct elements with the ranks that hold and need them."""
+    """Yield the blocks of `plan`, from which its bound is found: distinct elements, and who holds and needs them."""
     # Without the topology: it would divide one set of receivers into near and far lines, but the
     # bound counts what must move, whichever rank is asked for it.
     demands = plan.lines if plan.topology is None else gather_lines(plan.batches)

@@ -41,7 +41,7 @@ LEAST_MESSAGE = 1 << 16
 
 
 class Pace(NamedTuple):
-    """The limits on which all ranks agree before they cut what they send into messages."""
+    """The limits of all ranks for cutting what they send into messages: bytes per message, and peers at once."""
 
     ranks: tuple[int, ...]
     message_bytes: int
@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Whether `other` cuts what the ranks of both paces send each other into the same steps."""
+        """Return whether `other` cuts the bytes between the ranks of both paces into the same steps."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -59,7 +59,7 @@ class Pace(NamedTuple):
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
-    """The number of other ranks that one rank's `transfers` go to, or come from, whichever is larger."""
+    """Return how many other ranks `transfers` of one rank go to, or come from, whichever is more."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
     out_of: Counter[int] = Counter()
     into: Counter[int] = Counter()
@@ -74,7 +74,7 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
 def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
-    """The Pace at which no rank has more than `max_inflight_bytes` bytes in flight.
+    """Choose the message size and the peers at once, a Pace, that keep a rank within `max_inflight_bytes`.
 
     `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.
@@ -96,7 +96,7 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """The messages that carry these transfers, cut by `pace`, in order of step, sender and receiver.
+    """Cut `transfers` into messages by the limits of `pace`; return them in order of step, sender and receiver.
 
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """

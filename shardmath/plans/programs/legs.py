@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """The cuts of each block's content into bands, which go to nodes on different ways, and of the first hop's bytes.
+    """The cuts of each block of bytes into bands, which reach nodes in different ways, and the cuts of the first hop.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -56,7 +56,7 @@ class Bands:
 
 
 class Streams(NamedTuple):
-    """Bytes lo..hi-1 of blocks' contents that go from one rank to another in one hop (leg), in columns.
+    """Bytes lo..hi-1 of blocks that go from one rank to another in one hop (leg), as columns of a table.
 
     Streams of a line with the same `root` are one stream of the first leg and its relays.
     """
@@ -83,7 +83,7 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Legs:
-    """The lines of a plan and their cuts into bands, which together say what each rank sends in each hop (leg).
+    """All bytes of a plan and their cuts into bands, which together say what each rank sends in each hop (leg).
 
     `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
     rank is served separately.
@@ -97,7 +97,7 @@ class Legs:
 
 
 def measure_bands(demands: Demands, bands: Bands) -> Ints:
-    """The number of bytes in each band (part of a block's content), as an array."""
+    """Return the number of bytes in each band (part of a block of bytes), as an array."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1
     size[last] = demands.nbytes - bands.at[last]
@@ -105,7 +105,7 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """For each band (part of block `block[i]`), the number of nodes that get it straight from the block's holders."""
+    """Return, for each band (part of block `block[i]`), how many nodes get it straight from holders of the block."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -121,7 +121,9 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
 
 
 class Nodes(NamedTuple):
-    """The receivers of blocks in groups that share what enters: node i has `size[i]` of `ranks`, from `start[i]` on.
+    """The ranks that need each block of bytes, in groups (nodes) that share the bytes that enter them.
+
+    Node i has `size[i]` of `ranks`, from `start[i]` on.
 
     It is node `number[i]` of the `total[i]` nodes of `block[i]`.
     """
@@ -160,7 +162,7 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """The receivers of `lines` in groups of up to `sharing` ranks of one node, block by block."""
+    """Group the ranks that need the bytes of `lines` by up to `sharing` ranks of one node, block by block."""
     blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)
@@ -194,7 +196,7 @@ def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> 
 
 
 def legs_as_cut(demands: Demands) -> Legs:
-    """The Legs in which each receiver gets its bytes straight from the holders, as `demands` divides them."""
+    """Make the Legs in which each receiver gets its bytes straight from the holders, as `demands` divides them."""
     count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)

@@ -68,7 +68,7 @@ class Pairs(NamedTuple):
 
 
 def sum_pairs(prog: Program) -> Pairs:
-    """The bytes that go from each rank to each other rank in each phase and hop of the program."""
+    """Sum the bytes that go from each rank to each other rank, in each phase and hop of the program."""
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
@@ -135,7 +135,7 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """The bytes of each phase, hop, rank and link (in or out, within or between nodes), as an array."""
+    """Sum the bytes of each phase, hop, rank and link (in or out, within or between nodes) in an array."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -148,7 +148,7 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """For each turn and rank, the most messages that a round may have, as an array (turns, ranks).
+    """Return the most messages that each rank may have in a round of each turn, as an array (turns, ranks).
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -168,7 +168,7 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """The exact bytes of each phase, slot, turn, rank and link of the program, as an array.
+    """Sum the bytes of each phase, slot, turn, rank and link of the program, exactly, in an array.
 
     The latest loads are cached with the legs: a program that is scheduled is often certified and proved next.
     """
@@ -310,7 +310,7 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """The time that rounds with these loads take one after the other: each its fullest link's time and a latency.
+    """Estimate the time that rounds with these loads take one after the other: each its fullest link's, and a latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -330,7 +330,7 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """The seconds at which each round (phase, slot, turn) begins and ends, as an array; empty rounds take no time.
+    """Return the seconds at which each round (phase, slot, turn) begins and ends; empty rounds take no time.
 
     The last round ends at the time of `estimate_seconds`.
     """
@@ -341,7 +341,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """The estimated seconds if each hop's bytes are cut into `slots` slots, and each hop follows one slot behind."""
+    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and each hop follows one slot behind."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):

@@ -129,19 +129,19 @@ class Round(NamedTuple):
 
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
-    """`nbytes` rounded up to a multiple of `to`."""
+    """Round `nbytes` up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
 def itemsize_of(t: Transfer) -> int:
-    """The number of bytes of an element in the transfer `t`."""
+    """Return the number of bytes of an element in the transfer `t`."""
     return t.nbytes // math.prod(t.shape)
 
 
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """A Message of these pieces, end to end, each aligned to the size of its elements."""
+    """Make a Message of these pieces, end to end, each aligned to the size of its elements."""
     starts = []
     end = 0
     for piece in pieces:
@@ -152,7 +152,7 @@ def make_message(
 
 
 def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
-    """The Rounds of `rank`: the messages in `given` from and to it, grouped by step, in order.
+    """Group the messages in `given` that `rank` sends and receives by step; return its Rounds, in order.
 
     Several messages of one step between the same ranks stay in the given order.
     """
@@ -186,7 +186,7 @@ def _make_round(posted: list[Message], rank: int) -> Round:
 
 
 def staging_bytes(posted: Round) -> int:
-    """The bytes of staging buffers that a round needs for the messages it sends or receives."""
+    """Return the bytes of buffers that a round needs for the messages that it sends or receives."""
     staged = (*posted.sends, *posted.receives)
     return sum(align(m.nbytes) for m in staged)
 
@@ -198,7 +198,7 @@ _ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
 
 
 def keeps_fold_order(rounds: Iterable[Round]) -> bool:
-    """Whether the rounds of a rank bring the partial values (addends) of each element in ascending order.
+    """Return whether the rounds of a rank bring the addends of each element in ascending order.
 
     Rounds are ordered and pieces of one round are folded in order of addend, so a tensor is in order
     in two cases: its addends arrive in rounds one after the other, or they all bring the same

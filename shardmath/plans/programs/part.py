@@ -58,7 +58,7 @@ class LocalTensor(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """Boxes of the local tensor `key`, all of whose elements are filled with `value`, or divided by it."""
+    """Boxes of the local tensor `key` whose elements are all filled with `value`, or all divided by it."""
 
     key: str
     boxes: tuple[Slices, ...]
@@ -67,7 +67,7 @@ class CellWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Everything that one rank does when a plan runs, in order: fill, then the rounds, then divide.
+    """Everything that one rank does when a plan runs, in order: fill tensors, then the rounds, then divide averages.
 
     `sources` and `destinations` are the tensors that it stores, by local name. `operations` are pairs (tensor,
     operation) that it computes: folds, "fill" and "divide". `keeps_order` says whether the addends of
@@ -91,7 +91,7 @@ class RankProgram:
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """The local names of destination tensors that may be partly written after the first `begun` steps began.
+        """Return the local names of destination tensors that may be partly written once the first `begun` steps began.
 
         `begun` is more than `steps` when everything is done. None stands for any number of steps.
         """
@@ -111,12 +111,12 @@ def _list_written(posted: Round) -> set[str]:
 
 
 def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
-    """The given plan itself, or the plan of a Program."""
+    """Return the plan of a Program, or the given plan itself."""
     return plan.plan if isinstance(plan, Program) else plan
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
-    """The tensors that `rank` stores on one side of a plan, by local name."""
+    """Return the tensors that `rank` stores on one side of a plan, by local name."""
     stored: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
@@ -125,7 +125,7 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """The local positions that are not holes, as boxes of slices; a scalar has the one box ().
+    """Return the local positions that are not holes, as boxes of slices; a scalar has the one box ().
 
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
@@ -178,7 +178,7 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """The rank's RankProgram, cut by limits that all ranks have in common.
+        """Cut the rank's transfers into messages by limits that all ranks have in common; return its RankProgram.
 
         `peers` is the largest of any rank's. With `by_addend` one addend goes after the other, which
         a plan needs if otherwise some rank's part does not keep their order. The limit applies to a
@@ -215,7 +215,7 @@ class Outline:
 
 
 def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
-    """The Outline of what `rank` does in the plan or program."""
+    """Find what `rank` does in the plan or program, an Outline that is not cut into messages yet."""
     if isinstance(plan, Program):
         rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))
@@ -238,7 +238,7 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """The RankProgram of every rank, cut by the limits that the ranks would agree on."""
+    """Make the RankProgram of every rank, cut by the limits on which the ranks would agree."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((outline.peers for outline in outlines), default=0)
     # One addend after the other takes more rounds, so it is done only if the order requires it.

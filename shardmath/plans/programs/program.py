@@ -81,12 +81,12 @@ class Program:
         return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
 
     def word_nodes(self) -> str:
-        """A text that says how many ranks a node of the program has, and whether that is assumed."""
+        """Return a text that says how many ranks a node of the program has, and whether that is assumed."""
         nodes = f"nodes of {plural(self.topology.ranks_per_node, 'rank')}"
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
-        """A picture of the program as an SVG document: a tensor before and after, and bytes sent, relays included.
+        """Draw the program as an SVG document: a tensor before and after, and bytes sent, relays included.
 
         `tensor` is the one drawn (default: the first). Raises PlanError for one that the plan does not have.
         """
@@ -131,11 +131,11 @@ class Program:
         return self.plan.ranks
 
     def fill(self, name: str) -> complex | None:
-        """The value with which the tensor `name` is filled at its destination before bytes arrive (`Plan.fill`)."""
+        """Return the value that fills the tensor `name` at its destination before bytes arrive; None for no fill."""
         return self.plan.fill(name)
 
     def divisor(self, name: str) -> int:
-        """The number that divides the tensor `name` at its destination at the end (`Plan.divisor`)."""
+        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1."""
         return self.plan.divisor(name)
 
     @property
@@ -144,14 +144,14 @@ class Program:
         return recognize_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
-        """The rounds of messages of `rank`, in order; () for a rank that is on neither side."""
+        """Return the rounds of messages of `rank`, in order; () for a rank that is on neither side."""
         rank = as_integer(rank, "a rank", PlanError)
         messages = _spell_messages(self, _list_posted(self, rank))
         return gather_rounds(messages, rank)
 
 
 def digest_program(prog: Program) -> str:
-    """A digest of everything that the program sends: plan, topology, hops and rounds."""
+    """Return a digest of everything that the program sends: plan, topology, hops and rounds."""
     bands = prog.legs.bands
     columns = [
         bands.first,
@@ -248,7 +248,7 @@ class Slices(NamedTuple):
 
 
 def list_slices(prog: Program, streams: Streams) -> Slices:
-    """All slices of `streams` (bytes from rank to rank) that are not empty, with the slots in which they are sent."""
+    """Cut `streams` (bytes from rank to rank) into slices; return all that are not empty, with their slots."""
     slices = cut_streams(prog, streams)
     line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
@@ -258,7 +258,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """All slices of `streams` that are not empty, with slots as if each stream were in hop 1 of line 0."""
+    """Cut `streams` into slices that are not empty, with slots as if each stream were in hop 1 of line 0."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1
@@ -364,7 +364,7 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """The turn, modulo the number of turns, in which two ranks exchange bytes; `places` is the sum of their positions.
+    """Return the turn, modulo the number of turns, in which two ranks exchange bytes; `places` sums their positions.
 
     `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.

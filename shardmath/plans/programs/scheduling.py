@@ -31,6 +31,7 @@ from shardmath.base.arguments import as_integer, known
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural, shown
+from shardmath.layouts.holdings import label
 from shardmath.plans.balance import measure_uncut
 from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.flows.topology import Topology, checked
@@ -91,7 +92,7 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """Schedule a plan: a Program of rounds of messages, on `topology` (default: the plan's own).
+    """Divide a plan into rounds of messages, a Program, for a `topology` (default: the plan's own).
 
     Without either it assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
     Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.
@@ -122,13 +123,13 @@ def schedule(
 def _check_plan(plan: Plan, fix: str) -> None:
     """Raise PlanError unless `plan` is a Plan, and not an adjoint."""
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r} is not a plan of two sides' layouts; {fix}")
+        raise PlanError(f"{plan!r} is not a Plan; {fix}")
 
 
 def _check_positive(name: str, limit: int) -> None:
     """Raise PlanError for a limit below 1."""
     if limit < 1:
-        raise PlanError(f"{name}={limit} leaves no room for a message; give a positive number")
+        raise PlanError(f"{name}={limit} leaves no room for a message; pass 1 or more")
 
 
 def _choose_topology(plan: Plan, topology: Topology | None) -> Topology:
@@ -154,7 +155,7 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """The Program that runs when `plan` itself is compiled.
+    """Return the Program that runs when `plan` itself is compiled, without relays.
 
     It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
@@ -171,7 +172,7 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """The Program of `as_planned` with all limits at 1, which do not change its estimated time."""
+    """Return the Program of `as_planned` with all limits at 1, which do not change its estimated time."""
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)
@@ -187,7 +188,7 @@ def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:
         return
     row = sizes.argmax()
     batch = plan.batches[int(demands.batch[row])]
-    what = f"a row or small box of {size} bytes of tensor {batch.names[0]!r} is not cut"
+    what = f"{size} bytes of {label(batch.names[0])} are a row or small box, which is never cut"
     raise PlanError(f"max_inflight_bytes={room}: {what}; pass {size} or more")
 
 
@@ -357,7 +358,7 @@ def _check_bytes(undivided: _Undivided, slots: int) -> None:
     least = max(least_of_pair, least_of_rank)
     limit = undivided.prog.max_inflight_bytes
     if least > limit:
-        what = f"{slots} slots and {turns} turns leave {least} bytes in flight at some rank in some round"
+        what = f"some rank has {least} bytes in flight in a round, even with the most rounds"
         raise PlanError(f"max_inflight_bytes={limit}: {what}; pass {least} or more")
 
 
@@ -367,7 +368,7 @@ def _add_turns(prog: Program, pairs: Pairs) -> tuple[float, Program]:
     limit = prog.max_inflight_bytes
     _, least = _measure(options[-1])
     if least > limit:
-        what = f"every division into rounds that was tried leaves some rank {least} bytes in flight"
+        what = f"some rank has {least} bytes in flight in every division into rounds that was tried"
         raise PlanError(f"max_inflight_bytes={limit}: {what}; pass {least} or more")
 
     def fits(option: Program) -> bool:

@@ -107,7 +107,7 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """Bytes that go straight from holders to the ranks (entries) that relay them, or need them, in columns.
+    """Bytes that go straight from holders to the ranks (entries) that need or relay them, as columns of a table.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.
@@ -121,7 +121,7 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """The bytes that go straight from the holders of `lines`, in their order on the lines."""
+    """List the bytes that go straight from the holders of `lines`, in their order on the lines."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
@@ -144,7 +144,7 @@ MOST_KEPT = 1 << 20
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """All streams (bytes from one rank to another) of `line`: the first hop from its holders, and the relays."""
+    """List all streams (bytes from one rank to another) of `line`: the first hop from its holders, and the relays."""
     bundles = _divide_lines(legs)
     number = bisect.bisect_right(bundles, line, key=_find_first) - 1
     found = _keep_bundle(legs, number)

@@ -33,7 +33,7 @@ _Column: TypeAlias = NDArray[Any]
 
 
 class Stretches(NamedTuple):
-    """Stretches in columns: bytes lo..hi-1 of a block's content that go from one rank to another, or stay."""
+    """Bytes lo..hi-1 of blocks that go from one rank to another, or stay on a rank, as columns of a table."""
 
     block: Ints
     sender: Ints
@@ -56,7 +56,7 @@ class StretchParts(NamedTuple):
     hi: Ints
 
     def take(self, some: Ints) -> StretchParts:
-        """The parts with the indices `some`, in the order of `some`."""
+        """Return the parts with the indices `some`, in the order of `some`."""
         return StretchParts(*(column[some] for column in self))
 
 

@@ -32,7 +32,7 @@ Pair: TypeAlias = tuple[Layout, Layout]
 
 
 def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
-    """An array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold.
+    """Count the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold: an array (i, j).
 
     `pairs` says how many tensors have each pair of windows.
     """

@@ -41,7 +41,7 @@ from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.layouts.edits import relabeled
-from shardmath.layouts.holdings import LayoutOrWindows, windows_of
+from shardmath.layouts.holdings import LayoutOrWindows, label, windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import Side, describe_form, pair_by_name
 from shardmath.plans.reduction import Reduction, find_reduction
@@ -93,7 +93,7 @@ class Relabeling:
     @overload
     def apply(self, dst: Mapping[str, LayoutOrWindows]) -> dict[str, LayoutOrWindows]: ...
     def apply(self, dst: Side) -> Side:
-        """The destination `dst` with its ranks renumbered: a Layout, windows, or a mapping of either.
+        """Renumber the ranks of the destination `dst`: a Layout, windows, or a mapping of either.
 
         Raises PlanError for anything else.
         """
@@ -113,7 +113,7 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """The renumbering of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
+    """Find the renumbering of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
     addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes
@@ -162,7 +162,7 @@ def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     if total > MOST_BYTES:
         raise PlanError(
             f"the tensors have {total} bytes, which is more than {MOST_BYTES}; "
-            f"relabel fewer at once"
+            f"relabel fewer tensors at once"
         )
     return pairs
 
@@ -171,8 +171,8 @@ def _check_alike(name: str, a: Layout, b: Layout) -> None:
     """Raise PlanError unless both windows hold one tensor."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         raise PlanError(
-            f"tensor {name!r}: {describe_form(a)} here, {describe_form(b)} there; "
-            f"give both sides one shape and dtype"
+            f"{label(name)} is {describe_form(a)} at the source and {describe_form(b)} at the "
+            f"destination; give both sides one shape and dtype"
         )
 
 
@@ -259,7 +259,7 @@ def _load_solver() -> _Solver:
     except ModuleNotFoundError:
         raise PlanError(
             "relabel solves a linear assignment with scipy, which is not installed; "
-            "pip install 'shardmath[relabel]'"
+            "run pip install 'shardmath[relabel]'"
         ) from None
     return cast(_Solver, optimize.linear_sum_assignment)
 

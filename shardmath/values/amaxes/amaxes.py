@@ -107,7 +107,7 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """The amax (largest magnitude) of each block that the rank touches, within its local float32 array `x`.
+        """Return the amax (largest magnitude) of each block that the rank touches, within its local float32 array `x`.
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
@@ -124,7 +124,7 @@ class Amaxes:
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """The amax of each block that `rank` touches if the format fixes it; None if it must be measured."""
+        """Return the amax of each block that `rank` touches if the format fixes it; None if it must be measured."""
         shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
@@ -147,7 +147,10 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """The amaxes that `rank` sends, by local name: its `own` amaxes of blocks that ranks cut. Raises PlanError."""
+        """Return the amaxes that `rank` sends, by local name: its `own` amaxes of blocks that several ranks share.
+
+        Raises PlanError.
+        """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
         slots = [amaxes.reshape(-1)[share.sources] for share, amaxes in _pair_kinds(part, own)]
@@ -156,7 +159,7 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """The format to cast with, and each touched block's amax: the largest of the `own` and the `arrived` amaxes.
+        """Return the format to cast with, and each touched block's amax: the largest of `own` and `arrived` amaxes.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -173,7 +176,7 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """The quantized data of the rank's `x`, and the scales of all blocks that it touches, as `layouts` have them.
+        """Quantize the `x` of `rank`: return its data, and the scales of all blocks that it touches, as in `layouts`.
 
         `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
         PlanError.
@@ -201,7 +204,7 @@ class Amaxes:
         return self.cast(rank, x, format, amax)
 
     def list_local(self, end: str, rank: int) -> list[str]:
-        """The local name of the amaxes that `rank` has at an end ("source": sends, else receives); [] if none."""
+        """Return the local names of the amaxes that `rank` sends (`end` "source") or receives ("destination")."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []
@@ -209,11 +212,11 @@ class Amaxes:
         return [key for key, _ in windows.locals(self.name, rank)]
 
     def count_blocks(self, rank: int) -> tuple[int, ...]:
-        """The number of blocks that `rank` touches in each dimension, which is the shape of its measured amaxes."""
+        """Return the number of blocks that `rank` touches in each dimension: the shape of its measured amaxes."""
         return self._find_part(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:
-        """The number of amaxes that `rank` sends (`end` "source") or receives (`end` "destination")."""
+        """Return the number of amaxes that `rank` sends (`end` "source") or receives (`end` "destination")."""
         shares = self._find_part(rank).shares
         if end == "source":
             return sum(len(share.sent) for share in shares)
@@ -223,11 +226,11 @@ class Amaxes:
         row = np.zeros(0, np.float32)
         for key in self.list_local("destination", rank):
             if key not in arrived:
-                what = f"{label(self.name)}rank {rank}: slots {key!r} are missing"
-                raise PlanError(f"{what}; give what has arrived, by local name")
+                what = f"{label(self.name)}rank {rank}: {key!r} is not in arrived"
+                raise PlanError(f"{what}; pass the received amaxes by local name")
             row = arrived[key]
         count = self.count_slots("destination", rank)
-        _check_like(row, (count,), f"{label(self.name)}rank {rank}: what has arrived")
+        _check_like(row, (count,), f"{label(self.name)}rank {rank}: the array of received amaxes")
         return row
 
     def _find_part(self, rank: int) -> _RankPart:
@@ -248,11 +251,11 @@ class Amaxes:
 def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
     """Raise PlanError for anything but a float32 array of that shape."""
     if not isinstance(array, np.ndarray):
-        raise PlanError(f"{what} is {type(array).__name__}; pass an array of float32")
+        raise PlanError(f"{what} is of type {type(array).__name__}; pass a numpy array of float32")
     if array.dtype != np.float32:
         raise PlanError(f"{what} {describe_type(array, '; pass an array of float32')}")
     if array.shape != shape:
-        raise PlanError(f"{what} has shape {array.shape}; pass one of {shape}")
+        raise PlanError(f"{what} has shape {array.shape}; pass an array of shape {shape}")
 
 
 def _pair_kinds(part: _RankPart, own: Floats) -> Iterator[tuple[Share, Floats]]:
@@ -315,9 +318,8 @@ def _check_given(format: object, layout: object, name: str) -> None:
         raise PlanError(f"{what}; give one such as formats.MXFP8()")
     checked = instance(layout, Layout, "give the layout of the tensor", PlanError)
     if not checked.ndim:
-        what = f"{label(name)}{layout} has no dimension"
-        fix = "give the layout of a tensor that has at least one"
-        raise PlanError(f"{what}; numbers alone are not quantized: {fix}")
+        what = f"{label(name)}{layout} has no dimension, and single numbers cannot be quantized"
+        raise PlanError(f"{what}; give the layout of a tensor with at least one dimension")
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:
@@ -335,7 +337,7 @@ def _check_held(layout: Layout, blocks: Blocks, name: str) -> None:
     for d, size in enumerate(sizes):
         lost = _find_lost(layout.dims[d], size)
         if lost is not None:
-            what = f"{label(name)}nobody holds position {lost} of dimension {d} under {layout}"
+            what = f"{label(name)}no rank holds position {lost} of dimension {d} under {layout}"
             fix = "give a layout under which ranks together hold all of each block"
             raise PlanError(f"{what}, so the amax of its block of {blocks} is not known; {fix}")
 

@@ -57,7 +57,7 @@ class PartStretches(NamedTuple):
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """The positions in `held`, which has one Runs for each dimension, as PartStretches."""
+    """Read the positions in `held`, one Runs per dimension, as ascending ranges: a PartStretches."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -106,12 +106,12 @@ class TouchedBlocks(NamedTuple):
         return ~inside
 
     def flat(self, count: tuple[int, ...]) -> Ints:
-        """The row-major number of each touched block, in a tensor with `count` blocks in each dimension."""
+        """Return the row-major number of each touched block, in a tensor with `count` blocks in each dimension."""
         numbers: Ints = np.ravel_multi_index(_spread(self.numbers), count)
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """The slices of the touched blocks that are the consecutive blocks `cover`."""
+        """Return the slices that select, among the touched blocks, the consecutive blocks `cover`."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))
@@ -126,7 +126,7 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
-    """The blocks of a tensor of this `shape` of which `part` has any position."""
+    """Find the blocks of a tensor of this `shape` of which `part` has any position."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

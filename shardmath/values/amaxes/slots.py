@@ -118,7 +118,7 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """The shares of each of `count` parts when the slots of all `kinds` of blocks are numbered one after the other."""
+    """Number the slots of all `kinds` of blocks one after the other; return the shares of each of `count` parts."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:
@@ -131,7 +131,7 @@ def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
 
 
 def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
-    """The layout, under `name`, in which each rank holds slots `held[rank]` out of `size`; {} if no rank has any."""
+    """Return the layout, under `name`, in which each rank holds slots `held[rank]` of `size`; {} without slots."""
     runs = {rank: (_pack_slots(slots),) for rank, slots in held.items() if slots.size}
     return {name: from_holdings((size,), runs)} if runs else {}
 

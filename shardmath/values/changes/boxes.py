@@ -97,7 +97,7 @@ class Boxes:
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
-    """A searchable index of the boxes with first positions `low` and sizes `size` in a tensor of this `shape`."""
+    """Index the boxes with first positions `low` and sizes `size` in a tensor of this `shape`, for searches."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
     grids = _make_grids(numbers, low, low + size)
@@ -105,7 +105,7 @@ def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
 
 
 def unravel(cells: Ints, shape: Shape) -> list[Ints]:
-    """The coordinates, one array per dimension, of the row-major numbers `cells` in a tensor of this `shape`."""
+    """Return the coordinates, one array per dimension, of the row-major numbers `cells` in a tensor of this `shape`."""
     along = []
     rest = cells
     for n in reversed(shape[1:]):

@@ -35,7 +35,7 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """The place of a tensor in memory: the row that it is in, its first position there, and strides by dimension."""
+    """The place of a tensor in memory: its row of memory, its first position there, and its strides by dimension."""
 
     row: int
     start: int

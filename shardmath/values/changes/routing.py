@@ -50,7 +50,7 @@ class AskedCells(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """For each routed element: its index, the piece of a message that it goes into, and its number in the message.
+    """For each changed element: its index, the piece of a message that carries it, and its number in the message.
 
     Pieces are numbered message by message.
     """
@@ -61,17 +61,17 @@ class Routed(NamedTuple):
 
 
 def count_elements(message: Message) -> int:
-    """The number of elements in all pieces of `message`."""
+    """Return the number of elements in all pieces of `message`."""
     return sum(math.prod(piece.shape) for piece in message.pieces)
 
 
 def as_row(numbers: Sequence[int]) -> Ints:
-    """The `numbers` as an int64 array, even if there are none."""
+    """Return the `numbers` as an int64 array, even if there are no numbers."""
     return np.array(numbers, np.int64)
 
 
 def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
-    """For each source tensor with pieces in `messages`, the smallest box that contains all of them."""
+    """Return, for each source tensor with pieces in `messages`, the smallest box that contains all these pieces."""
     listed: dict[str, list[Slices]] = {}
     for message in messages:
         for piece in message.pieces:

@@ -51,7 +51,7 @@ class ChangedWindow:
         return step == 1 and not others
 
     def number(self, places: Ints) -> Ints:
-        """The row-major numbers in the tensor of the elements with numbers `places` in the window."""
+        """Return the row-major numbers in the tensor of the elements with numbers `places` in the window."""
         if self._is_interval:
             return places + self.first
         cells = np.full(len(places), self.first)
@@ -92,7 +92,7 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
-    """The window on `box` of a tensor of this `shape`; its elements are numbered with dimensions in this `order`."""
+    """Make the window on `box` of a tensor of this `shape`; elements are numbered with dimensions in this `order`."""
     steps = []
     first = 0
     for k in order:
@@ -104,7 +104,7 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """The fewest (size, step) dimensions, at least one, that lead through the same numbers as `steps`."""
+    """Return the fewest (size, step) dimensions, at least one, that lead through the same numbers as `steps`."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

@@ -30,7 +30,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 def find_bounds(box: Box, differ: Differ) -> Box:
-    """The smallest box that contains every difference in `box`; `differ` says in which of many boxes there is one.
+    """Find the smallest box that contains all differences in `box`; `differ` says which of many boxes have one.
 
     If answers contradict each other, because memory is written meanwhile, the box is larger.
     """

@@ -77,7 +77,7 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """The digest of a tensor (0 to 2^61 - 2) or of several by name, computed from the local arrays of all ranks.
+    """Compute the digest of a tensor (0 to 2^61 - 2), or of several by name, from the local arrays of all ranks.
 
     `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
     window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
@@ -94,14 +94,14 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """The Windows of each tensor in `held`, by name. Raises DigestError for tensors that have no digest."""
+    """Return the Windows of each tensor in `held`, by name. Raises DigestError for tensors that have no digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
         for layout in windows:
             if (layout.shape, layout.dtype) != (first.shape, first.dtype):
-                what = f"{label(name)}: windows {first} and {layout}"
-                raise DigestError(f"{what} are not of one tensor; give one shape and dtype")
+                what = f"{label(name)} has windows {first} and {layout}"
+                raise DigestError(f"{what}; give all of them one shape and dtype")
         check_digestible(name, windows)
     return side
 
@@ -119,7 +119,7 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """The first tensor, and the box in it, in which two sides with tensors of equal names and shapes differ; or None.
+    """Find the first tensor, and the smallest box in it, in which two sides differ; None if they are equal.
 
     Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
     if the sides cannot be compared.
@@ -145,12 +145,12 @@ def _check_comparable(src: Mapping[str, Windows], dst: Mapping[str, Windows]) ->
     """Raise DigestError unless both sides have the same tensors."""
     if src.keys() != dst.keys():
         unpaired = sorted(src.keys() ^ dst.keys())
-        what = f"one side alone has {plural(unpaired, 'tensor')}, {unpaired[:8]}"
-        raise DigestError(f"{what}; compare sides of the same names")
+        what = f"only one side has {plural(unpaired, 'tensor')}, {unpaired[:8]}"
+        raise DigestError(f"{what}; compare sides whose tensors have the same names")
     for name, windows in src.items():
         for layout in dst[name]:
             if (layout.shape, layout.dtype) != (windows[0].shape, windows[0].dtype):
-                what = f"{label(name)}: {windows[0]} on one side, {layout} on the other"
+                what = f"{label(name)} is {windows[0]} on one side and {layout} on the other"
                 raise DigestError(f"{what}; compare tensors of one shape and dtype")
 
 
@@ -222,14 +222,15 @@ def _read_array(given: Given, key: str, rank: int, layout: Layout, named: bool) 
     elif named:
         held = None
     if held is None:
-        raise DigestError(f"{what} is missing; give what every rank of {layout} holds")
+        raise DigestError(f"{what} is missing; give the arrays of all ranks of {layout}")
     if not isinstance(held, np.ndarray | np.generic):
-        raise DigestError(f"{what} is {type(held).__name__}; give a numpy array")
+        raise DigestError(f"{what} is of type {type(held).__name__}; give a numpy array")
     array = np.asarray(held)
     expected = layout.local_shape(rank)
     if array.shape != expected:
         raise DigestError(
-            f"{what} has shape {array.shape}, {layout} has {expected} there; pass that local array"
+            f"{what} has shape {array.shape}, but {layout} gives this rank {expected}; "
+            f"pass an array of that shape"
         )
     return view_bits(what, array, layout)
 
@@ -242,7 +243,7 @@ def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
     """View `array` as the bits of the layout's elements. Raises DigestError if their sizes or byte order differ."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
-            f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each; {layout} has "
+            f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each, but {layout} has "
             f"{layout.itemsize} B; pass {layout.dtype}, or its bits as integers of that size"
         )
     if not array.dtype.isnative:

@@ -55,7 +55,7 @@ Numbers: TypeAlias = Any
 
 
 def multiply(a: Numbers, b: Numbers) -> Numbers:
-    """The products a * b modulo 2^61 - 1, element by element."""
+    """Multiply a and b modulo 2^61 - 1, element by element."""
     # All partial sums are below 2^63: the largest is (2^31 - 1)^2 + 2^61 + 2^61.
     a_high = a >> HALF
     a_low = a & LOW_HALF
@@ -69,14 +69,14 @@ def multiply(a: Numbers, b: Numbers) -> Numbers:
 
 
 def double(a: Numbers, times: int) -> Numbers:
-    """The numbers times 2^`times` modulo 2^61 - 1, for 0 <= times < 61."""
+    """Return the numbers `a` times 2^`times` modulo 2^61 - 1, for 0 <= times < 61."""
     kept = 61 - times
     below = a & ((1 << kept) - 1)
     return ((below << times) + (a >> kept)) % PRIME
 
 
 def add_up(a: Numbers) -> Numbers:
-    """The sums of `a` over its last axis, of at most 2^31 numbers, modulo 2^61 - 1."""
+    """Sum `a` over its last axis, which has at most 2^31 numbers, modulo 2^61 - 1."""
     low = (a & LOW_HALF).sum(-1)
     high = (a >> HALF).sum(-1) % PRIME
     return (double(high, HALF) + low % PRIME) % PRIME
@@ -98,7 +98,7 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """The random weights of the 2^`bits` positions that have only some of `bits` bits, from `first_bit` on, set."""
+    """Draw the random weights of the 2^`bits` positions in which no bits are set but `bits` from `first_bit` on."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:
@@ -109,7 +109,7 @@ def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
 
 
 def weigh_positions(seed: int, dimension: int, index: Ints, shift: int = 0) -> Ints:
-    """The random weights, drawn by `seed`, of the positions `index` << `shift` of a dimension."""
+    """Return the random weights, drawn by `seed`, of the positions `index` << `shift` of a dimension."""
     weights: Ints | None = None
     most = int(index.max(initial=0))
     for bit in range(0, max(1, most.bit_length()), TABLE_BITS):

@@ -69,7 +69,7 @@ class Portion(NamedTuple):
 
 @memo(512)
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
-    """The patches of a tensor: disjoint sets of elements, each held by one set of ranks, that are together all."""
+    """Divide a tensor into patches: disjoint sets of elements, each held by the same ranks."""
     patches: list[Patch] = []
     for group in _group_sharing(windows):
         patches += _divide_group(windows, group)
@@ -159,7 +159,7 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """The (patch, window) of each patch that a rank holds, in order, by rank; ranks that hold nothing are left out."""
+    """Return the (patch, window) of each patch that a rank holds, in order, by rank; other ranks are left out."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:
@@ -169,7 +169,7 @@ def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """The patches that `rank` holds, as Portions with local positions, in the order of `list_held`."""
+    """Return the patches that `rank` holds, as Portions with local positions, in the order of `list_held`."""
     patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):
@@ -194,11 +194,11 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
-    """The portion without its elements outside `box`, which become holes."""
+    """Return the portion with holes in place of its elements outside `box`."""
     pairs = zip(portion.runs, box, strict=True)
     return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 
 
 def hull(patch: Patch) -> Box:
-    """The smallest box that contains the patch."""
+    """Return the smallest box that contains the patch."""
     return tuple((ranges[0][0], ranges[-1][1]) for ranges in patch.ranges)

@@ -134,7 +134,7 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """The random weights of the part's positions, in one array, or in two whose products they are (outer, inner)."""
+    """Return the random weights of the part's positions, in one array, or in two (outer, inner) to be multiplied."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

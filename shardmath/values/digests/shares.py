@@ -15,7 +15,7 @@ from shardmath.base.errors import DigestError
 from shardmath.base.memo import memo
 from shardmath.base.text import show_ranks
 from shardmath.layouts.algebra.box import Box
-from shardmath.layouts.holdings import Windows
+from shardmath.layouts.holdings import Windows, label
 from shardmath.plans.uncovered import first_unheld, holds_all
 from shardmath.values.digests.field import PRIME
 from shardmath.values.digests.patches import (
@@ -48,23 +48,18 @@ Shares = Mapping[int, Sequence[int]]
 """The shares of each rank in the order of `list_portions`."""
 
 
-def label(name: str) -> str:
-    """The text that names a tensor in error messages: "tensor 'w'", or "the tensor" without a name."""
-    return f"tensor {name!r}" if name else "the tensor"
-
-
 def check_digestible(name: str, windows: Windows) -> None:
     """Raise DigestError if the tensor `name` is Partial, or has an element that no rank holds."""
     for layout in windows:
         if layout.partial:
             raise DigestError(
-                f"{label(name)} is Partial, and its addends have no content in common: {layout}; "
+                f"{label(name)} is Partial, so its ranks do not hold its content: {layout}; "
                 f"reduce it first, by a plan to a layout without Partial"
             )
     if not holds_all(windows):
         raise DigestError(
             f"{label(name)}: no rank holds element {first_unheld(windows)} under {windows[0]}; "
-            f"a digest is of a whole tensor, so cover it"
+            f"give every element to a rank, since a digest is of the whole tensor"
         )
 
 
@@ -75,7 +70,7 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """For each patch that `rank` holds, its share of the digest: the weighted sum of the patch's elements."""
+    """Return, for each patch that `rank` holds, its share of the digest: the weighted sum of the patch's elements."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -92,7 +87,7 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """The first patch (elements held by the same ranks) for which the ranks' shares differ; None if all agree."""
+    """Find the first patch (elements held by the same ranks) for which the ranks' shares differ; None if all agree."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
@@ -116,7 +111,7 @@ def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder],
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """The sum of the shares of all patches (elements held by the same ranks), each counted once."""
+    """Sum the shares of all patches (elements held by the same ranks), each counted once."""
     by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):
@@ -125,7 +120,7 @@ def add_patches(windows: Windows, shares: Shares) -> int:
 
 
 def seal(windows: Windows, total: int) -> int:
-    """The digest, 0 to 2^61 - 2, of a tensor for which the shares of all patches add up to `total`."""
+    """Return the digest, 0 to 2^61 - 2, of a tensor for which the shares of all patches add up to `total`."""
     return (total + _draw_seal(windows[0].dtype, windows[0].shape)) % PRIME
 
 
@@ -143,7 +138,7 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """The patches that `rank` holds as their first holder, which together count every element once."""
+    """Return the patches that `rank` holds as their first holder, which together count every element once."""
     patches = list_patches(windows)
     counted = []
     for portion in list_portions(windows, rank):
@@ -159,7 +154,7 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """For each of `boxes`, the weighted sum of the elements in it that these portions of a tensor hold."""
+    """Return, for each of `boxes`, the weighted sum of the elements in it that these portions of a tensor hold."""
     sums = []
     for box in boxes:
         total = 0
@@ -170,11 +165,11 @@ def weigh_boxes(
     return sums
 
 
-MAKE_ALIKE = "make replicas alike, or lay them out as addends by Partial"
+MAKE_ALIKE = "make the replicas equal, or use a layout with Partial if they are addends"
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """The error message that says that replicas of the tensor `name` differ in `box`, and how to `fix` it."""
+    """Write the error message that replicas of the tensor `name` differ in `box`, and how to `fix` that."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"
@@ -185,7 +180,7 @@ def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> s
 
 
 def show_box(box: Box) -> str:
-    """The box as text, such as "[0:4, 2:3]".
+    """Return the box as text, such as "[0:4, 2:3]".
 
     >>> show_box(((0, 4), (2, 3)))
     '[0:4, 2:3]'

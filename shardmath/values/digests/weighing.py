@@ -59,25 +59,25 @@ class Library(Protocol):
     """The protocol of an array library (such as numpy) for `weigh`: functions that arrays themselves do not have."""
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """The distance between neighbors along each axis of `array`, in any unit."""
+        """Return the distance between neighbors along each axis of `array`, in any unit."""
 
     def transpose(self, array: Array, order: Sequence[int]) -> Array:
-        """A view of `array` with its axes in the given `order`."""
+        """Return a view of `array` with its axes in the given `order`."""
 
     def words(self, array: Array) -> Array:
-        """The 16-bit (or 8-bit) words of all elements of `array`, in row-major order, as float64."""
+        """Return the 16-bit (or 8-bit) words of all elements of `array`, in row-major order, as float64."""
 
     def products(self, rows: Array, weights: Array) -> Array:
-        """The matrix product of `rows` and `weights`, computed exactly in float64 and returned as int64."""
+        """Return the matrix product of `rows` and `weights`, computed exactly in float64 and returned as int64."""
 
     def integers(self, array: Array) -> Array:
-        """The numbers in `array` as int64."""
+        """Return the numbers in `array` as int64."""
 
     def join(self, arrays: Sequence[Array]) -> Array:
-        """The one-dimensional `arrays` joined end to end."""
+        """Return the one-dimensional `arrays` joined end to end."""
 
     def constant(self, array: NDArray[Any], like: Array) -> Array:
-        """The numpy `array` as an array of the library, on the device of `like`."""
+        """Return the numpy `array` as an array of the library, on the device of `like`."""
 
 
 class _Numpy:
@@ -116,7 +116,7 @@ NUMPY: Library = _Numpy()
 
 
 def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
-    """The weighted sum, modulo 2^61 - 1, of the elements of a local array at the global positions in `runs`."""
+    """Sum the elements of a local array, weighted by their global positions in `runs`, modulo 2^61 - 1."""
     if 0 in array.shape:
         return 0
     words = max(1, array.itemsize // WORD_BYTES)

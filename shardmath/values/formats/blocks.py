@@ -16,7 +16,7 @@
 >>> rows.scale_slice(np.s_[:, 40:], (6, 70), "w")
 Traceback (most recent call last):
 shardmath.FormatError: tensor 'w': slice 40:70 of dimension 1 (70 positions) cuts a block of 32; \
-the nearest cuts to 40 are 32 and 64: cut there
+use 32 or 64 instead of 40
 """
 
 from __future__ import annotations
@@ -62,18 +62,22 @@ class Blocks:
         return " x ".join("all" if n is None else str(n) for n in self.sizes) or "1"
 
     def per_dimension(self, ndim: int, name: str = "") -> Sizes:
-        """The block's size in each of `ndim` dimensions, None for all. Raises FormatError if it has more dimensions."""
+        """Return the block's size in each of `ndim` dimensions, None for the whole dimension.
+
+        Raises FormatError if the block has more dimensions.
+        """
         if len(self.sizes) > ndim:
             what = f"{label(name)}blocks of {self} have {plural(self.sizes, 'dimension')}"
-            raise FormatError(f"{what}, the tensor {ndim}; give it {len(self.sizes)} or more")
+            fix = f"give a tensor of {len(self.sizes)} or more"
+            raise FormatError(f"{what}, but the tensor has {ndim}; {fix}")
         return (self.others,) * (ndim - len(self.sizes)) + self.sizes
 
     def positions(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The number of positions of a full block in each dimension of a tensor of this `shape`."""
+        """Return the number of positions of a full block in each dimension of a tensor of this `shape`."""
         return tuple(map(_resolve_size, self.per_dimension(len(shape)), shape))
 
     def count(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The number of blocks in each dimension of a tensor of this `shape`: the shape of its scales."""
+        """Return the number of blocks in each dimension of a tensor of this `shape`: the shape of its scales."""
         sizes = self.per_dimension(len(shape))
         counts = []
         for size, n in zip(sizes, shape, strict=True):
@@ -81,12 +85,15 @@ class Blocks:
         return tuple(counts)
 
     def cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The positions, by dimension, at which a cut of a tensor of this `shape` cuts no block; both ends included."""
+        """Return the positions, by dimension, at which a tensor of this `shape` can be cut without cutting a block.
+
+        Both ends are included.
+        """
         pairs = zip(self.positions(shape), shape, strict=True)
         return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
+        """Return the index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
 
         Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
@@ -102,7 +109,7 @@ class Blocks:
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index into a tensor of this `shape` that belongs to the index `scale_slice` of its scales.
+        """Return the index into a tensor of this `shape` that belongs to the index `scale_slice` of its scales.
 
         An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """
@@ -124,7 +131,7 @@ def _read_size(size: object) -> int | None:
         return None
     number = as_integer(size, "a size of a block", FormatError)
     if number < 1:
-        raise FormatError(f"a size of a block is {number}; give 1 or more")
+        raise FormatError(f"a size of a block is {number}, but must be at least 1; give 1 or more")
     return number
 
 
@@ -134,21 +141,21 @@ def _resolve_size(size: int | None, n: int) -> int:
 
 
 def label(name: str) -> str:
-    """The beginning of error messages about the tensor `name`: "tensor 'w': ", or "" without a name."""
+    """Return the beginning of error messages about the tensor `name`: "tensor 'w': ", or "" without a name."""
     return f"tensor {name!r}: " if name else ""
 
 
 def read_shape(shape: object) -> tuple[int, ...]:
-    """The `shape` as a tuple of ints. Raises FormatError for anything but sizes."""
+    """Return the `shape` as a tuple of ints. Raises FormatError for anything but sizes."""
     given = listed(shape, "sizes", FormatError)
     sizes = tuple(as_integer(n, f"a size of shape {given}", FormatError) for n in given)
     if min(sizes, default=0) < 0:
-        raise FormatError(f"shape {sizes} has {min(sizes)}; give sizes of 0 or more")
+        raise FormatError(f"shape {sizes} has a size of {min(sizes)}; give sizes of 0 or more")
     return sizes
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """The nearest block borders at or before `position`, and after it, in a dimension of `n` positions."""
+    """Return the nearest block borders at or before `position`, and after it, in a dimension of `n` positions."""
     below = position - position % block
     return below, min(below + block, n)
 
@@ -165,8 +172,8 @@ def _list_items(
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     named = sum(item is not None for item in items) - len(dots)
     if len(dots) > 1 or named > len(shape):
-        what = f"{label(name)}index {shown(index)} of {plural(shape, 'dimension')}"
-        raise FormatError(f"{what} has too many items; write one for each, and ... once")
+        what = f"{label(name)}index {shown(index)} has too many items for shape {shape}"
+        raise FormatError(f"{what}; give at most one per dimension, and ... once")
     # A short index goes on as if it ended with an Ellipsis.
     insert = dots[0] if dots else len(items)
     items[insert : insert + 1] = [slice(None)] * (len(shape) - named)
@@ -185,12 +192,13 @@ def _read_item(item: _Item, n: int, d: int, name: str) -> int | slice:
     if not isinstance(item, slice):
         number = as_integer(item, f"{where}: an index", FormatError)
         if not -n <= number < n:
-            raise FormatError(f"{where} has {n} positions, and none at {number}; stay inside")
+            what = f"{where} has {n} positions, and none at {number}"
+            raise FormatError(f"{what}; give an index from {-n} to {n - 1}")
         return number % n
     try:
         start, stop, step = item.indices(n)
     except (TypeError, ValueError):
-        fix = "give integers, and a step other than 0"
+        fix = "give a slice of integers, with a step other than 0"
         raise FormatError(f"{where}: {shown(item)} is not a slice; {fix}") from None
     taken = range(start, stop, step)
     if not taken:
@@ -215,13 +223,13 @@ def _slice_scales(
         return slice(first, first, 1)
     what = f"{label(name)}slice {_write_slice(item)} of dimension {d} ({n} positions)"
     if item.step != 1:
-        fix = "take consecutive positions"
-        raise FormatError(f"{what} has a step inside blocks of {size}; {fix}")
+        what = f"{what} has step {item.step} inside blocks of {size}"
+        raise FormatError(f"{what}; give a slice with step 1")
     for end in (item.start, item.stop):
         if end % size and end != n:
             below, above = find_cuts(end, size, n)
-            cuts = f"the nearest cuts to {end} are {below} and {above}"
-            raise FormatError(f"{what} cuts a block of {size}; {cuts}: cut there")
+            fix = f"use {below} or {above} instead of {end}"
+            raise FormatError(f"{what} cuts a block of {size}; {fix}")
     return slice(item.start // size, -(-item.stop // size), 1)
 
 
@@ -249,7 +257,8 @@ def _slice_positions(item: int | slice, n: int, size: int | None, d: int, name: 
         item = slice(item, item + 1, 1)
     if item.step != 1:
         what = f"{label(name)}slice {_write_slice(item)} of the scales of dimension {d}"
-        raise FormatError(f"{what} has a step over blocks of {block}; take consecutive scales")
+        what = f"{what} has step {item.step} over blocks of {block}"
+        raise FormatError(f"{what}; give a slice with step 1")
     start = min(n, item.start * block)
     stop = min(n, item.stop * block)
     return slice(start, stop, 1)

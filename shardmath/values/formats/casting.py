@@ -36,19 +36,21 @@ SHORT = ("bfloat16", "float16")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether `dtype` is a float dtype that can be cast."""
+    """Return whether `dtype` is a float dtype that can be cast."""
     return dtype in EXACT_BITS
 
 
 def refuse_cast(src: str, dst: str, lossy: bool) -> str:
-    """The end of an error message that says why `src` cannot be cast to `dst`; "" if it can."""
+    """Return the end of an error message that says why `src` cannot be cast to `dst`; "" if it can."""
     if src == dst:
         return ""
     for dtype in (src, dst):
         if not _is_number(dtype):
-            return f"{dtype} has no cast; write a Custom, with scales if it needs them"
+            return f"{dtype} has no cast; use transforms.Custom, with scales if it needs them"
     if is_float(src) and is_integer(dst):
-        return "what NaN and large numbers become differs between machines; write a Custom"
+        return (
+            "the results for NaN and large numbers differ between machines; use transforms.Custom"
+        )
     if lossy or _fits(src, dst):
         return ""
     return "values could be lost; pass lossy=True if that is meant"

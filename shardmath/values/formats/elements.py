@@ -27,14 +27,17 @@ WORDS = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
-    """The numpy dtype of arrays with elements of the dtype `name`: itself, or its bits if numpy lacks it."""
+    """Return the numpy dtype of arrays of dtype `name`: an integer dtype for its bits if numpy lacks `name`."""
     if hasattr(np, name):
         return np.dtype(name)
     return np.dtype(WORDS[ITEMSIZE[name]])
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """`given` viewed in the dtype `numpy_type(name)`. Raises PlanError, beginning with `what`, for other dtypes."""
+    """View `given` as an array of the dtype `numpy_type(name)`.
+
+    Raises PlanError, beginning with `what`, for other dtypes.
+    """
     array = np.asarray(given)
     wanted = numpy_type(name)
     if array.dtype == wanted:
@@ -49,7 +52,7 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """The end of an error message about the dtype of `array`: its byte order if that is foreign, else `otherwise`."""
+    """Return the end of an error message about the dtype of `array`: its byte order if foreign, else `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

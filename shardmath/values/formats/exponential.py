@@ -45,7 +45,10 @@ _N = TypeVar("_N", bound=_Numbers)
 
 
 def exp(x: _N, power: Callable[[_N], _N]) -> _N:
-    """e^x in float64, the same bits on every machine; `power(k)` must return 2^k for integers k, in float64."""
+    """Compute e^x in float64, the same bits on every machine.
+
+    `power(k)` must return 2^k for integers k, in float64.
+    """
     clipped = x.clip(-LIMIT, LIMIT)
     # e^x = 2^k e^rest, where rest is so small that the series ends soon.
     k = (clipped * LOG2_E).round()
@@ -58,7 +61,7 @@ def exp(x: _N, power: Callable[[_N], _N]) -> _N:
 
 
 def power_of_two(k: Array) -> Array:
-    """2^k in float64 for each integer k, built from its bits."""
+    """Compute 2^k in float64 for each integer k, from its bits."""
     with np.errstate(invalid="ignore"):  # NaN gives NaN in the end, whatever its power is
         exponents = k.astype(np.int64) + 1023
     return np.asarray(exponents << 52).view(np.float64)

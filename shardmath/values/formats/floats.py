@@ -86,7 +86,7 @@ E2M1 = Float("e2m1", "float4_e2m1fn_x2", 4, 1, 1, 0x7)
 
 
 def encode(kind: Float, values: Floats) -> Codes:
-    """The codes (bit patterns) in the float type `kind` of float32 `values`, rounded, in an array of equal shape."""
+    """Round float32 `values` to the float type `kind`; return their codes (bit patterns) in an array of equal shape."""
     bits: _Bits = values.view(np.uint32)
     magnitude: _Bits = bits & np.uint32(0x7FFF_FFFF)
     codes = _round_magnitude(kind, magnitude)
@@ -120,7 +120,7 @@ def _round_magnitude(kind: Float, magnitude: _Bits) -> _Bits:
 
 
 def decode(kind: Float, codes: Codes) -> Floats:
-    """The float32 numbers that `codes` stand for in the float type `kind`."""
+    """Return the float32 numbers that `codes` stand for in the float type `kind`."""
     return _decode_all(kind)[codes]
 
 
@@ -145,7 +145,7 @@ def _decode_all(kind: Float) -> Floats:
 
 
 def decode_e8m0(codes: Codes) -> Floats:
-    """The float32 numbers 2^(b - 127) for each byte b of `codes`, exactly; NaN for 255."""
+    """Return the float32 numbers 2^(b - 127) for each byte b of `codes`, exactly; NaN for 255."""
     bits = codes.astype(np.uint32)
     bits <<= FRACTION
     # 2^-127 is a subnormal float32; exponent 255 without a fraction would be an infinity.
@@ -164,7 +164,7 @@ def pack_pairs(codes: Codes) -> Codes:
 
 
 def unpack_pairs(packed: Codes) -> Codes:
-    """The 4-bit codes that `pack_pairs` packed."""
+    """Return the 4-bit codes that `pack_pairs` packed two per byte."""
     pairs = np.stack((packed & 0xF, packed >> 4), axis=-1)
     *outer, count, _ = pairs.shape
     return pairs.reshape(*outer, 2 * count)

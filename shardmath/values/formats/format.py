@@ -103,11 +103,11 @@ class Format(ABC):
     # Shapes, slices and layouts
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of this `shape`, without padding."""
+        """Return the shape of the scales of a tensor of this `shape`, without padding."""
         return self.blocks.count(read_shape(shape))
 
     def padded_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor of this `shape`, padded as kernels store them."""
+        """Return the shape of the scales of a tensor of this `shape`, padded as kernels store them."""
         return self._pad_shape(self.scale_shape(shape))
 
     def _pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -121,55 +121,65 @@ class Format(ABC):
         return multiples[len(multiples) - ndim :]
 
     def pad_scales(self, scales: Array) -> Array:
-        """The `scales` padded with zeros in the last two dimensions, as kernels store them."""
+        """Return the `scales` padded with zeros in the last two dimensions, as kernels store them."""
         padded = np.zeros(self._pad_shape(scales.shape), scales.dtype)
         inside = tuple(map(slice, scales.shape))
         padded[inside] = scales
         return padded
 
     def unpad_scales(self, padded: Array, shape: tuple[int, ...]) -> Array:
-        """The scales of a tensor of this `shape` without padding. Raises FormatError if `padded` has another shape."""
+        """Return the scales of a tensor of this `shape` without padding.
+
+        Raises FormatError if `padded` has another shape.
+        """
         expected = self.padded_scale_shape(shape)
         if padded.shape != expected:
-            what = f"padded scales have shape {padded.shape}, those of a tensor {tuple(shape)}"
-            raise FormatError(f"{what} have {expected}; pass them as they are stored")
+            what = (
+                f"padded has shape {padded.shape}, but a tensor of shape {tuple(shape)} has padded"
+            )
+            raise FormatError(f"{what} scales of shape {expected}; pass them with all padding")
         return padded[tuple(map(slice, self.scale_shape(shape)))]
 
     def legal_cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The positions, by dimension, at which a tensor of this `shape` may be cut to quantize parts separately."""
+        """Return the positions, by dimension, where a tensor of this `shape` may be cut into parts to be quantized."""
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
+        """Return the index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """The index into a tensor of this `shape` that belongs to `scale_slice` of its scales. Raises FormatError."""
+        """Return the index into a tensor of this `shape` that belongs to `scale_slice` of its scales.
+
+        Raises FormatError.
+        """
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
         """Raise FormatError if rows of a tensor of this `shape` do not fill whole bytes of the data."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
-            what = f"{label(name)}a tensor of shape {tuple(shape)}"
+            what = f"{label(name)}{self.name} packs {count} numbers per byte, which shape {tuple(shape)}"
             fix = f"make its last dimension a multiple of {count}"
-            raise FormatError(f"{what} splits {count} numbers of one byte of {self.name}; {fix}")
+            raise FormatError(f"{what} does not fill; {fix}")
 
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """The layout of data, scales and other parts of a tensor with this `layout`, packed; `kinds` sets their dtypes.
+        """Return the packed layouts of data, scales and other parts of a tensor with this `layout`.
+
+        `kinds` gives them torch's names of the elements' types as dtypes.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
         of a block is on every rank that holds some of it, which suffices to move and to read a quantized tensor.
         """
         if layout.partial:
-            fix = "reduce it before it is quantized"
-            raise FormatError(f"{label(name)}{layout} is Partial; {fix}")
+            fix = "reduce it first, by a plan to a layout without Partial"
+            raise FormatError(f"{label(name)}{layout} is Partial and cannot be quantized; {fix}")
         self.check_shape(layout.shape, name)
         layouts = []
         for i, part in enumerate(self.parts):
@@ -183,11 +193,14 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """The packed layout of the scales of a tensor with this `layout`; arguments and errors are as in `layouts`."""
+        """Return the packed layout of the scales of a tensor with this `layout`; arguments are as of `layouts`.
+
+        Raises FormatError as `layouts` does.
+        """
         return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
-        """The layout of scales in which each rank pads its own scales as `pad_scales` does; `layout` has no padding.
+        """Return the layout of scales, which has no padding yet, with each rank's scales padded as by `pad_scales`.
 
         Padding is holes: it is never sent or stored, and is zeros when scales are loaded.
         """
@@ -196,7 +209,7 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The slices of the scales of all blocks that the box `where` touches, including blocks that it cuts."""
+        """Return the slices of the scales of all blocks that the box `where` touches, including blocks that it cuts."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -204,7 +217,7 @@ class Format(ABC):
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """The largest magnitude within the box `where` of each block that the box touches.
+        """Return the largest magnitude within the box `where` of each block that the box touches.
 
         `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
         """
@@ -232,8 +245,8 @@ class Format(ABC):
             amax = self._find_amax(values, window)
         amaxes = read_array(amax, "float32", "amax")
         if amaxes.shape != window.count:
-            what = f"amax has shape {amaxes.shape}, the part touches blocks {window.count}"
-            raise FormatError(f"{what}; give one for each")
+            what = f"amax has shape {amaxes.shape}, but the part touches {window.count} blocks"
+            raise FormatError(f"{what}; give one amax per block")
         with np.errstate(all="ignore"):
             return self._quantize(values, window, amaxes)
 
@@ -243,7 +256,7 @@ class Format(ABC):
         if is_cut.any():
             block = tuple(map(int, np.argwhere(is_cut)[0]))
             what = f"the part {window.spans} of a tensor of shape {window.shape} cuts blocks"
-            fix = "give amax=, the largest over ranks of what `amax` gives them"
+            fix = "give amax=, the maximum over ranks of what the method `amax` returns"
             raise FormatError(
                 f"{what} of {self.blocks}, first block {block} of those it touches; {fix}"
             )
@@ -258,21 +271,22 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """The float32 numbers that data and scales stand for, for the box `where`, or the whole tensor.
+        """Return the float32 numbers that data and scales stand for, for the box `where`, or the whole tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
         if len(parts) != len(self.parts):
             names = ", ".join(part.name for part in self.parts)
-            raise FormatError(f"{self.name}: {plural(parts, 'array')} given; give {names}")
+            what = f"{self.name}.dequantize has {plural(parts, 'array')}, not {len(self.parts)}"
+            raise FormatError(f"{what}; give {names}")
         data, scales, *others = [
             read_array(array, part.dtype, part.name)
             for array, part in zip(parts, self.parts, strict=True)
         ]
         window = self._read_window(self._shape_of(data), where, shape)
         if scales.shape != window.count:
-            what = f"scales have shape {scales.shape}, the data have blocks {window.count}"
-            raise FormatError(f"{what}; give one for each, without padding")
+            what = f"scales have shape {scales.shape}, but the data have {window.count} blocks"
+            raise FormatError(f"{what}; give one scale per block, without padding")
         with np.errstate(all="ignore"):
             return self._dequantize(window, data, scales, *others)
 
@@ -292,22 +306,27 @@ class Format(ABC):
     ) -> Window:
         """The window on a box, whose array has the shape `found`. Raises FormatError if the box has another shape."""
         if shape is None and where is not Ellipsis:
-            raise FormatError("where= is a part of a tensor; give the tensor's shape=, too")
+            what = f"where={shown(where)} is a part of a tensor, but shape= is missing"
+            raise FormatError(f"{what}; give the shape= of the whole tensor")
         window = self._window(where, found if shape is None else shape)
         if window.sizes != found:
             what = f"the part {window.spans} of a tensor of shape {window.shape}"
-            raise FormatError(f"{what} has shape {window.sizes}, the array {found}; pass that part")
+            fix = f"pass an array of shape {window.sizes}"
+            raise FormatError(f"{what} has shape {window.sizes}, but the array has {found}; {fix}")
         return window
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """`given` as an array of `dtype`. Raises FormatError, beginning with `what`, for other dtypes and scalars."""
+    """Return `given` as an array of `dtype`.
+
+    Raises FormatError, beginning with `what`, for other dtypes and scalars.
+    """
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")
     if not array.ndim:
-        fix = "give an array with at least one"
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantized: {fix}")
+        fix = "give an array with at least one dimension"
+        raise FormatError(f"{what} has no dimension, and single numbers cannot be quantized; {fix}")
     return array
 
 
@@ -326,5 +345,5 @@ def read_flag(value: Format, field: str) -> None:
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"
-        raise FormatError(f"{what} is not a flag; give True or False")
+        raise FormatError(f"{what} is not a bool; give True or False")
     object.__setattr__(value, field, bool(given))

@@ -84,7 +84,7 @@ class _Scaled(Format):
 
 
 def divide_amax(amax: Floats, most: np.float32) -> Floats:
-    """The scales that map each largest magnitude in `amax` to `most`, the largest number of the format."""
+    """Return the scales that map each largest magnitude in `amax` to `most`, the largest number of the format."""
     scales: Floats = np.maximum(amax / most, LEAST)
     return scales
 
@@ -115,7 +115,7 @@ class FP8Blocks(_Scaled):
         sizes = Blocks(self.block).sizes
         if not sizes or None in sizes:
             raise FormatError(
-                f"FP8Blocks({shown(self.block)}) lacks a size; give one per dimension of a tile"
+                f"FP8Blocks({shown(self.block)}) has a tile without a size; give sizes such as (128, 128)"
             )
         object.__setattr__(self, "block", sizes)
 
@@ -150,7 +150,7 @@ class FP8(_Scaled):
         object.__setattr__(self, "tensor_amax", read_amax(self.tensor_amax))
         if self.per == "channel" and self.tensor_amax is not None:
             what = f"FP8(per='channel', tensor_amax={self.tensor_amax})"
-            raise FormatError(f"{what}: each channel has its own amax; leave it out")
+            raise FormatError(f"{what}: each channel has its own amax; leave tensor_amax out")
 
     @property
     def name(self) -> str:
@@ -172,7 +172,7 @@ class FP8(_Scaled):
 
 
 def read_amax(given: object) -> float | None:
-    """`given` as a largest magnitude rounded to float32, or None. Raises FormatError unless it is finite and >= 0."""
+    """Round `given`, a largest magnitude or None, to float32. Raises FormatError unless it is finite and >= 0."""
     if given is None:
         return None
     try:
@@ -181,5 +181,6 @@ def read_amax(given: object) -> float | None:
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number < np.inf or isinstance(given, str | bool):
-        raise FormatError(f"tensor_amax={shown(given)}: give a finite number >= 0 of float32")
+        what = f"tensor_amax={shown(given)} is not a magnitude in float32"
+        raise FormatError(f"{what}; give a finite number >= 0")
     return number

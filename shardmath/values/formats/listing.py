@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def listing() -> tuple[Row, ...]:
-    """The table of quantized formats, one Row for each."""
+    """Return the table of quantized formats, one Row per format."""
     return tuple(map(_make_row, FORMATS))
 
 
@@ -84,6 +84,6 @@ def _write_cuts(block: int | None) -> str:
 
 
 def show_listing() -> str:
-    """The table of quantized formats as text."""
+    """Return the table of quantized formats as text."""
     head = "format", "data", "scales", "shape", "block", "cuts of M", "cuts of K"
     return make_table(head, listing())

@@ -112,7 +112,7 @@ class MXFP8(Format):
 
 
 def round_up(element: Float, amax: Floats) -> Codes:
-    """The scales' bytes by TransformerEngine's rule (`float_to_e8m0`): amax / largest, rounded up to a power of two."""
+    """Return the scales' bytes by TransformerEngine's rule: amax / largest number, rounded up to a power of two."""
     inverse = np.float32(1) / np.float32(element.most)
     bits = (amax * inverse).view(np.uint32)
     field = bits >> 23
@@ -124,7 +124,10 @@ def round_up(element: Float, amax: Floats) -> Codes:
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """The scales' bytes by OCP's rule: exponent of amax minus exponent of the largest number; 255 for infinities."""
+    """Return the scales' bytes by OCP's rule: exponent of amax minus exponent of the largest number.
+
+    The byte of infinities is 255.
+    """
     bits = amax.view(np.uint32)
     field = (bits >> 23).astype(np.int32)
     codes = np.maximum(field - element.exponent, 0)

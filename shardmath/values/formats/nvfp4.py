@@ -116,9 +116,9 @@ class NVFP4(Format):
         if self.tensor_amax is None and window.sizes != window.shape:
             what = f"the part {window.spans} of a tensor of shape {window.shape}"
             fix = (
-                "give NVFP4 its tensor_amax=, the largest over ranks of all that `amax` gives them"
+                "give NVFP4 tensor_amax=, the maximum over ranks of what the method `amax` returns"
             )
-            raise FormatError(f"{what} does not show the amax of all of it; {fix}")
+            raise FormatError(f"{what} does not have the amax of the whole tensor; {fix}")
 
     def _scale_down(self, values: Floats, scales: Array) -> Floats:
         zeros = np.copysign(np.float32(0), values)
@@ -130,7 +130,7 @@ class NVFP4(Format):
     def _dequantize(self, window: Window, data: Codes, scales: Array, *others: Array) -> Floats:
         (g,) = others
         if g.size != 1:
-            raise FormatError(f"global_scale has shape {g.shape}; give one number")
+            raise FormatError(f"global_scale has shape {g.shape}; give an array of one number")
         codes = unpack_pairs(data)
         factors = window.spread(self._read_scales(scales))
         # The first product is exact, so only the second one rounds.
@@ -149,5 +149,5 @@ def _check_pairs(window: Window) -> None:
     if first[0] % 2 or window.sizes[-1] % 2:
         what = f"the part {window.spans} of a tensor of shape {window.shape}"
         raise FormatError(
-            f"{what} splits two numbers of one byte; cut the last dimension at even positions"
+            f"{what} splits a byte of two numbers; cut the last dimension at even positions"
         )

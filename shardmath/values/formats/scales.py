@@ -1,7 +1,7 @@
 """Scales: layouts of one number per block, derived from the tensor's layout.
 
 1. A rank holds the numbers of its blocks, packed: without holes and in ascending order.
-2. A layout that cuts inside a block raises FormatError, which names the nearest cuts between blocks; or, on request,
+2. A layout that cuts inside a block raises FormatError, which names the block; or, on request,
    the block's number is **duplicated**: every rank that holds some of the block has it.
 3. If a block is a whole dimension, every rank has its number, however the dimension is cut.
 4. Each rank pads separately: the positions after its numbers are holes, which are never sent, stored or read.
@@ -32,7 +32,7 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
-from shardmath.values.formats.blocks import Blocks, find_cuts, label
+from shardmath.values.formats.blocks import Blocks, label
 
 __all__ = ["lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
@@ -55,7 +55,7 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """The packed layout of one element of `dtype` per block, such as its scale, for a tensor with this `layout`.
+    """Return the packed layout of one element of `dtype` per block, such as its scale, for a tensor with this `layout`.
 
     Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such blocks are `duplicated`;
     the message says `what` the numbers of the tensor `name` are.
@@ -76,7 +76,7 @@ def lay_blocks(
 
 
 def spread_last(layout: Layout, factor: int) -> Layout:
-    """The layout of a tensor that has `factor` elements for each one of `layout`, along the last dimension."""
+    """Return the layout of a tensor with `factor` elements for each element of `layout`, along the last dimension."""
     *others, last = layout.dims
     size = last.size * factor
     held = []
@@ -117,7 +117,7 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
 
 
 def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
-    """The layout in which each rank pads its local size with holes to a multiple of `multiples`, by dimension."""
+    """Return the layout in which each rank pads its local size with holes to `multiples`, by dimension."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
         if multiple > 1:
@@ -136,7 +136,7 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
 
 
 def list_stretches(runs: Runs) -> list[tuple[int, int]]:
-    """The global positions of `runs` as ascending ranges (start, stop), merged if adjacent."""
+    """Return the global positions of `runs` as ascending ranges (start, stop), merged if adjacent."""
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
 
@@ -155,13 +155,12 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
 
 
 def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:
-    """The message about a cut inside a block, with the nearest legal cuts."""
+    """The message about a cut inside a block."""
     dim = layout.dims[d]
-    below, above = find_cuts(bad.cut, block, dim.size)
     rank = _find_rank(dim, layout.mesh, bad.cell)
     held = f"rank {rank} holds positions {bad.start}:{bad.stop} of dimension {d} under {layout}"
-    cuts = f"the nearest cuts to {bad.cut} are {below} and {above}"
-    return f"{held}, and {what} is cut every {block}: {cuts}; divide the dimension there"
+    cuts = f"cuts a block of {block} of {what} at {bad.cut}"
+    return f"{held}, and so {cuts}; divide the dimension at multiples of {block}"
 
 
 def _find_rank(dim: Dimension, mesh: Mesh, cell: int) -> int:

@@ -58,13 +58,15 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
     """The numbers of rows and columns of tiles. Raises FormatError unless scales have two dimensions."""
     if len(shape) != 2:
         what = f"scales of shape {tuple(shape)} have {plural(shape, 'dimension')}"
-        raise FormatError(f"{what}; tiles are of rows and columns: reshape them to two")
+        raise FormatError(
+            f"{what}, but tiles have rows and columns; reshape them to two dimensions"
+        )
     rows, columns = shape
     return -(-rows // ROWS), -(-columns // COLUMNS)
 
 
 def swizzle(scales: Array) -> Array:
-    """The `scales` in the order of tensor cores: consecutive tiles of 512 elements, padded with zeros.
+    """Arrange the `scales` in the order of tensor cores: consecutive tiles of 512 elements, padded with zeros.
 
     Raises FormatError unless scales have two dimensions.
     """
@@ -79,12 +81,14 @@ def swizzle(scales: Array) -> Array:
 
 
 def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
-    """The scales of this `shape` in swizzled `storage`, without padding. Raises FormatError for another size."""
+    """Return the scales of this `shape` in swizzled `storage`, without padding. Raises FormatError for another size."""
     down, across = _count_tiles(shape)
     size = down * across * ROWS * COLUMNS
     if storage.shape != (size,):
-        what = f"storage has shape {storage.shape}, scales {tuple(shape)} fill ({size},)"
-        raise FormatError(f"{what}; pass all of it in a row")
+        what = (
+            f"storage has shape {storage.shape}, but scales of shape {tuple(shape)} fill ({size},)"
+        )
+        raise FormatError(f"{what}; pass the whole storage, flattened")
     tiles = storage.reshape(down, across, LANES, GROUPS, COLUMNS)
     digits = tiles.transpose(0, 3, 2, 1, 4)
     padded = digits.reshape(down * ROWS, across * COLUMNS)
@@ -96,13 +100,13 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """For each element of swizzled storage, its row-major position in scales of this `shape`, as Runs."""
+    """Return, as Runs, the row-major position in scales of this `shape` of each element of swizzled storage."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
 
 def flattened(layout: Layout) -> Layout:
-    """The layout, with one dimension, in which each rank stores its local array of `layout` flattened.
+    """Return the layout, with one dimension, in which each rank stores its local array of `layout` flattened.
 
     Raises FormatError for a Partial layout.
     """
@@ -110,7 +114,7 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """The layout, with one dimension, in which each rank stores its local array of scales swizzled.
+    """Return the layout, with one dimension, in which each rank stores its local array of scales swizzled.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """
@@ -127,7 +131,8 @@ def _swizzle_numbers(numbers: Ints) -> Ints:
 def _rearrange(layout: Layout, arrange: Callable[[Ints], Ints]) -> Layout:
     """The one-dimensional layout of each rank's local array after `arrange`."""
     if layout.partial:
-        raise FormatError(f"{layout} is Partial; reduce it before it is put in a row")
+        fix = "reduce it first, by a plan to a layout without Partial"
+        raise FormatError(f"{layout} is Partial and cannot be flattened; {fix}")
     axes: dict[str, int] = {}
     for dim in layout.dims:
         axes.update(dim.axes)

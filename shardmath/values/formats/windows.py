@@ -88,7 +88,7 @@ class Window:
         return inside - start
 
     def straddles(self) -> NDArray[np.bool_]:
-        """For each block that the box touches, whether some of its positions lie outside the box."""
+        """Return, for each block that the box touches, whether some of its positions lie outside the box."""
         out = np.zeros(self.count, np.bool_)
         for d in range(out.ndim):
             # Move dimension d to the end, where flags broadcast; this is a view, so `out` itself changes.
@@ -108,7 +108,7 @@ class Window:
         return is_cut
 
     def amax(self, part: Floats, nan: float = 0) -> Floats:
-        """The largest magnitude, within `part`, of each block that the box touches; NaN counts as `nan`."""
+        """Return the largest magnitude, within `part`, of each block that the box touches; NaN counts as `nan`."""
         out = np.abs(part)
         out[np.isnan(out)] = nan
         for d in range(part.ndim):
@@ -121,7 +121,7 @@ class Window:
         return out
 
     def spread(self, numbers: NDArray[_Number]) -> NDArray[_Number]:
-        """An array of the box's shape that has each block's entry of `numbers` at all of the block's positions."""
+        """Return an array of the box's shape that has each block's entry of `numbers` at all positions of the block."""
         for d in range(numbers.ndim):
             if self.blocks[d] > 1:
                 numbers = np.repeat(numbers, np.diff(self._borders(d)), axis=d)
@@ -129,7 +129,7 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """The Window that the index `where` selects. Raises FormatError unless it selects a box, without steps."""
+    """Return the Window that the index `where` selects. Raises FormatError unless it selects a box, without steps."""
     # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []
@@ -137,7 +137,7 @@ def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
     for item in anywhere.scale_slice(where, shape):
         if not isinstance(item, slice) or item.step != 1:
             what = f"the part {shown(where)} of a tensor of shape {shape}"
-            raise FormatError(f"{what} is not a box; give a slice without step for each dimension")
+            raise FormatError(f"{what} is not a box; give one slice with step 1 per dimension")
         starts.append(item.start)
         stops.append(item.stop)
     sizes = blocks.per_dimension(len(shape))

@@ -68,8 +68,8 @@ def _join_companions(
         companions[name] = _find_companions(side, name, transform, end)
         twice = taken.intersection(companions[name])
         if twice:
-            what = f"{min(twice)!r} lies beside {name!r} and another tensor at the {end}"
-            raise PlanError(f"{what}; give scales other suffixes")
+            what = f"{min(twice)!r} belongs to both {name!r} and another tensor at the {end}"
+            raise PlanError(f"{what}; give the scales of one another suffix")
         taken.update(companions[name])
     joined = {}
     for name, held in side.items():
@@ -86,18 +86,21 @@ def _find_companions(
     for companion in list_companions(transform, end):
         full_name = name + companion.suffix
         if full_name not in side:
-            what = f"the {end} holds no {full_name!r} beside {name!r}"
-            raise PlanError(f"{what}, and {transform} needs it; give its layout")
+            what = f"{transform} of {name!r} needs {full_name!r}, which the {end} does not have"
+            raise PlanError(f"{what}; add its layout to the {end}")
         if full_name in companions:
             raise PlanError(
-                f"{transform} has {full_name!r} twice beside {name!r}; give other suffixes"
+                f"{transform} has {full_name!r} twice for {name!r}; give each a separate suffix"
             )
         companions[full_name] = side[full_name]
     return companions
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
-    """The transform of each of `names` that a pattern of `rules` matches. Raises PlanError for an unused pattern."""
+    """Return the transform of each of `names` that a pattern of `rules` matches.
+
+    Raises PlanError for an unused pattern.
+    """
     by_pattern = _read_rules(rules)
     chosen = {}
     used_patterns = set()
@@ -138,10 +141,8 @@ def _word_idle(pattern: str, names: Sequence[str]) -> str:
 
     for name in names:
         if pattern == name or fits(pattern, name):
-            what = (
-                f"rule {pattern!r} is idle: an earlier rule takes {name!r} and all else it matches"
-            )
-            return f"{what}; move it before that rule, or remove it"
+            what = f"rule {pattern!r} is never used: earlier rules match {name!r} and all else it matches"
+            return f"{what}; move it before them, or remove it"
     examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     closest = get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
     hint = f"did you mean {closest[0]!r}? " if closest else ""

@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """The ends at which a tensor is sent, or arrives, exactly as it is held: no function is called there."""
+    """The ends at which a tensor is sent, or arrives, exactly as it is held there, without calling the transform."""
 
     source: bool
     destination: bool
@@ -103,22 +103,22 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """The block that an element stands for at `end`. Raises PlanError if it has over `ndim` dimensions."""
+        """Return the block that an element stands for at `end`. Raises PlanError if it has over `ndim` dimensions."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
         blocks = grain if isinstance(grain, Blocks) else Blocks(grain)
         if len(blocks.sizes) > ndim:
             what = f"component {str(self)!r} has a grain of {len(blocks.sizes)} dimensions"
-            raise PlanError(f"{what}, the tensor {ndim}; give a grain of {ndim} at most")
+            raise PlanError(f"{what}, but the tensor has {ndim}; give a grain of {ndim} at most")
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """The size in each of `ndim` dimensions of the block that an element stands for; None for a whole dimension."""
+        """Return the size in each of `ndim` dimensions of the block that an element stands for; None for the whole."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
-        """The global shape of the component for a tensor of this `form` at one `end`."""
+        """Return the global shape of the component for a tensor of this `form` at one `end`."""
         count = self.blocks(len(form.shape), end).count(form.shape)
         spread = self.spread_at(end)
         if spread == 1:
@@ -127,7 +127,7 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """The number of the component's positions for each position of the tensor at `end`, in the last dimension."""
+        """Return how many of its positions belong to each position of the tensor at `end`, in the last dimension."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -163,7 +163,7 @@ class Companion:
     def __post_init__(self) -> None:
         suffix = text(self.suffix, "the suffix of a companion", PlanError)
         if not suffix:
-            raise PlanError("a companion has no suffix; give one such as '_scale_inv'")
+            raise PlanError("the suffix of a companion is ''; give one such as '_scale_inv'")
         # A component checks and normalizes dtype and grain.
         checked = Component("companion", self.dtype, self.grain)
         object.__setattr__(self, "suffix", suffix)
@@ -178,7 +178,7 @@ class Companion:
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """A transform that supports only some layouts at the end where it computes something."""
+    """The protocol of transforms that support only some layouts at the end where they compute something."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
         """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
@@ -186,7 +186,7 @@ class HasConditions(Protocol):
 
 
 def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
-    """The companions, such as scales, that a tensor with this `transform` has at `end`."""
+    """Return the companions, such as scales, that a tensor with this `transform` has at `end`."""
     # A runtime protocol instead of getattr takes 40 us, once for each expert of each layer.
     companions = getattr(transform, "companions", None)
     return tuple(companions(end)) if callable(companions) else ()
@@ -208,11 +208,11 @@ class Transform(Protocol):
     """
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The tensors (components) to send for a tensor of form `src` that arrives as `dst`; at least one."""
+        """Return the tensors (components) to send for a tensor of form `src` that arrives as `dst`; at least one."""
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends at which a tensor of these forms is sent, or arrives, as it is held."""
+        """Return the ends at which a tensor of these forms is sent, or arrives, as it is held."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

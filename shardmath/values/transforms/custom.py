@@ -58,13 +58,15 @@ class Custom:
             instance(part, Component, "give Component(name, dtype)", PlanError)
         names = [part.name for part in parts]
         if not names or len(set(names)) < len(names):
-            raise PlanError(f"Custom {name!r} has components {names}; give some, each its own name")
+            raise PlanError(
+                f"Custom {name!r} has components {names}; give one or more different names"
+            )
         functions = self.at_source, self.at_destination
         if functions == (None, None):
-            raise PlanError(f"Custom {name!r} does nothing; give at_source= or at_destination=")
+            raise PlanError(f"Custom {name!r} has no function; give at_source= or at_destination=")
         for function in functions:
             if function is not None and not callable(function):
-                raise PlanError(f"Custom {name!r} has {shown(function)}; give a function or None")
+                raise PlanError(f"Custom {name!r} calls {shown(function)}; give a function or None")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "beside", _read_beside(name, self.beside))
@@ -75,25 +77,25 @@ class Custom:
         return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{names})"
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The companions, such as scales, that were given for `end`."""
+        """Return the companions, such as scales, that were given for `end`."""
         at_source, at_destination = self.beside
         return at_source if end == "source" else at_destination
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components that the transform was given; they do not depend on the forms."""
+        """Return the components that the transform was given; they do not depend on the forms."""
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends for which the transform has no function."""
+        """Return the ends for which the transform has no function."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The arrays of the components, made from `array` by the function at the source."""
+        """Return the arrays of the components, made from `array` by the function at the source."""
         assert self.at_source is not None, "sent as held"
         return self.at_source(array)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The destination's array, made from the components' `arrays` by the function at the destination."""
+        """Return the destination's array, made from the components' `arrays` by the function at the destination."""
         assert self.at_destination is not None, "arrives as held"
         return self.at_destination(arrays)
 

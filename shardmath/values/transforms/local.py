@@ -13,6 +13,7 @@ import numpy as np
 
 from shardmath.base.errors import PlanError
 from shardmath.base.text import plural
+from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.elements import Array, numpy_type, read_elements
 from shardmath.values.transforms.packing import pack, unpack
@@ -51,17 +52,17 @@ class WireJob(NamedTuple):
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """The local array named `key`. Raises PlanError, which names the rank, if it is missing."""
+    """Return the local array named `key`. Raises PlanError, which names the rank, if it is missing."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:
-        names = ", ".join(map(repr, arrays)) or "none"
-        raise PlanError(f"rank {rank} gives no array {key!r}; give it, too: it gives {names}")
+        fix = f"pass it with {', '.join(map(repr, arrays))}" if arrays else "pass it"
+        raise PlanError(f"rank {rank}: array {key!r} is missing; {fix}")
     return arrays[key]
 
 
 def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """The arrays that `rank` sends for a tensor, by local name, made from `given`: the tensor and its companions."""
+    """Make the arrays that `rank` sends for a tensor, by local name, from `given`: the tensor and its companions."""
     wired = job.wired
     names = [key for key, _ in job.wires]
     made = given
@@ -90,8 +91,9 @@ def _make_wires(
     made = wired.transform.prepare(values, wired.src, wired.dst)
     arrays = tuple(made)
     if len(arrays) != len(job.wires):
-        what = f"tensor {job.tensor!r}: {wired.transform} makes {plural(arrays, 'array')}"
-        raise PlanError(f"{what} for {plural(job.wires, 'component')}; make one for each")
+        what = f"{label(job.tensor)}: {wired.transform} makes {plural(arrays, 'array')}"
+        fix = "make one array per component"
+        raise PlanError(f"{what} for {plural(job.wires, 'component')}; {fix}")
     return _read_all(arrays, job.wires, rank)
 
 
@@ -119,7 +121,8 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
     expected = layout.local_shape(rank)
     if array.shape != expected:
         raise PlanError(
-            f"{what} has shape {array.shape}, {layout} has {expected} there; pass that local array"
+            f"{what} has shape {array.shape}, but {layout} gives this rank {expected}; "
+            f"pass an array of that shape"
         )
     return array
 
@@ -127,7 +130,7 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """The tensor and its companions, by local name, made from the received arrays `given`; written to `into`."""
+    """Make the tensor and its companions, by local name, from the received arrays `given`; write them to `into`."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:
@@ -181,10 +184,11 @@ def _read_made(
     values = tuple(made) if len(job.held) > 1 else (made,)
     if len(values) != len(job.held):
         what = f"{wired.transform} makes {plural(values, 'array')} of {job.key!r}"
-        raise PlanError(f"{what}, and {plural(job.held, 'tensor')} hold it; make one for each")
+        fix = "make one array per tensor"
+        raise PlanError(f"{what}, which is held as {plural(job.held, 'tensor')}; {fix}")
     packed = []
     for value, expected, (key, layout) in zip(values, shapes, job.held, strict=True):
-        what = f"what {wired.transform} makes of {key!r}"
+        what = f"the result of {wired.transform} for {key!r}"
         array = read_elements(value, layout.dtype, what)
         _check_shape(what, array.shape, expected, rank)
         packed.append(array)
@@ -194,5 +198,5 @@ def _read_made(
 def _check_shape(what: str, found: Shape, expected: Shape, rank: int) -> None:
     """Raise PlanError if the shape is not what the rank holds."""
     if found != expected:
-        fix = "make that shape"
-        raise PlanError(f"{what} has shape {found}, rank {rank} holds {expected}; {fix}")
+        fix = "return an array of that shape"
+        raise PlanError(f"{what} has shape {found}, but rank {rank} holds {expected}; {fix}")

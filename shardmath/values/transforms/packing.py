@@ -28,7 +28,7 @@ Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
 
 
 def find_cells(layout: Layout, rank: int) -> Cells:
-    """The local positions of the elements that `rank` holds, in ascending order of global positions."""
+    """Return the local positions of the elements that `rank` holds, in ascending order of global positions."""
     return tuple(map(_find_positions, layout.runs(rank)))
 
 
@@ -43,7 +43,7 @@ def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
 
 
 def pack(layout: Layout, rank: int, local: Array) -> Array:
-    """The elements of `local` without holes, in ascending order of global positions; a view if possible."""
+    """Return the elements of `local` without holes, in ascending order of global positions; a view if possible."""
     packed: Array = local[_index(find_cells(layout, rank), local.shape)]
     return packed
 

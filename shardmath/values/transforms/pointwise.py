@@ -49,31 +49,31 @@ class Cast:
             raise PlanError(f"Cast({self.dtype!r}) has lossy={self.lossy!r}; give True or False")
 
     def path(self, src: Form, dst: Form) -> tuple[str, str, str]:
-        """The dtypes that each number has one after the other: the source's, `dtype`, the destination's."""
+        """Return the dtypes that each number has one after the other: the source's, `dtype`, the destination's."""
         return src.dtype, self.dtype, dst.dtype
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The one component to send: all numbers, in `dtype` if cast at the source, else in the dtype of the source."""
+        """Return the one component to send: all numbers, in `dtype` if cast at the source, else in their own dtype."""
         first, middle, last = self.path(src, dst)
         for old, new in ((first, middle), (middle, last)):
             why = refuse_cast(old, new, self.lossy)
             if why:
-                raise PlanError(f"{self} of {src} to {dst}: {old} to {new}: {why}")
+                raise PlanError(f"{self} of {src} to {dst}: cannot cast {old} to {new}: {why}")
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends that hold the tensor in the dtype in which it is sent."""
+        """Return the ends that hold the tensor in the dtype in which it is sent."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
         return AsHeld(True, first == middle == last)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The array to send: `array` rounded to `dtype`."""
+        """Return the array to send: `array` rounded to `dtype`."""
         return (cast_array(array, src.dtype, self.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The array in the destination's dtype, rounded to `dtype` first if the source did not do so."""
+        """Return the array in the destination's dtype, rounded to `dtype` first if the source did not do so."""
         (array,) = arrays
         if self.at == "destination":
             array = cast_array(array, src.dtype, self.dtype)
@@ -93,22 +93,23 @@ class NegativeExp:
         read_end(self.at, "NegativeExp")
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The one component to send: the destination's numbers if -exp is computed at the source, else the source's."""
+        """Return the one component to send: -exp of the numbers if computed at the source, else the numbers."""
         for form in (src, dst):
             if not is_float(form.dtype):
-                raise PlanError(f"{self} of {src} to {dst}: {form.dtype} has no exp; give floats")
+                what = f"{self} of {src} to {dst}: {form.dtype} has no exp"
+                raise PlanError(f"{what}; give tensors of a float dtype")
         return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The end at which -exp is not computed."""
+        """Return the end at which -exp is not computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The array to send: -exp of `array`."""
+        """Return the array to send: -exp of `array`."""
         return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The destination's array: -exp of the array that was sent."""
+        """Return the destination's array: -exp of the array that was sent."""
         (array,) = arrays
         return _negate_exp(array, src.dtype, dst.dtype)
 

@@ -28,6 +28,7 @@ from shardmath.base.arguments import listed, text
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
 from shardmath.base.text import shown
+from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.blocks import Blocks
 from shardmath.values.formats.casting import cast_array, is_float
@@ -52,7 +53,8 @@ def _read_suffixes(format: Format, given: object, what: str) -> Suffixes:
     scales = format.parts[1:]
     if len(suffixes) != len(scales):
         names = ", ".join(part.name for part in scales)
-        raise PlanError(f"{what} are {suffixes}; {format.name} has {names}: give one for each")
+        fix = "give one suffix for each"
+        raise PlanError(f"{what} are {suffixes}, but {format.name} has {names}; {fix}")
     return tuple(text(one, "a suffix of scales", PlanError) for one in suffixes)
 
 
@@ -104,25 +106,25 @@ def _check_data(format: Format, form: Form, shape: tuple[int, ...] | None, what:
     data = format.parts[0]
     if form.dtype not in (data.dtype, data.kind):
         kinds = " or ".join(dict.fromkeys((data.dtype, data.kind)))
-        raise PlanError(f"{what}: {form} cannot be the data of {format.name}; give {kinds}")
+        raise PlanError(f"{what}: {form} cannot be the data of {format.name}; give dtype {kinds}")
     if not form.shape:
-        fix = "give a tensor with at least one"
-        raise PlanError(f"{what}: {form} has no dimension; numbers alone are not quantized: {fix}")
+        what = f"{what}: {form} has no dimension, and single numbers cannot be quantized"
+        raise PlanError(f"{what}; give a tensor with at least one dimension")
     if shape is None:
         return
     count = format.per_element
     if shape[-1:] and shape[-1] % count:
-        fix = f"make its last dimension a multiple of {count}"
-        raise PlanError(f"{what}: a tensor of {list(shape)} splits the numbers of one byte; {fix}")
+        what = f"{what}: {count} numbers share a byte, which shape {list(shape)} does not fill"
+        raise PlanError(f"{what}; make its last dimension a multiple of {count}")
     expected = data.blocks.count(shape)
     if form.shape != expected:
         what = f"{what}: the data of a tensor of shape {list(shape)} have shape {list(expected)}"
-        raise PlanError(f"{what}, and {form} is given; give {list(expected)}")
+        raise PlanError(f"{what}, but {form} is given; give data of that shape")
 
 
 def _check_numbers(form: Form, what: str) -> None:
     if not is_float(form.dtype):
-        raise PlanError(f"{what}: {form.dtype} has no fractions to quantize; give floats")
+        raise PlanError(f"{what}: {form.dtype} is not a float dtype; give a tensor of floats")
 
 
 def _check_whole(format: Format, layout: Layout, name: str) -> None:
@@ -133,10 +135,10 @@ def _check_whole(format: Format, layout: Layout, name: str) -> None:
         sizes = part.blocks.per_dimension(layout.ndim, name)
         for d, size in enumerate(sizes):
             if size is None and _is_cut(layout, d):
-                what = f"tensor {name!r}: {layout} divides dimension {d}"
-                why = f"{part.name} of {format.name} are of all of it"
-                fix = "give the format its tensor_amax=, or do it where the dimension is whole"
-                raise PlanError(f"{what}, and {why}; {fix}")
+                what = f"{label(name)}: {layout} divides dimension {d}"
+                why = f"all of which shares {part.name} of {format.name}"
+                fix = "give the format tensor_amax=, or a layout that does not divide the dimension"
+                raise PlanError(f"{what}, {why}; {fix}")
 
 
 def _is_cut(layout: Layout, d: int) -> bool:
@@ -175,16 +177,16 @@ class Quantize:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The companions of the tensor at `end`: its scales at the destination, none at the source."""
+        """Return the companions of the tensor at `end`: its scales at the destination, none at the source."""
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end` but some holds only a part of a dimension that shares a scale."""
+        """Raise PlanError if ranks quantize at `end` but some rank holds only a part of what shares a scale."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components to send: data and scales if quantized at the source, else the numbers in the dtype `wire`."""
+        """Return the components to send: data and scales if quantized at the source, else numbers in dtype `wire`."""
         what = f"{self.format.name} of {src}"
         _check_numbers(src, what)
         _check_data(self.format, dst, src.shape, what)
@@ -193,20 +195,20 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The ends at which a tensor of these forms is sent, or arrives, as it is held."""
+        """Return the ends at which a tensor of these forms is sent, or arrives, as it is held."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The arrays to send: quantized data and scales, or `array` rounded to the dtype `wire`."""
+        """Return the arrays to send: quantized data and scales, or `array` rounded to the dtype `wire`."""
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
         return self.format.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """The destination's arrays, data and scales, quantized from the numbers that were sent."""
+        """Return the destination's arrays, data and scales, quantized from the numbers that were sent."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
         return self.format.quantize(numbers)
@@ -230,11 +232,11 @@ class Dequantize:
         object.__setattr__(self, "suffixes", suffixes)
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The companions of the tensor at `end`: its scales at the source, none at the destination."""
+        """Return the companions of the tensor at `end`: its scales at the source, none at the destination."""
         return _list_scales(self.format, self.suffixes) if end == "source" else ()
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components to send: data and scales if dequantized at the destination, else the numbers."""
+        """Return the components to send: data and scales if dequantized at the destination, else the numbers."""
         what = f"{self.format.name} to {dst}"
         _check_numbers(dst, what)
         _check_data(self.format, src, dst.shape, what)
@@ -243,15 +245,15 @@ class Dequantize:
         return _list_numbers(self.format, dst.dtype, (True, False))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The end at which nothing is computed."""
+        """Return the end at which the tensor is sent, or arrives, as it is held: where nothing is computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The array to send: the numbers that the data and scales in `array` stand for."""
+        """Return the array to send: the numbers that the data and scales in `array` stand for."""
         return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """The destination's array: the numbers that the data and scales in `arrays` stand for."""
+        """Return the destination's array: the numbers that the data and scales in `arrays` stand for."""
         return self._dequantize_to(arrays, dst)
 
     def _dequantize_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
@@ -279,47 +281,48 @@ class Requantize:
             _check_format(format)
         read_end(self.at, "Requantize")
         if self.old == self.new:
-            what = f"Requantize of {self.old.name} to itself"
-            raise PlanError(f"{what}; leave the rule out: bytes are moved")
+            what = f"Requantize converts {self.old.name} to the same format"
+            raise PlanError(f"{what}; leave the rule out, then the bytes are moved as they are")
         src_suffixes, dst_suffixes = self.suffixes
         first = _read_suffixes(self.old, src_suffixes, "the suffixes of the source")
         last = _read_suffixes(self.new, dst_suffixes, "the suffixes of the destination")
         object.__setattr__(self, "suffixes", (first, last))
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """The companions of the tensor at `end`: its scales there."""
+        """Return the companions of the tensor at `end`: its scales there."""
         at_source, at_destination = self.suffixes
         if end == "source":
             return _list_scales(self.old, at_source)
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end` but some holds only a part of a dimension that shares a scale."""
+        """Raise PlanError if ranks quantize at `end` but some rank holds only a part of what shares a scale."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components to send: data and scales, in the new format if converted at the source, else in the old."""
+        """Return the components to send: data and scales, in the new format if done at the source, else in the old."""
         what = f"{self.old.name} to {self.new.name}"
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)
         if self.old.per_element != self.new.per_element:
-            fix = "send numbers, by Dequantize at the source or Quantize at the destination"
-            raise PlanError(f"{what}: bytes of the two have another count of numbers; {fix}")
+            counts = f"a byte holds {self.old.per_element} and {self.new.per_element} numbers"
+            fix = "use Dequantize at the source or Quantize at the destination instead"
+            raise PlanError(f"{what}: {counts}; {fix}")
         if self.at == "source":
             return _list_parts(self.new, dst.dtype, (True, True))
         return _list_parts(self.old, src.dtype, (True, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """The end at which nothing is computed."""
+        """Return the end at which the tensor is sent, or arrives, as it is held: where nothing is computed."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """The arrays to send: data and scales in the new format, made from data and scales in the old one."""
+        """Return the arrays to send: data and scales in the new format, made from data and scales in the old one."""
         numbers = self.old.dequantize(*array)
         return self.new.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """The destination's arrays: data and scales in the new format, made from data and scales in the old one."""
+        """Return the destination's arrays: data and scales in the new format, from data and scales in the old one."""
         numbers = self.old.dequantize(*arrays)
         return self.new.quantize(numbers)

@@ -36,7 +36,7 @@ from shardmath.base.digest import digest
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public_in
 from shardmath.base.text import plural
-from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest, windows_of
+from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest, label, windows_of
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import Side, describe_form, key_by_name
 from shardmath.values.formats.elements import Array
@@ -105,7 +105,7 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """The names of the source's tensors, without companions, for which the tensors named in `wires` are sent."""
+        """Return the names of source tensors, without companions, for which the tensors named in `wires` are sent."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -133,7 +133,7 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """The local arrays that `rank` sends, made from its local `arrays`; tensors without a transform as given.
+        """Make the local arrays that `rank` sends from its local `arrays`; tensors without a transform as given.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -147,7 +147,7 @@ class Transformed:
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
-        """The rank's local arrays at the destination, made from the received `arrays`; written to `out` if given.
+        """Make the rank's destination arrays from the received `arrays`; written to `out` if given.
 
         Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """
@@ -165,7 +165,7 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """The tensors to send so that `rules` (pattern -> transform) turn the source's tensors into the destination's.
+    """Find the tensors to send so that `rules` (pattern -> transform) turn the source's tensors into the destination's.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with
@@ -221,11 +221,11 @@ def _check_dtypes(
         first = windows_of(held[0], name, PlanError)[0]
         last = windows_of(dst_tensors[name][0], name, PlanError)[0]
         for companion in (*held[1:], *dst_tensors[name][1:]):
-            windows_of(companion, f"beside {name}", PlanError)
+            windows_of(companion, f"{name} (its companion)", PlanError)
         if name not in chosen and first.dtype != last.dtype:
-            what = f"tensor {name!r}: {describe_form(first)} here, {describe_form(last)} there"
-            fix = f"give it a rule: {{{name!r}: transforms.Cast({last.dtype!r})}}"
-            raise PlanError(f"{what}, and no rule takes it; {fix}")
+            what = f"{label(name)}: {describe_form(first)} at the source, {describe_form(last)} at the destination"
+            fix = f"add a rule such as {{{name!r}: transforms.Cast({last.dtype!r})}}"
+            raise PlanError(f"{what}, and no rule matches it; {fix}")
 
 
 def _list_locals(side: Held, names: Sequence[str]) -> Iterator[tuple[tuple[str, Layout], ...]]:
@@ -243,5 +243,5 @@ def _check_names(name: str, wires: Iterable[str], tensors: Iterable[Container[st
     """Raise PlanError for a component that has the name of another tensor."""
     for wire_name, names in itertools.product(wires, tensors):
         if wire_name in names:
-            fix = "rename the tensor, or the component"
-            raise PlanError(f"{wire_name!r} is a tensor, and a component of {name!r}; {fix}")
+            fix = "rename the tensor or the component"
+            raise PlanError(f"{wire_name!r} is both a tensor and a component of {name!r}; {fix}")

@@ -2,7 +2,7 @@
 
 1. A rank holds the same blocks of a component as of the tensor. At an end where nothing is computed the component is
    the tensor itself, in place; elsewhere it is a separate, packed array.
-2. A layout that cuts inside a block raises PlanError, which names the nearest cuts between blocks.
+2. A layout that cuts inside a block raises PlanError, which names the block.
 3. A Partial tensor is reduced as it is held: transformed addends do not add up to the transformed sum. So nothing may
    be computed at its source, and nothing is Partial at the destination of a transform.
 
@@ -13,7 +13,7 @@ uint8[4, 4] n (tp h) on tp=2
 >>> lay(layout, Component("scale", "uint8", (48,)), "source", "w")
 Traceback (most recent call last):
 shardmath.PlanError: tensor 'w': rank 0 holds positions 0:64 of dimension 1 under bfloat16[4, 128] n (tp h) on tp=2, \
-and component 'scale uint8 per 48' is cut every 48: the nearest cuts to 64 are 48 and 96; divide the dimension there
+and so cuts a block of 48 of component 'scale uint8 per 48' at 64; divide the dimension at multiples of 48
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import FormatError, PlanError, ShardError
 from shardmath.base.text import plural
-from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest
+from shardmath.layouts.holdings import LayoutOrWindows, holdings_digest, label
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.scales import lay_blocks, spread_last
 from shardmath.values.transforms.components import (
@@ -64,7 +64,7 @@ class Wired(NamedTuple):
 
 
 def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
-    """The components to send for the tensor `name`, with their layouts, given the tensor's layouts at both ends.
+    """Find the components to send for the tensor `name`, with their layouts, given the tensor's layouts at both ends.
 
     Raises PlanError if the transform does not fit the tensor, or a layout cuts a block.
     """
@@ -108,8 +108,8 @@ def _check_companions(name: str, companions: Sequence[Companion], held: Held, en
             wanted = lay(tensor_layout, companion.component, end, name)
             packed = lay(layout, Component("own", layout.dtype), end, full_name)
             if holdings_digest(packed) != holdings_digest(wanted):
-                what = f"{full_name!r} is {layout} at the {end}, beside {tensor_layout}"
-                raise PlanError(f"{what}; let ranks hold the same blocks of both, as in {wanted}")
+                what = f"{full_name!r} is {layout} at the {end}, but {name!r} {tensor_layout}"
+                raise PlanError(f"{what}; give ranks the same blocks of both, as {wanted} does")
 
 
 def _check_windows(name: str, companions: Sequence[Companion], held: Held, end: End) -> None:
@@ -121,7 +121,7 @@ def _check_windows(name: str, companions: Sequence[Companion], held: Held, end: 
             what = (
                 f"{full_name!r} has {plural(layouts, 'window')}, and {name!r} {len(tensor_layouts)}"
             )
-            raise PlanError(f"{what} at the {end}; give as many of both")
+            raise PlanError(f"{what} at the {end}; give both the same number of windows")
         for layout, tensor_layout in zip(layouts, tensor_layouts, strict=True):
             unpaired = set(layout.mesh.ranks) ^ set(tensor_layout.mesh.ranks)
             if unpaired:
@@ -142,7 +142,9 @@ def _form_of(name: str, held: LayoutOrWindows) -> Form:
     forms = {Form(layout.shape, layout.dtype) for layout in _list_layouts(held)}
     if len(forms) > 1:
         listed = ", ".join(sorted(map(str, forms)))
-        raise PlanError(f"tensor {name!r} has windows of {listed}; give windows of one tensor")
+        raise PlanError(
+            f"{label(name)} has windows of {listed}; give all of them one shape and dtype"
+        )
     return forms.pop()
 
 
@@ -153,11 +155,11 @@ def _list_components(
     try:
         components = tuple(transform.components(src, dst))
     except ShardError as error:
-        raise PlanError(f"tensor {name!r}: {error}") from error
+        raise PlanError(f"{label(name)}: {error}") from error
     names = [part.name for part in components]
     if not names or len(set(names)) < len(names):
-        what = f"tensor {name!r}: {transform} has components {names}"
-        raise PlanError(f"{what}; give one at least, each with its own name")
+        what = f"{label(name)}: {transform} has components {names}"
+        raise PlanError(f"{what}; give one or more different names")
     return components
 
 
@@ -167,10 +169,11 @@ def _keep_as_held(
     """The layouts as given. Raises PlanError unless the components are the tensor and its companions."""
     forms = [_form_of(name, layouts) for layouts in held]
     held_forms = ", ".join(map(str, forms))
-    what = f"tensor {name!r}: {transform} does nothing at the {end}, where {held_forms} is held"
+    what = f"{label(name)}: {transform} does nothing at the {end}, which holds {held_forms}"
     sent = [f"{part.dtype}{list(part.shape(forms[0], end))}" for part in components]
     if sent != list(map(str, forms)):
-        raise PlanError(f"{what}, and sends {', '.join(sent)}; give it a function at the {end}")
+        fix = f"give it a function at the {end}"
+        raise PlanError(f"{what}, but moves {', '.join(sent)}; {fix}")
     return held
 
 
@@ -180,9 +183,9 @@ def _check_shapes(name: str, wired: Wired) -> None:
         sent = part.shape(wired.src, "source")
         received = part.shape(wired.dst, "destination")
         if sent != received:
-            what = f"tensor {name!r}: component {str(part)!r} is {list(sent)} of {wired.src}"
-            fix = "give shapes and grains that fit each other"
-            raise PlanError(f"{what}, and {list(received)} of {wired.dst}; {fix}")
+            what = f"{label(name)}: component {str(part)!r} has shape {list(sent)} for {wired.src}"
+            fix = "give grains, or tensors, with which both are the same"
+            raise PlanError(f"{what}, but {list(received)} for {wired.dst}; {fix}")
 
 
 def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> LayoutOrWindows:
@@ -193,7 +196,10 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """The packed layout of a component for a tensor with this `layout`. Raises PlanError for a cut inside a block."""
+    """Return the packed layout of a component for a tensor with this `layout`.
+
+    Raises PlanError for a cut inside a block.
+    """
     blocks = component.blocks(layout.ndim, end)
     what = f"component {str(component)!r}"
     try:
@@ -210,8 +216,9 @@ def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool
         unreduced = [axis for axis, _ in layout.partial if layout.mesh.axis_size(axis) > 1]
         if not unreduced or (end == "source" and is_held):
             continue
-        what = f"tensor {name!r} is Partial at the {end}: {layout}"
+        what = f"{label(name)} is Partial at the {end}: {layout}"
         if end == "source":
-            why = "what is made of addends does not add up to what is made of their sum"
-            raise PlanError(f"{what}; {why}: transform it at the destination, after the reduction")
-        raise PlanError(f"{what}; transforms give values, not addends: replicate it there")
+            why = "and transformed addends do not add up to the transformed sum"
+            raise PlanError(f"{what}, {why}; transform it at the destination instead")
+        why = "but transforms give values, not addends"
+        raise PlanError(f"{what}, {why}; give it a destination layout without Partial")

@@ -85,7 +85,7 @@ def test_errors_are_errors_on_all_ranks(pool: Pool) -> None:
         "the tensor: rank 6 holds other bits in [1:2, 2:4] than ranks 0, 2, 4; make replicas alike",
         "ranks disagree",
         "ranks disagree",
-        "ranks 0-7: the tensor is Partial, and its addends have no content in common",
+        "ranks 0-7: the tensor is Partial, so its ranks do not hold its content",
         "ranks 0-7: the tensor: no rank holds element (3, 0)",
         "rank 5: given tensor 'w' is missing: nothing given; pass 'w'",
         "ranks 0-7: rank 8 of float32[8] (tp n) on tp=9 is not in the group of ranks [0, 1,",

@@ -78,7 +78,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "lists of several lengths": ({"local_sizes": ()}, "zip"),
     "too few dimensions": ({"global_shape": (9,)}, "dimensions"),
     "outside the tensor": ({"global_offsets": ((6, 0),)}, r"outside dimension 0 of 9"),
-    "outside the memory": ({"local_offsets": ((1, 0),)}, "does not fit length 4"),
+    "outside the memory": ({"local_offsets": ((1, 0),)}, "does not fit a local length of 4"),
     "no numbers": ({"global_offsets": (("0", 0),)}, "integer"),
     "not a product": (
         {

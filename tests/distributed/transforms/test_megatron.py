@@ -165,6 +165,6 @@ def test_buffers_elsewhere_are_refused() -> None:
 def test_cuts_inside_a_block_are_errors_on_all_ranks(pool: Pool) -> None:
     for cut, apart, right in pool.run(cut_apart):
         assert "tensor 'a.weight': rank 0 holds positions 0:2 of dimension 0" in cut
-        assert "the nearest cuts to 2 are 0 and 4" in cut
+        assert "at 2; divide the dimension at multiples of 4" in cut
         assert "rank 2: rank 2 has 0:2 of dimension 0 of 'a.weight' by itself" in apart
         assert right

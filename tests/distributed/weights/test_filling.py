@@ -127,7 +127,7 @@ def test_data_and_scales_by_hand(pool: Pool, tmp_path: Path, odd: dict[str, torc
     for kind, said in pool.run(work.by_hand, file, name, "(tp n) k"):
         assert kind == "FormatError"
         assert "tensor 'q_proj.weight': rank 0 holds positions 0:75 of dimension 0" in said
-        assert "cut every 128: the nearest cuts to 75 are 0 and 128" in said
+        assert "at 75; divide the dimension at multiples of 128" in said
 
 
 @pytest.mark.usefixtures("odd")

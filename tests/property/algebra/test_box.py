@@ -100,7 +100,8 @@ def test_flat_range_outside(lo: int, hi: int, fails) -> None:
     fails(
         lambda: flat_boxes((2, 3), lo, hi),
         PlanError,
-        f"flat range [{lo}, {hi}) is not inside (2, 3) of 6 elements; cut it to fit",
+        f"elements {lo}:{hi}, counted row-major, are not a range of shape (2, 3), which has 6; "
+        "give 0 <= start <= stop <= 6",
     )
 
 

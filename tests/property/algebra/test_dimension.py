@@ -87,32 +87,44 @@ def given_sizes(*sizes: int) -> Digit:
     [
         (
             lambda: Dimension(5, (Field(2), Field(2))),
-            "fields [2, 2] add up to 4, the dimension stores 5; make the fields add up to the stored size",
+            (
+                "fields of sizes [2, 2] add up to 4, but 5 positions are stored; make them "
+                "add up to 5"
+            ),
         ),
         (
             lambda: Dimension(5, (Field(5),), Runs([(0, 0, 5)], 7)),
-            "fields [5] add up to 5, the dimension stores 7; make the fields add up to the stored size",
+            ("fields of sizes [5] add up to 5, but 7 positions are stored; make them add up to 7"),
         ),
         (
             lambda: Dimension(5, (Field(6),), identity(6)),
-            "stored [0:6] reaches position 5 of a dimension of 5; stay inside",
+            "stored positions [0:6] reach 5 of a dimension of 5; store only positions below 5",
         ),
         (
             lambda: field(7, given_sizes(3, 5)),
-            "sizes [3, 5] add up to 8, the piece has 7; make them add up",
+            "sizes [3, 5] add up to 8, but divide 7 positions; give sizes that add up to 7",
         ),
         (
             lambda: field(3, Digit(UserCut(Says((identity(1),)), 2), ("a",), (2,))),
-            "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) gave 1 part; give 2, empty ones included",
+            (
+                "Says(answer=(Runs(((0, 0, 1),), 1),)).split(3, 2) returned 1 part instead "
+                "of 2; return one Runs per coordinate, even if it is empty"
+            ),
         ),
         (
             lambda: field(3, Digit(UserCut(Says((identity(1), "x")), 2), ("a",), (2,))),
-            "Says(answer=(Runs(((0, 0, 1),), 1), 'x')).split(3, 2) gave 'x' as part 1; give Runs",
+            (
+                "Says(answer=(Runs(((0, 0, 1),), 1), 'x')).split(3, 2) returned 'x' as part "
+                "1, not Runs; return Runs, such as shardmath.from_ranges([(0, 2)])"
+            ),
         ),
         (
             lambda: field(3, Digit(UserCut(Says((identity(3), identity(4))), 2), ("a",), (2,))),
-            "Says(answer=(Runs(((0, 0, 3),), 3), Runs(((0, 0, 4),), 4))).split(3, 2): part 1 is [0:4], beyond "
-            "the length; stay below 3",
+            (
+                "Says(answer=(Runs(((0, 0, 3),), 3), Runs(((0, 0, 4),), 4))).split(3, 2) "
+                "returned [0:4] as part 1, which reaches position 3; return only positions "
+                "below 3"
+            ),
         ),
     ],
 )
@@ -136,7 +148,7 @@ def test_errors(make, message: str, fails) -> None:
     ],
 )
 def test_sizes_have_to_fit_the_last_piece_too(n: int, before: Digit, length: int, fails) -> None:
-    message = f"sizes [1, 3] add up to 4, the piece has {length}; make them add up"
+    message = f"sizes [1, 3] add up to 4, but divide {length} positions; give sizes that add up to {length}"
     fails(lambda: field(n, before, given_sizes(1, 3)), PlacementError, message)
 
 
@@ -150,7 +162,9 @@ class NotOne:
 
 def test_rules_meet_every_length_when_the_dimension_is_made() -> None:
     """Chunks of 7 in 5 are 2, 2, 2, 1, 0: the 1 is neither the first nor the last."""
-    with pytest.raises(PlacementError, match=r"part 0 is \[0:2\], beyond the length; stay below 1"):
+    with pytest.raises(
+        PlacementError, match=("part 0, which reaches position 1; return only positions below 1")
+    ):
         field(7, Digit(Chunks(5), ("b",), (5,)), Digit(UserCut(NotOne(), 2), ("a",), (2,)))
 
 
@@ -161,7 +175,7 @@ def test_sizes_have_to_fit_the_first_piece_too(fails) -> None:
         Digit(Sizes((4, 1))),
         Digit(Sizes((4, 1)), ("b",), (2,)),
     ):
-        message = "sizes [0, 1] add up to 1, the piece has 4; make them add up"
+        message = "sizes [0, 1] add up to 1, but divide 4 positions; give sizes that add up to 4"
         fails(lambda before=before: field(5, before, given_sizes(0, 1)), PlacementError, message)
 
 
@@ -171,7 +185,11 @@ def test_sizes_have_to_fit_every_rank_s_length_in_a_later_stage(fails) -> None:
         {"a": 0, "b": 1}
     ) == from_ranges([(2, 3)])
     with pytest.raises(
-        PlacementError, match=r"sizes \[1, 3\] add up to 4, the piece has 2; make them add up"
+        PlacementError,
+        match=(
+            r"sizes \[1, 3\] add up to 4, but divide 2 positions; give "
+            r"sizes that add up"
+        ),
     ):
         Dimension(6, (Field(6, (strided, (given_sizes(1, 3),))),))
 

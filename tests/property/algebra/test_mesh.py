@@ -141,71 +141,104 @@ LONG = Mesh(a=17)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mesh(tp=0), "axis 'tp' has size 0; give every axis at least one coordinate"),
+        (
+            lambda: Mesh(tp=0),
+            ("mesh axis 'tp' has size 0, but must have 1 or more; give a larger one"),
+        ),
         (lambda: Mesh(tp=2.0), "the size of axis 'tp' is 2.0; give an integer"),
         (
             lambda: Mesh({"a-b": 2}),
-            "axis name 'a-b' is not a word; use letters, digits and underscores",
+            (
+                "axis name 'a-b' is not an identifier; use letters, digits and underscores, "
+                "and begin with a letter"
+            ),
         ),
-        (lambda: Mesh({3: 2}), "axis name 3 is not a word; use letters, digits and underscores"),
+        (
+            lambda: Mesh({3: 2}),
+            (
+                "axis name 3 is not an identifier; use letters, digits "
+                "and underscores, and begin with a letter"
+            ),
+        ),
         (
             lambda: Mesh(a=2, b=2, ranks=[0, 1]),
-            "2 ranks for a mesh a=2 b=2 of 4; give one rank for each coordinate",
+            (
+                "ranks= has 2 ranks, but the mesh a=2 b=2 has 4; give one rank for each "
+                "coordinate, 4 in all"
+            ),
         ),
         (
             lambda: Mesh(ranks=[]),
-            "0 ranks for a mesh no axes of 1; give one rank for each coordinate",
+            (
+                "ranks= has 0 ranks, but the mesh without axes has 1; give one rank for each "
+                "coordinate, 1 in all"
+            ),
         ),
         (
             lambda: Mesh(a=3, ranks=[4, 5, 4]),
-            "rank 4 appears twice in the mesh a=3; give each rank one coordinate",
+            "rank 4 appears twice in the mesh a=3; give 3 different ranks",
         ),
         (
             lambda: Mesh(a=2, ranks=[0, -1]),
             "rank -1 of the mesh a=2 is negative; number ranks from 0",
         ),
-        (lambda: Mesh(a=2).position(2), "rank 2 is not in Mesh(a=2); its ranks are 0, 1"),
-        (lambda: Mesh(a=2).coords(9), "rank 9 is not in Mesh(a=2); its ranks are 0, 1"),
+        (lambda: Mesh(a=2).position(2), ("rank 2 is not in Mesh(a=2); use one of its ranks, 0, 1")),
+        (lambda: Mesh(a=2).coords(9), "rank 9 is not in Mesh(a=2); use one of its ranks, 0, 1"),
         (
             lambda: Mesh(a=16).position(16),
-            "rank 16 is not in Mesh(a=16); its ranks are " + ", ".join(map(str, range(16))),
+            "rank 16 is not in Mesh(a=16); use one of its ranks, " + ", ".join(map(str, range(16))),
         ),
         (
             lambda: LONG.position(17),
-            "rank 17 is not in Mesh(a=17); its ranks are 0, 1, 2, 3, 4, 5, 6, 7, ... (17 in all)",
+            (
+                "rank 17 is not in Mesh(a=17); use one of its ranks, 0, 1, 2, 3, 4, 5, 6, 7, "
+                "... (17 in all)"
+            ),
         ),
-        (lambda: Mesh(a=2).axis_size("b"), "axis 'b' is not in Mesh(a=2); its axes are a"),
-        (lambda: Mesh().axis_size("b"), "axis 'b' is not in Mesh(); its axes are none"),
+        (
+            lambda: Mesh(a=2).axis_size("b"),
+            ("axis 'b' is not in Mesh(a=2); use one of its axes, a"),
+        ),
+        (lambda: Mesh().axis_size("b"), "axis 'b' is not in Mesh(); it has no axes"),
         (
             lambda: Mesh(a=4).split("a", b=2, c=3),
-            "axis 'a' has size 4, the parts {'b': 2, 'c': 3} multiply to 6; make them agree",
+            (
+                "mesh axis 'a' has size 4, but the product of its parts b=2 c=3 is 6; give "
+                "parts whose product is 4"
+            ),
         ),
         (
             lambda: Mesh(a=4, b=2).split("a", b=2, c=2),
-            "axes b, c, b repeat a name; choose one that the mesh does not have",
+            (
+                "two axes of mesh b, c, b would have one name; choose a name that the mesh "
+                "does not have"
+            ),
         ),
         (
             lambda: Mesh(a=4).merge((), "b"),
-            "cannot merge axes (): name each of one or more axes once",
+            "cannot merge axes () of Mesh(a=4); give one or more, each once",
         ),
         (
             lambda: Mesh(a=4).merge(("a", "a"), "b"),
-            "cannot merge axes ('a', 'a'): name each of one or more axes once",
+            "cannot merge axes ('a', 'a') of Mesh(a=4); give one or more, each once",
         ),
         (
             lambda: Mesh(a=4, b=2, c=2).merge(("a", "b"), "c"),
-            "axes c, c repeat a name; choose one that the mesh does not have",
+            (
+                "two axes of mesh c, c would have one name; choose a name that the mesh does "
+                "not have"
+            ),
         ),
         (
             lambda: Mesh(a=4, b=2).transpose(("a",)),
-            "cannot transpose Mesh(a=4, b=2) to ('a',); name each of its axes once",
+            "cannot transpose Mesh(a=4, b=2) to ('a',); give each of its axes once",
         ),
         (lambda: Mesh(a=4).select(a=4), "coordinate 4 is not on axis 'a' of size 4; use 0..3"),
         (lambda: Mesh(a=4).select(a=-1), "coordinate -1 is not on axis 'a' of size 4; use 0..3"),
-        (lambda: Mesh(a=4).select(b=0), "axis 'b' is not in Mesh(a=4); its axes are a"),
+        (lambda: Mesh(a=4).select(b=0), "axis 'b' is not in Mesh(a=4); use one of its axes, a"),
         (
             lambda: Mesh(a=2).relabel({0: 1}),
-            "rank 1 appears twice in the mesh a=2; give each rank one coordinate",
+            "rank 1 appears twice in the mesh a=2; give 2 different ranks",
         ),
     ],
 )
@@ -239,5 +272,5 @@ def test_groups_of_any_ranks() -> None:
     assert Mesh(ranks=[4]).groups(()) == ((4,),)
     with pytest.raises(MeshError, match="axis 'pp' is not in"):
         mesh.groups(["pp"])
-    with pytest.raises(MeshError, match="name each axis of the groups once"):
+    with pytest.raises(MeshError, match="with an axis twice; give it once"):
         mesh.groups(["tp", "tp"])

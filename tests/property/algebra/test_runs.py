@@ -21,8 +21,8 @@ from shardmath.layouts.algebra.runs import (
     spanning,
 )
 
-FIT = "; give starts and a length of 0 or more, inside that length"
-ONCE = "; give each position once"
+FIT = "; give (local start, global start, n) >= 0 with local start + n <= "
+ONCE = "; give each global position once"
 
 
 def of(positions: list[int]) -> Runs:
@@ -140,33 +140,51 @@ def test_from_ranges() -> None:
     [
         (
             lambda: Runs((), 1 << 63),
-            "position 9223372036854775807 has more than 63 bits; give 9223372036854775807 at most",
+            (
+                "position 9223372036854775807 has more than 63 bits; give positions below "
+                "9223372036854775807"
+            ),
         ),
         (
             lambda: Runs([(0, (1 << 63) - 1, 2)]),
-            "position 9223372036854775808 has more than 63 bits; give 9223372036854775807 at most",
+            (
+                "position 9223372036854775808 has more than 63 bits; give positions below "
+                "9223372036854775807"
+            ),
         ),
-        (lambda: Runs([(-1, 0, 2)]), "segment (-1, 0, 2) does not fit length 1" + FIT),
-        (lambda: Runs([(0, -1, 2)]), "segment (0, -1, 2) does not fit length 2" + FIT),
+        (
+            lambda: Runs([(-1, 0, 2)]),
+            "segment (-1, 0, 2) does not fit a local length of 1" + FIT + "1",
+        ),
+        (
+            lambda: Runs([(0, -1, 2)]),
+            "segment (0, -1, 2) does not fit a local length of 2" + FIT + "2",
+        ),
         (
             lambda: Runs([(0, 0, -1)]),
-            "length -1 of segments ((0, 0, -1),) is negative; count positions from 0",
+            "length -1 of segments ((0, 0, -1),) is negative; give a length of 0 or more",
         ),
-        (lambda: Runs([(1, 0, 3)], 3), "segment (1, 0, 3) does not fit length 3" + FIT),
+        (
+            lambda: Runs([(1, 0, 3)], 3),
+            "segment (1, 0, 3) does not fit a local length of 3" + FIT + "3",
+        ),
         (
             lambda: Runs([(0, 0, 3), (2, 7, 1)]),
-            "segments (0, 0, 3) and (2, 7, 1) share local position 2" + ONCE,
+            "local ranges 0:3 and 2:3 share position 2; give each local position once",
         ),
         (
             lambda: Runs([(0, 4, 3), (3, 6, 2)]),
-            "segments (0, 4, 3) and (3, 6, 2) share global position 6" + ONCE,
+            "global ranges 4:7 and 6:8 share position 6" + ONCE,
         ),
         (
             lambda: Runs([(3, 4, 3), (0, 6, 2)]),
-            "segments (3, 4, 3) and (0, 6, 2) share global position 6" + ONCE,
+            "global ranges 4:7 and 6:8 share position 6" + ONCE,
         ),
         (lambda: Runs((), 2.5), "length of Runs () is 2.5; give an integer"),
-        (lambda: Runs((), -1), "length -1 of segments () is negative; count positions from 0"),
+        (
+            lambda: Runs((), -1),
+            ("length -1 of segments () is negative; give a length of 0 or more"),
+        ),
         (
             lambda: Runs([(0, 1)]),
             "segment (0, 1) is not (local start, global start, length); give three integers",
@@ -174,28 +192,31 @@ def test_from_ranges() -> None:
         (lambda: Runs([(0, 1, 2.0)]), "a number of segment (0, 1, 2.0) is 2.0; give an integer"),
         (
             lambda: from_ranges([(0, 1, 2)]),
-            "range (0, 1, 2) is not (start, stop); give two integers, or one for a hole",
+            ("range (0, 1, 2) is not (start, stop); give two integers, or one integer for a hole"),
         ),
         (lambda: from_ranges([(0, "1")]), "the stop of (0, '1') is '1'; give an integer"),
         (lambda: from_ranges([("0", 1)]), "the start of ('0', 1) is '0'; give an integer"),
         (lambda: from_ranges([2.0]), "the stop of 2.0 is 2.0; give an integer"),
         (
             lambda: from_ranges([(0, 1), (5, 3)]),
-            "range 5:3 is not a range; write 0 <= start <= stop",
+            "5:3 is not a range; give 0 <= start <= stop",
         ),
-        (lambda: from_ranges([(-2, 3)]), "range -2:3 is not a range; write 0 <= start <= stop"),
-        (lambda: from_ranges([-1]), "range 0:-1 is not a range; write 0 <= start <= stop"),
+        (lambda: from_ranges([(-2, 3)]), "-2:3 is not a range; give 0 <= start <= stop"),
+        (lambda: from_ranges([-1]), "0:-1 is not a range; give 0 <= start <= stop"),
         (
             lambda: concat([identity(2), identity(1)]),
-            "segments (0, 0, 2) and (2, 0, 1) share global position 0" + ONCE,
+            "global ranges 0:2 and 0:1 share position 0" + ONCE,
         ),
         (
             lambda: invert(from_ranges([(2, 5)]), 4),
-            "[2:5] reaches position 4, the dimension has 4; give n >= 5",
+            "[2:5] reaches position 4, but the dimension has 4; give n >= 5",
         ),
         (
             lambda: compose(identity(4), identity(3)),
-            "[0:4] reaches position 3, [0:3] has 3; compose a Runs into a longer one",
+            (
+                "[0:4] reaches position 3, but [0:3] has a length of 3; compose it with a "
+                "Runs of length 4 or more"
+            ),
         ),
     ],
 )

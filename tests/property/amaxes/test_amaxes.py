@@ -236,38 +236,50 @@ OWN = np.zeros((4, 2), np.float32)
         (lambda: sm.formats.plan_amaxes(MXFP8(), "n k"), "give the layout of the tensor"),
         (
             lambda: sm.formats.plan_amaxes(FP8(), sm.Layout((), sm.Mesh(tp=2), ""), "w"),
-            "tensor 'w': float32[] scalar on tp=2 has no dimension; numbers alone are not quantized: "
-            "give the layout of a tensor that has at least one",
+            (
+                "tensor 'w': float32[] scalar on tp=2 has no dimension, and single numbers "
+                "cannot be quantized; give the layout of a tensor with at least one"
+            ),
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), sm.Layout((8,), sm.Mesh(tp=2), {"tp": sm.Partial()}), "w"),
-            "is Partial; reduce it before it is quantized",
+            (
+                "is Partial and cannot be quantized; reduce it first, by a plan to a layout "
+                "without Partial"
+            ),
         ),
         (
             lambda: sm.formats.plan_amaxes(NVFP4(), sm.Layout((6,), sm.Mesh(tp=2), "(tp n)"), "w"),
-            "data of NVFP4 1-D is cut every 2: the nearest cuts to 3 are 2 and 4",
+            "data of NVFP4 1-D at 3; divide the dimension at multiples of 2",
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LOST, "w"),
-            "tensor 'w': nobody holds position 3 of dimension 0",
+            "tensor 'w': no rank holds position 3 of dimension 0",
         ),
         (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(2, ROW), "give one of its ranks: [0, 1]"),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").measure(1, ROW[:2]),
-            "tensor 'w': rank 1: the local array has shape (2, 48); pass one of (4, 48)",
+            (
+                "tensor 'w': rank 1: the local array has shape (2, 48); pass an array of "
+                "shape (4, 48)"
+            ),
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT).measure(1, ROW.astype(np.float64)),
             "rank 1: the local array has dtype float64; pass an array of float32",
         ),
-        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT).send(1, OWN[:2]), "pass one of (4, 2)"),
+        (lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT).send(1, OWN[:2]), (
+                                                                               "pass an "
+                                                                               "array of "
+                                                                               "shape (4, 2)"
+                                                                           )),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {}),
-            "rank 1: slots 'w' are missing; give what has arrived, by local name",
+            "rank 1: 'w' is not in arrived; pass the received amaxes by local name",
         ),
         (
             lambda: sm.formats.plan_amaxes(MXFP8(), LAYOUT, "w").settle(1, OWN, {"w": OWN[0]}),
-            "rank 1: what has arrived has shape (2,); pass one of (8,)",
+            "rank 1: the array of received amaxes has shape (2,); pass an array of shape (8,)",
         ),
     ],
 )  # fmt: skip

@@ -621,11 +621,13 @@ def test_a_collective_is_a_value() -> None:
 
 def test_what_cannot_be_compared(fails) -> None:
     a, b = Layout((8,), GRID, "n"), Layout((9,), GRID, "n")
-    what = "float32[8] here, float32[9] there; give both sides one shape and dtype"
+    what = (
+        "the source has float32[8], the destination float32[9]; give both the same shape and dtype"
+    )
     fails(lambda: recognize(a, b), PlanError, what)
     halves = window(a, ((0, 4),)), window(a, ((4, 8),))
     fails(
         lambda: recognize(halves, a),
         PlanError,
-        f"{halves} is not a Layout; give recognize two layouts",
+        f"{halves} is not a Layout; pass recognize two Layouts",
     )

@@ -147,8 +147,10 @@ def test_replicas_that_differ(fails) -> None:
     fails(
         lambda: sm.content.digest_of(layout, held),
         sm.DigestError,
-        "the tensor: rank 3 holds other bits in [3:4, 2:5] than rank 1; make replicas alike, or lay them out as "
-        "addends by Partial",
+        (
+            "the tensor: rank 3 holds other bits in [3:4, 2:5] than rank 1; make the "
+            "replicas equal, or use a layout with Partial if they are addends"
+        ),
     )
 
 
@@ -179,31 +181,31 @@ def test_what_has_no_digest(fails) -> None:
     wrong = [
         (
             lambda: sm.content.digest_of(partial, held),
-            f"the tensor is Partial, and its addends have no content in common: "
+            f"the tensor is Partial, so its ranks do not hold its content: "
             f"{partial}; reduce it first, by a plan to a layout without Partial",
         ),
         (
             lambda: sm.content.digest_of(part, held),
             f"the tensor: no rank holds element (3, 0) under {part}; "
-            "a digest is of a whole tensor, so cover it",
+            "give every element to a rank, since a digest is of the whole tensor",
         ),
         (
             lambda: sm.content.digest_of(layout, {0: held[0]}),
-            f"the array of rank 1 is missing; give what every rank of {layout} holds",
+            f"the array of rank 1 is missing; give the arrays of all ranks of {layout}",
         ),
         (
             lambda: sm.content.digest_of({"w": layout}, held),
-            f"rank 0: array 'w' is missing; give what every rank of {layout} holds",
+            f"rank 0: array 'w' is missing; give the arrays of all ranks of {layout}",
         ),
         (
             lambda: sm.content.digest_of(layout, {0: held[0], 1: held[1][:1]}),
-            f"the array of rank 1 has shape (1, 6), {layout} "
-            "has (2, 6) there; pass that local array",
+            f"the array of rank 1 has shape (1, 6), but {layout} "
+            "gives this rank (2, 6); pass an array of that shape",
         ),
         (
             lambda: sm.content.digest_of(cast(layout, "bfloat16"), held),
             "the array of rank 0 has elements of dtype float32, 4 B "
-            f"each; {cast(layout, 'bfloat16')} has 2 B; pass bfloat16, or its bits as integers of that size",
+            f"each, but {cast(layout, 'bfloat16')} has 2 B; pass bfloat16, or its bits as integers of that size",
         ),
         (
             lambda: sm.content.digest_of(layout, {0: held[0].astype(">f4"), 1: held[1]}),
@@ -215,15 +217,18 @@ def test_what_has_no_digest(fails) -> None:
         ),
         (
             lambda: sm.content.digest_of(layout, {0: held[0].tolist(), 1: held[1]}),
-            "the array of rank 0 is list; give a numpy array",
+            "the array of rank 0 is of type list; give a numpy array",
         ),
         (
             lambda: sm.content.find_difference({"a": layout}, {}, {"b": layout}, {}),
-            "one side alone has 2 tensors, ['a', 'b']; compare sides of the same names",
+            (
+                "only one side has 2 tensors, ['a', 'b']; compare sides whose tensors have "
+                "the same names"
+            ),
         ),
         (
             lambda: sm.content.find_difference(layout, held, cast(layout, "int32"), held),
-            f"the tensor: {layout} on one side, "
+            f"the tensor is {layout} on one side and "
             f"{cast(layout, 'int32')} on the other; compare tensors of one shape and dtype",
         ),
     ]
@@ -233,5 +238,5 @@ def test_what_has_no_digest(fails) -> None:
         sm.content.digest_of(layout, held, seed="x")
     with pytest.raises(sm.DigestError, match="give a Layout"):
         sm.content.digest_of("n h", held)
-    with pytest.raises(sm.DigestError, match="not of one tensor"):
+    with pytest.raises(sm.DigestError, match="the tensor"):
         sm.content.digest_of((layout, cast(layout, "int32")), held)

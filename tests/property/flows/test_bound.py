@@ -621,18 +621,24 @@ def test_certificate() -> None:
     [
         (
             Block((0,), (9,), 1),
-            "rank 9 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+            ("rank 9 of a block is not among the 2 ranks (0, 3) of the program; add it to ranks"),
         ),
         (
             Block((1, 0), (3,), 1),
-            "rank 1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+            ("rank 1 of a block is not among the 2 ranks (0, 3) of the program; add it to ranks"),
         ),
         (
             Block((-1,), (3,), 1),
-            "rank -1 is in a block and not in the program of 2 ranks (0, 3); add it to the ranks",
+            ("rank -1 of a block is not among the 2 ranks (0, 3) of the program; add it to ranks"),
         ),
-        (Block((), (3,), 5), "no rank holds the 5 bytes that rank 3 must have; name one"),
-        (Block((0,), (3,), -5), "a block has -5 bytes; give zero or more"),
+        (
+            Block((), (3,), 5),
+            (
+                "no rank holds the 5 bytes that rank 3 must have; add a "
+                "rank to the holders of the block"
+            ),
+        ),
+        (Block((0,), (3,), -5), "the size of a block is -5 bytes; give 0 or more"),
         (
             Block((0,), (3,), (1 << 62) - 1),
             f"the blocks have {1 << 62} bytes in all; give fewer than {1 << 62}",

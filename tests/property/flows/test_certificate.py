@@ -39,11 +39,14 @@ def test_certificate_errors(fails) -> None:
         fails(
             lambda time=time: make_certificate((1.0, None), time),
             PlanError,
-            f"a plan of {time!r} seconds; give a finite time that is not negative",
+            f"plan_s is {time!r} seconds; give a finite time of 0 or more",
         )
     fails(
         lambda: make_certificate((2.0, Witness((1,), "in", 2, 1.0)), 1.0),
         PlanError,
-        "no schedule is faster than its bound: 1 s, 0.5 times the bound of 2 s: rank 1 must take in 2 B at 1 B/s; "
-        "time all of the plan on the same topology",
+        (
+            "plan_s is less than a bound that no schedule beats: 1 s, 0.5 times the bound of "
+            "2 s: rank 1 must take in 2 B at 1 B/s; give the time of the whole plan, on the "
+            "topology of the bound"
+        ),
     )

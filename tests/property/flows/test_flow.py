@@ -514,33 +514,43 @@ def test_a_shift_along_a_long_chain() -> None:
 @pytest.mark.parametrize(
     ("lengths", "holders", "nodes", "message"),
     [
-        ([1], [], None, "1 lengths and 0 sets of holders; give one of each for every line"),
-        ([1, -2], [(0,), (1,)], None, "line 1 has -2 bytes; give lengths of 0 or more"),
+        (
+            [1],
+            [],
+            None,
+            ("there are 1 lengths and 0 sets of holders; give one length and one set per line"),
+        ),
+        ([1, -2], [(0,), (1,)], None, "lengths[1] is -2 bytes; give lengths of 0 or more"),
         (
             [1, 2],
             [(0,), ()],
             None,
-            "line 1 has no holders; leave it out, or name a rank that holds it",
+            "holders[1] is empty; give a rank that holds the bytes, or leave them out",
         ),
         (
             [2],
             [(0, 3, 1)],
             None,
-            "line 0: holder 1 comes after 3; give its holders as tuple(sorted(set(...)))",
+            ("holders[0] has rank 1 after rank 3; give ascending ranks: tuple(sorted(set(...)))"),
         ),
         (
             [2],
             [(3, 3)],
             None,
-            "line 0: holder 3 comes after 3; give its holders as tuple(sorted(set(...)))",
+            ("holders[0] has rank 3 after rank 3; give ascending ranks: tuple(sorted(set(...)))"),
         ),
         (
             [2],
             [(0, 3)],
             {0: 0},
-            "rank 3 holds a line but is not in nodes; give every holder a node",
+            "rank 3 is one of the holders (0, 3), but has no node in nodes=; add its node",
         ),
-        ([2], [(0,)], {}, "rank 0 holds a line but is not in nodes; give every holder a node"),
+        (
+            [2],
+            [(0,)],
+            {},
+            ("rank 0 is one of the holders (0,), but has no node in nodes=; add its node"),
+        ),
     ],
 )
 def test_messages(

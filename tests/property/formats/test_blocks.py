@@ -143,19 +143,42 @@ def test_each_way_to_write_an_index() -> None:
     [
         (
             np.s_[:, 40:],
-            "tensor 'w': slice 40:128 of dimension 1 (128 positions) cuts a block of 32; "
-            "the nearest cuts to 40 are 32 and 64",
+            (
+                "tensor 'w': slice 40:128 of dimension 1 (128 positions) cuts a block of 32; "
+                "use 32 or 64 instead of 40"
+            ),
         ),
-        (np.s_[:, :100], "the nearest cuts to 100 are 96 and 128"),
+        (np.s_[:, :100], (
+                             "slice 0:100 of dimension 1 (128 positions) cuts a block of 32; "
+                             "use 96 or 128"
+                         )),
         (np.s_[:, 3], "slice 3:4 of dimension 1 (128 positions) cuts a block of 32"),
-        (np.s_[:, ::2], "slice 0:128:2 of dimension 1 (128 positions) has a step inside blocks of 32"),
-        (np.s_[:, ::-1], "slice 127::-1 of dimension 1 (128 positions) has a step inside blocks"),
-        (np.s_[0, 0, 0], "has too many items; write one for each, and ... once"),
-        (np.s_[..., ...], "has too many items; write one for each, and ... once"),
-        (256, "tensor 'w': dimension 0 has 256 positions, and none at 256; stay inside"),
+        (np.s_[:, ::2], (
+                            "slice 0:128:2 of dimension 1 (128 positions) has step 2 inside "
+                            "blocks of 32"
+                        )),
+        (np.s_[:, ::-1], (
+                             "slice 127::-1 of dimension 1 (128 positions) has step -1 "
+                             "inside blocks"
+                         )),
+        (np.s_[0, 0, 0], (
+                             "has too many items for shape (256, 128); give at most one per "
+                             "dimension, and ... once"
+                         )),
+        (np.s_[..., ...], (
+                              "has too many items for shape (256, 128); give at most one per "
+                              "dimension, and ... once"
+                          )),
+        (256, (
+                  "tensor 'w': dimension 0 has 256 positions, and none at 256; give an index "
+                  "from -256 to 255"
+              )),
         (True, "dimension 0: an index is True; give an integer"),
-        (np.s_[1.5:], "slice(1.5, None, None) is not a slice; give integers, and a step other than 0"),
-        (np.s_[::0], "is not a slice; give integers, and a step other than 0"),
+        (np.s_[1.5:], (
+                          "slice(1.5, None, None) is not a slice; give a slice of integers, "
+                          "with a step other than 0"
+                      )),
+        (np.s_[::0], "is not a slice; give a slice of integers, with a step other than 0"),
         (np.arange(3), "dimension 0: an index is array([0, 1, 2]); give an integer"),
         ("a", "dimension 0: an index is 'a'; give an integer"),
     ],
@@ -167,7 +190,14 @@ def test_what_is_refused(index: Any, message: str) -> None:
 
 
 def test_steps_over_scales_are_refused() -> None:
-    with pytest.raises(FormatError, match="has a step over blocks of 32; take consecutive scales"):
+    with pytest.raises(
+        FormatError,
+        match=(
+            "slice 0:4:2 of the scales of dimension 1 has "
+            "step 2 over blocks of 32; give a slice with "
+            "step 1"
+        ),
+    ):
         MXFP8().data_slice(np.s_[:, ::2], (256, 128))
 
 
@@ -194,5 +224,5 @@ def test_padding_round_trips(rows: int, columns: int) -> None:
 
 
 def test_other_padding_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"padded scales have shape \(2, 4\), those of a tensor"):
+    with pytest.raises(FormatError, match=r"padded has shape \(2, 4\), but a tensor"):
         MXFP8().unpad_scales(np.zeros((2, 4), np.uint8), (2, 128))

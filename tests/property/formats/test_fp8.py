@@ -149,19 +149,49 @@ def test_shapes_of_scales() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FP8Blocks(()), "FP8Blocks(()) lacks a size; give one per dimension of a tile"),
-        (lambda: FP8Blocks((0, 128)), "a size of a block is 0; give 1 or more"),
-        (lambda: FP8Blocks((None, 128)), "lacks a size; give one per dimension of a tile"),
+        (lambda: FP8Blocks(()), (
+                                    "FP8Blocks(()) has a tile without a size; give sizes "
+                                    "such as (128, 128)"
+                                )),
+        (lambda: FP8Blocks((0, 128)), (
+                                          "a size of a block is 0, but must be at least 1; "
+                                          "give 1 or more"
+                                      )),
+        (lambda: FP8Blocks((None, 128)), (
+                                             "128)) has a tile without a size; give sizes "
+                                             "such as (128, 128)"
+                                         )),
         (lambda: FP8Blocks("12"), "the sizes of a block are '12'; give a tuple"),
-        (lambda: FP8Blocks(power_of_two="yes"), "FP8Blocks(power_of_two='yes') is not a flag"),
+        (lambda: FP8Blocks(power_of_two="yes"), "FP8Blocks(power_of_two='yes') is not a bool"),
         (lambda: FP8("row"), "FP8(per='row') is not known; use 'tensor' or 'channel'"),
-        (lambda: FP8("channel", tensor_amax=1), "each channel has its own amax; leave it out"),
-        (lambda: FP8(tensor_amax=float("nan")), "tensor_amax=nan: give a finite number >= 0"),
-        (lambda: FP8(tensor_amax=1e39), "tensor_amax=1e+39: give a finite number >= 0"),
-        (lambda: FP8(tensor_amax="1"), "tensor_amax='1': give a finite number >= 0"),
-        (lambda: FP8().quantize(np.float32(3)), "x has no dimension; numbers alone are not quantized"),
-        (lambda: FP8Blocks().scale_shape((5,)), "blocks of 128 x 128 have 2 dimensions, the tensor 1"),
-        (lambda: FP8Blocks().scale_shape((-1, 5)), "shape (-1, 5) has -1; give sizes of 0 or more"),
+        (lambda: FP8("channel", tensor_amax=1), (
+                                                    "each channel has its own amax; leave "
+                                                    "tensor_amax out"
+                                                )),
+        (lambda: FP8(tensor_amax=float("nan")), (
+                                                    "tensor_amax=nan is not a magnitude in "
+                                                    "float32; give a finite number >= 0"
+                                                )),
+        (lambda: FP8(tensor_amax=1e39), (
+                                            "tensor_amax=1e+39 is not a magnitude in "
+                                            "float32; give a finite number >= 0"
+                                        )),
+        (lambda: FP8(tensor_amax="1"), (
+                                           "tensor_amax='1' is not a magnitude in float32; "
+                                           "give a finite number >= 0"
+                                       )),
+        (lambda: FP8().quantize(np.float32(3)), (
+                                                    "x has no dimension, and single numbers "
+                                                    "cannot be quantized"
+                                                )),
+        (lambda: FP8Blocks().scale_shape((5,)), (
+                                                    "blocks of 128 x 128 have 2 dimensions, "
+                                                    "but the tensor has 1"
+                                                )),
+        (lambda: FP8Blocks().scale_shape((-1, 5)), (
+                                                       "shape (-1, 5) has a size of -1; give "
+                                                       "sizes of 0 or more"
+                                                   )),
     ],
 )  # fmt: skip
 def test_errors(make: object, message: str) -> None:

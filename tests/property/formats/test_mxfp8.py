@@ -218,16 +218,22 @@ def test_scales_that_are_nan() -> None:
         (lambda: MXFP8(rounding="even"), "use 'rceil' or 'floor'"),
         (lambda: MXFP8(axis=0), "MXFP8 has axis 0; give -1 for blocks along the last dimension"),
         (lambda: MXFP8(axis=1.5), "the axis of MXFP8 is 1.5; give an integer"),
-        (lambda: MXFP8(axis=-2).scale_shape((64,)), "blocks of 32 x 1 have 2 dimensions, the tensor 1"),
+        (lambda: MXFP8(axis=-2).scale_shape((64,)), (
+                                                        "blocks of 32 x 1 have 2 dimensions, "
+                                                        "but the tensor has 1"
+                                                    )),
         (lambda: MXFP8().quantize(np.zeros((2, 32))), "x has dtype float64; pass an array of float32"),
         (
             lambda: MXFP8().quantize(np.zeros((2, 32), ">f4")),
             "x has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))",
         ),
-        (lambda: MXFP8().dequantize(np.zeros(32, np.uint8)), "1 array given; give data, scales"),
+        (lambda: MXFP8().dequantize(np.zeros(32, np.uint8)), (
+                                                                 "1 array, not 2; give data, "
+                                                                 "scales"
+                                                             )),
         (
             lambda: MXFP8().dequantize(np.zeros((2, 64), np.uint8), np.zeros((2, 4), np.uint8)),
-            "scales have shape (2, 4), the data have blocks (2, 2)",
+            "scales have shape (2, 4), but the data have (2, 2) blocks",
         ),
     ],
 )  # fmt: skip

@@ -100,9 +100,7 @@ def test_parts_need_the_amax_of_all() -> None:
     x = np.random.default_rng(0).normal(size=(4, 64)).astype(F32)
     where = np.s_[1:3, 16:48]
     amax = NVFP4().amax(x)
-    with pytest.raises(
-        FormatError, match=r"the part \[1:3, 16:48\] .* give NVFP4 its tensor_amax="
-    ):
+    with pytest.raises(FormatError, match=r"the part \[1:3, 16:48\] .* give NVFP4 tensor_amax="):
         NVFP4().quantize(x[where], where=where, shape=x.shape)
     known = NVFP4(tensor_amax=float(amax.max()))
     whole = NVFP4().quantize(x)
@@ -113,12 +111,18 @@ def test_parts_need_the_amax_of_all() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(FormatError, match=r"two_d=1\) is not a flag; give True or False"):
+    with pytest.raises(FormatError, match=r"two_d=1\) is not a bool; give True or False"):
         NVFP4(1)  # type: ignore[arg-type]
-    with pytest.raises(FormatError, match="splits two numbers of one byte"):
+    with pytest.raises(FormatError, match="splits a byte of two numbers"):
         NVFP4().quantize(np.zeros((2, 17), F32))
-    with pytest.raises(FormatError, match="2 arrays given; give data, scales, global_scale"):
+    with pytest.raises(FormatError, match="2 arrays, not 3; give data, scales, global_scale"):
         NVFP4().dequantize(np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8))
     arrays = np.zeros((2, 8), np.uint8), np.zeros((2, 1), np.uint8), np.zeros(2, F32)
-    with pytest.raises(FormatError, match=r"global_scale has shape \(2,\); give one number"):
+    with pytest.raises(
+        FormatError,
+        match=(
+            r"global_scale has shape \(2,\); give an array "
+            r"of one number"
+        ),
+    ):
         NVFP4().dequantize(*arrays)

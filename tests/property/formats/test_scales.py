@@ -80,22 +80,36 @@ def test_a_cut_inside_a_block_names_everything() -> None:
     with pytest.raises(sm.FormatError) as caught:
         MXFP8().scale_layout(layout, "fc1.weight")
     assert str(caught.value) == (
-        "tensor 'fc1.weight': rank 0 holds positions 0:16 of dimension 1 under bfloat16[4, 128] n (tp h) on tp=8, "
-        "and scales of MXFP8 e4m3 rceil rowwise is cut every 32: the nearest cuts to 16 are 0 and 32; "
-        "divide the dimension there"
+        "tensor 'fc1.weight': rank 0 holds positions 0:16 of dimension 1 under "
+        "bfloat16[4, 128] n (tp h) on tp=8, and so cuts a block of 32 of scales of "
+        "MXFP8 e4m3 rceil rowwise at 16; divide the dimension at multiples of 32"
     )
 
 
 def test_a_partial_tensor_has_no_scales() -> None:
     layout = sm.Layout((4, 128), sm.Mesh(tp=2), "n k {sum: tp}")
-    with pytest.raises(sm.FormatError, match="is Partial; reduce it before it is quantized"):
+    with pytest.raises(
+        sm.FormatError,
+        match=(
+            "is Partial and cannot be quantized; reduce "
+            "it first, by a plan to a layout without "
+            "Partial"
+        ),
+    ):
         MXFP8().scale_layout(layout)
 
 
 def test_an_element_of_two_numbers_has_two() -> None:
     """A byte with one number more than the tensor would be refused by whoever quantizes, in the middle of a call."""
     layout = sm.Layout((8, 3), sm.Mesh(), "n k")
-    with pytest.raises(sm.FormatError, match=r"tensor 'w': a tensor of shape \(8, 3\) splits 2"):
+    with pytest.raises(
+        sm.FormatError,
+        match=(
+            r"tensor 'w': NVFP4 1-D packs 2 numbers per "
+            r"byte, which shape \(8, 3\) does not fill; "
+            r"make its last dimension a multiple of 2"
+        ),
+    ):
         NVFP4().layouts(layout, "w")
     with pytest.raises(sm.FormatError, match="make its last dimension a multiple of 2"):
         sm.formats.plan_amaxes(NVFP4(), layout)

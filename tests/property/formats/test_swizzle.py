@@ -136,13 +136,32 @@ def test_a_hole_before_the_first_element() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(sm.FormatError, match=r"scales of shape \(3,\) have 1 dimension; tiles are"):
+    with pytest.raises(
+        sm.FormatError,
+        match=(
+            r"scales of shape \(3,\) have 1 dimension, "
+            r"but tiles have rows and columns"
+        ),
+    ):
         swizzle(np.zeros(3, np.uint8))
     with pytest.raises(
-        sm.FormatError, match=r"storage has shape \(3,\), scales \(2, 2\) fill \(512,\)"
+        sm.FormatError,
+        match=(
+            r"storage has shape \(3,\), but scales of shape \(2, 2\) "
+            r"fill \(512,\)"
+        ),
     ):
         unswizzle(np.zeros(3, np.uint8), (2, 2))
-    with pytest.raises(sm.FormatError, match="have 3 dimensions; tiles are of rows and columns"):
+    with pytest.raises(
+        sm.FormatError, match=("have 3 dimensions, but tiles have rows and columns")
+    ):
         swizzled(sm.Layout((2, 3, 4), sm.Mesh(), "a b c"))
-    with pytest.raises(sm.FormatError, match="is Partial; reduce it before it is put in a row"):
+    with pytest.raises(
+        sm.FormatError,
+        match=(
+            "is Partial and cannot be flattened; reduce "
+            "it first, by a plan to a layout without "
+            "Partial"
+        ),
+    ):
         flattened(sm.Layout((2, 3), sm.Mesh(tp=2), "a b {sum: tp}"))

@@ -189,19 +189,34 @@ def test_a_part_of_nothing(one: Format) -> None:
     [
         (
             lambda x: MXFP8().quantize(x[:, :40], where=np.s_[:, :40], shape=SHAPE),
-            "the part [0:48, 0:40] of a tensor of shape (48, 64) cuts blocks of 32, first block (0, 1) "
-            "of those it touches; give amax=, the largest over ranks of what `amax` gives them",
+            (
+                "the part [0:48, 0:40] of a tensor of shape (48, 64) cuts blocks of 32, "
+                "first block (0, 1) of those it touches; give amax=, the maximum over ranks "
+                "of what the method `amax` returns"
+            ),
         ),
-        (lambda x: MXFP8().quantize(x, where=np.s_[:, :32]), "give the tensor's shape=, too"),
+        (lambda x: MXFP8().quantize(x, where=np.s_[:, :32]), (
+                                                                 "give the shape= of the "
+                                                                 "whole tensor"
+                                                             )),
         (
             lambda x: MXFP8().quantize(x, where=np.s_[:, :32], shape=SHAPE),
-            "the part [0:48, 0:32] of a tensor of shape (48, 64) has shape (48, 32), the array (48, 64)",
+            (
+                "the part [0:48, 0:32] of a tensor of shape (48, 64) has shape (48, 32), but "
+                "the array has (48, 64)"
+            ),
         ),
-        (lambda x: MXFP8().amax(x[::2], np.s_[::2], SHAPE), "is not a box; give a slice without step"),
-        (lambda x: MXFP8().amax(x[3], 3, SHAPE), "is not a box; give a slice without step"),
+        (lambda x: MXFP8().amax(x[::2], np.s_[::2], SHAPE), (
+                                                                "is not a box; give one "
+                                                                "slice with step"
+                                                            )),
+        (lambda x: MXFP8().amax(x[3], 3, SHAPE), "is not a box; give one slice with step"),
         (
             lambda x: MXFP8().quantize(x, amax=np.zeros((48, 3), np.float32)),
-            "amax has shape (48, 3), the part touches blocks (48, 2); give one for each",
+            (
+                "amax has shape (48, 3), but the part touches (48, 2) blocks; give one amax "
+                "per block"
+            ),
         ),
     ],
 )  # fmt: skip

@@ -59,32 +59,38 @@ def test_other_layouts(layout: Layout, data: st.DataObject) -> None:
         (
             lambda: transposed(Layout((9, 4), MESH, "n h"), (0, 0)),
             LayoutError,
-            "cannot transpose shape (9, 4) to (0, 0); name each of 0..1 once",
+            (
+                "cannot put the dimensions of shape (9, 4) in the order (0, 0); give each of "
+                "(0, 1) once"
+            ),
         ),
         (
             lambda: window(Layout((9, 4), MESH, "n h"), ((0, 9),)),
             LayoutError,
-            "box ((0, 9),) is not inside shape (9, 4); give one (start, stop) per dimension",
+            (
+                "box ((0, 9),) is not inside shape (9, 4); give one (start, stop) in it per "
+                "dimension"
+            ),
         ),
         (
             lambda: window(Layout((9,), MESH, "n"), ((3, 2),)),
             LayoutError,
-            "box ((3, 2),) is not inside shape (9,); give one (start, stop) per dimension",
+            ("box ((3, 2),) is not inside shape (9,); give one (start, stop) in it per dimension"),
         ),
         (
             lambda: sliced(Layout((9,), MESH, "n"), ((-1, 2),)),
             LayoutError,
-            "box ((-1, 2),) is not inside shape (9,); give one (start, stop) per dimension",
+            ("box ((-1, 2),) is not inside shape (9,); give one (start, stop) in it per dimension"),
         ),
         (
             lambda: sliced(Layout((9,), MESH, "n"), ((0, 10),)),
             LayoutError,
-            "box ((0, 10),) is not inside shape (9,); give one (start, stop) per dimension",
+            ("box ((0, 10),) is not inside shape (9,); give one (start, stop) in it per dimension"),
         ),
         (
             lambda: repartialed(Layout((9,), MESH, "(tp n)"), ("tp",)),
             LayoutError,
-            "mesh axis 'tp' is used in dimension 0 and in Partial('sum'); give an axis one use",
+            "mesh axis 'tp' is used in dimension 0 and in Partial('sum'); leave it out of one",
         ),
         (
             lambda: cast(Layout((9,), MESH, "n"), "int7"),

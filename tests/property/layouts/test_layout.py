@@ -102,7 +102,7 @@ def test_pickle_keeps_identity() -> None:
     assert pickle.loads(pickle.dumps(layout)) is layout
 
 
-RANKS = "its ranks are 0, 1, 2, 3, 4, 5, 6, 7"
+RANKS = "use one of its ranks, 0, 1, 2, 3, 4, 5, 6, 7"
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ RANKS = "its ranks are 0, 1, 2, 3, 4, 5, 6, 7"
         (
             lambda: Layout((9,), MESH, "n", reading="torch"),
             LayoutError,
-            "reading='torch' is not a reading; use 'placement' or 'order'",
+            "reading='torch' is not known; use 'placement' or 'order'",
         ),
         (
             lambda: Layout((9, -1), MESH, "n h"),
             LayoutError,
-            "shape (9, -1) has -1; give sizes of 0 or more",
+            "shape (9, -1) has a size of -1; give sizes of 0 or more",
         ),
         (
             lambda: Layout((9, 1.0), MESH, "n h"),
@@ -146,7 +146,10 @@ RANKS = "its ranks are 0, 1, 2, 3, 4, 5, 6, 7"
         (
             lambda: Layout((9,), MESH, {"dp": Partial("sum"), "tp": Partial("max")}),
             LayoutError,
-            "Partial axes wait for different reductions: sum on dp, max on tp; reduce one of them first",
+            (
+                "Partial axes have different reductions, sum on dp, max on tp; give all the "
+                "same reduction"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, "n").runs(8),

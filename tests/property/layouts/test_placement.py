@@ -145,7 +145,7 @@ def test_sizes_are_tuples_of_int() -> None:
 def test_sizes_are_checked_even_where_they_change_nothing() -> None:
     for spec in ((Packed(0, (5,)),), "([5] tp n)", "([1 2] n)"):
         with pytest.raises(
-            (PlacementError, ValueError), match=r"add up to \d(\n|, the piece has 8)"
+            (PlacementError, ValueError), match=r"add up to \d(\n|, but divide 8 positions)"
         ):
             Layout((8,), Mesh(tp=2), spec)
 
@@ -200,7 +200,7 @@ def test_an_overlap_that_is_not_meant_is_no_layout() -> None:
     assert str(caught.value) == (
         "dimension 0 of shape (16,): OffByOne(dim=0, inside=False).split(16, 4): "
         "part 0 of 2 ranks (7, 6) and part 1 of 2 ranks (5, 4) both hold position 3; "
-        "make them disjoint, or say that copies are meant: overlaps = True in its class"
+        "make the parts disjoint, or set `overlaps = True` in the class if copies are meant"
     )
     with pytest.raises(PlacementError, match="parts 0 and 1 both hold position 3") as caught:
         testing.check_placement(OffByOne(0), 16, 4)
@@ -209,7 +209,7 @@ def test_an_overlap_that_is_not_meant_is_no_layout() -> None:
         Layout((16,), mesh, {"cp": OffByOne(0, inside=True)})
     assert str(caught.value) == (
         "dimension 0 of shape (16,): OffByOne(dim=0, inside=True).split(16, 4): "
-        "segments (0, 0, 4) and (4, 3, 1) share global position 3; give each position once"
+        "global ranges 0:4 and 3:4 share position 3; give each global position once"
     )
     meant = Layout((16,), mesh, {"cp": Copied(0)})
     verify(plan(meant, Layout((16,), mesh, "n")))
@@ -327,7 +327,10 @@ class NoDim:
 
 
 TP = Mesh(tp=2)
-PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`"
+PROTOCOL = (
+    "is not a placement; use one such as shardmath.Shard(0), "
+    "or a class with `dim` and `split(n, parts) -> tuple of Runs`"
+)
 
 
 @pytest.mark.parametrize(
@@ -339,11 +342,11 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         ),
         (
             lambda: StridedShard(1, 0),
-            "StridedShard(1, 0): the split factor is a number of pieces; give 1 or more",
+            ("the split factor of StridedShard(1, 0) is 0; give the number of pieces, 1 or more"),
         ),
         (
             lambda: BlockCyclic(0, 0),
-            "BlockCyclic(0, 0): a block has at least one position; give 1 or more",
+            "the block of BlockCyclic(0, 0) has 0 positions; give blocks of 1 or more",
         ),
         (lambda: Shard("0"), "the dimension of a Shard is '0'; give an integer"),
         (lambda: Balanced(0.5), "the dimension of a Balanced is 0.5; give an integer"),
@@ -360,38 +363,53 @@ PROTOCOL = "is not a placement; give it `dim` and `split(n, parts) -> tuple of R
         (lambda: Packed(0, (3, 2.0)), "a size of Packed is 2.0; give an integer"),
         (lambda: Ragged(0, 7), "Ragged sizes are 7; give a tuple"),
         (lambda: Table(0, 7), "Table parts are 7; give a tuple"),
-        (lambda: Packed(0, ()), "Packed sizes [] are not sizes; give one or more numbers >= 0"),
+        (lambda: Packed(0, ()), ("sizes of Packed are []; give one or more sizes, each 0 or more")),
         (
             lambda: Ragged(0, (3, -1)),
-            "Ragged sizes [3, -1] are not sizes; give one or more numbers >= 0",
+            "sizes of Ragged are [3, -1]; give one or more sizes, each 0 or more",
         ),
         (
             lambda: Ragged(0, (3, 1)).split(4, 3),
-            "Ragged(dim=0, sizes=(3, 1)) has 2 sizes for 3 coordinates; give one size per coordinate",
+            (
+                "Ragged(dim=0, sizes=(3, 1)) has 2 sizes for a mesh axis of 3 coordinates; "
+                "give one size per coordinate"
+            ),
         ),
         (
             lambda: Layout((4,), TP, (Ragged(0, (3, 1, 0)),)),
-            "Ragged(dim=0, sizes=(3, 1, 0)) has 3 sizes for 2 coordinates; give one size per coordinate",
+            (
+                "Ragged(dim=0, sizes=(3, 1, 0)) has 3 sizes for a mesh axis of 2 "
+                "coordinates; give one size per coordinate"
+            ),
         ),
         (
             lambda: Ragged(0, (3, 1)).split(5, 2),
-            "sizes [3, 1] add up to 4, the piece has 5; make them add up",
+            "sizes [3, 1] add up to 4, but divide 5 positions; give sizes that add up to 5",
         ),
         (
             lambda: Packed(0, (3, 1)).split(5, 2),
-            "sizes [3, 1] add up to 4, the piece has 5; make them add up",
+            "sizes [3, 1] add up to 4, but divide 5 positions; give sizes that add up to 5",
         ),
         (
             lambda: Layout((5,), TP, (Packed(0, (3, 1)),)),
-            "dimension 0 of shape (5,): sizes [3, 1] add up to 4, the piece has 5; make them add up",
+            (
+                "dimension 0 of shape (5,): sizes [3, 1] add up to 4, but divide 5 "
+                "positions; give sizes that add up to 5"
+            ),
         ),
         (
             lambda: Table(0, (identity(2), (0, 1))),
-            "Table(0, ...): part 1 is (0, 1); give Runs, for example shardmath.from_ranges([(0, 5)])",
+            (
+                "part 1 of Table(0, ...) is (0, 1); give Runs, for example "
+                "shardmath.from_ranges([(0, 5)])"
+            ),
         ),
         (
             lambda: Table(0, (identity(2),)).split(2, 2),
-            "Table of 1 part for 2 coordinates; give one part per coordinate",
+            (
+                "Table(0, ...) has 1 part for a mesh axis of 2 coordinates; give one part "
+                "per coordinate"
+            ),
         ),
         (lambda: stage_of(NoSplit(), ("tp",), (2,)), f"NoSplit() {PROTOCOL}"),
         (lambda: stage_of(NoDim(), ("tp",), (2,)), f"NoDim() {PROTOCOL}"),

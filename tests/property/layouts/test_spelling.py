@@ -136,57 +136,87 @@ class Strange:
         (
             lambda: Layout((9,), MESH, (Shard(0),)),
             LayoutError,
-            "1 placement (Shard(dim=0),) for 2 mesh axes (dp, tp); give one per axis, or a mapping",
+            (
+                "1 placement (Shard(dim=0),) for 2 mesh axes (dp, tp); give one placement "
+                "per axis, or a mapping from axis to placement"
+            ),
         ),
         (
             lambda: Layout((9,), Mesh(), (Shard(0),)),
             LayoutError,
-            "1 placement (Shard(dim=0),) for 0 mesh axes (none); give one per axis, or a mapping",
+            (
+                "1 placement (Shard(dim=0),) for 0 mesh axes (none); give one placement per "
+                "axis, or a mapping from axis to placement"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {"ep": Shard(0)}),
             LayoutError,
-            "Shard(dim=0) on axis 'ep': mesh dp=4 tp=2 has no such axis; its axes are dp, tp",
+            (
+                "Shard(dim=0) on axis 'ep': mesh dp=4 tp=2 has no such axis; use one of its "
+                "axes, dp, tp"
+            ),
         ),
         (
             lambda: Layout((9,), Mesh(), {("tp",): Shard(0)}),
             LayoutError,
-            "Shard(dim=0) on axis 'tp': mesh  has no such axis; its axes are none",
+            "Shard(dim=0) on axis 'tp': mesh  has no such axis; give it one",
         ),
         (
             lambda: Layout((9,), MESH, {"tp": Shard(0), ("tp", "dp"): Shard(0)}),
             LayoutError,
-            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give an axis one placement",
+            (
+                "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give each "
+                "axis one placement"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {("tp", "tp"): Shard(0)}),
             LayoutError,
-            "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give an axis one placement",
+            (
+                "mesh axis 'tp' is used twice, by Shard(dim=0) and Shard(dim=0); give each "
+                "axis one placement"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {"tp": Shard(1)}),
             LayoutError,
-            "Shard(dim=1) divides dimension 1, shape (9,) has 1; use -1..0",
+            (
+                "Shard(dim=1) divides dimension 1, but shape (9,) has 1 dimension; use a "
+                "dimension from -1 to 0"
+            ),
         ),
         (
             lambda: Layout((9, 4), MESH, {"tp": Shard(-3)}),
             LayoutError,
-            "Shard(dim=-3) divides dimension -3, shape (9, 4) has 2; use -2..1",
+            (
+                "Shard(dim=-3) divides dimension -3, but shape (9, 4) has 2 dimensions; use "
+                "a dimension from -2 to 1"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {"tp": Strange()}),
             PlacementError,
-            "Strange() is not a placement; give it `dim` and `split(n, parts) -> tuple of Runs`",
+            (
+                "Strange() is not a placement; use one such as shardmath.Shard(0), or a "
+                "class with `dim` and `split(n, parts) -> tuple of Runs`"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={1: 3}),
             LayoutError,
-            "stored= names dimension 1, shape (9,) has 1; use -1..0",
+            (
+                "stored= names dimension 1, but shape (9,) has 1 dimension; use a dimension "
+                "from -1 to 0"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={-2: 3}),
             LayoutError,
-            "stored= names dimension -2, shape (9,) has 1; use -1..0",
+            (
+                "stored= names dimension -2, but shape (9,) has 1 dimension; use a dimension "
+                "from -1 to 0"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={"n": 12}),
@@ -216,49 +246,64 @@ class Strange:
         (
             lambda: Layout((9,), MESH, {3: Shard(0)}),
             LayoutError,
-            "3 is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
+            "3 is not a mesh axis; give axis names, or tuples of axis names, as keys",
         ),
         (
             lambda: Layout((9,), MESH, {(): Shard(0)}),
             LayoutError,
-            "() is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
+            "() is not a mesh axis; give axis names, or tuples of axis names, as keys",
         ),
         (
             lambda: Layout((9,), MESH, {("tp", 3): Shard(0)}),
             LayoutError,
-            "('tp', 3) is not a mesh axis; give axis names, or tuples of them, as keys of a spec",
+            "('tp', 3) is not a mesh axis; give axis names, or tuples of axis names, as keys",
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={0: 8}),
             ShardError,
-            "stored size 8 is below the 9 logical positions; pad to 9 or more",
+            "stored size 8 is less than the 9 positions of the tensor; pad to 9 or more",
         ),
         (
             lambda: Layout((9,), MESH, {}, stored={0: Runs([(0, 8, 2)])}),
             PlacementError,
-            "dimension 0 of shape (9,): stored [8:10] reaches position 9 of a dimension of 9; stay inside",
+            (
+                "dimension 0 of shape (9,): stored positions [8:10] reach 9 of a dimension "
+                "of 9; store only positions below 9"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, "n", stored={0: 12}),
             LayoutError,
-            "stored={0: 12} cannot be combined with a text, 'n'; write it in the text: (n)=8 or (n)=<0:4 -4>",
+            (
+                "stored={0: 12} cannot be combined with a text, 'n'; leave it out and write "
+                "(n)=8 or (n)=<0:4 -4> in the text"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, (StridedShard(0, 3), Shard(0)), reading="order"),
             PlacementError,
-            "reading='order': StridedShard(dim=0, split_factor=3) stands for no order: the axes right of it on its "
-            "dimension are tp=2; use reading='placement', which applies the splits as written",
+            (
+                "reading='order': no order of splits gives StridedShard(dim=0, "
+                "split_factor=3) its split factor 3: the axes right of it on its dimension "
+                "are tp=2; use reading='placement', which applies the splits as written"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, (Replicate(), StridedShard(0, 2)), reading="order"),
             PlacementError,
-            "reading='order': StridedShard(dim=0, split_factor=2) stands for no order: the axes right of it on its "
-            "dimension are none; use reading='placement', which applies the splits as written",
+            (
+                "reading='order': no order of splits gives StridedShard(dim=0, "
+                "split_factor=2) its split factor 2: the axes right of it on its dimension "
+                "are none; use reading='placement', which applies the splits as written"
+            ),
         ),
         (
             lambda: Layout((9,), MESH, (StridedShard(0, 2), Balanced(0)), reading="order"),
             PlacementError,
-            "reading='order': Balanced(dim=0) and StridedShard divide one dimension; use reading='placement'",
+            (
+                "reading='order' is for Shard and StridedShard, but Balanced(dim=0) divides "
+                "the same dimension; use reading='placement'"
+            ),
         ),
     ],
 )

@@ -373,9 +373,7 @@ def test_flat_windows_literals() -> None:
     assert [(w.text, w.dtype) for w in alone] == [("(n)=<1:3> h", "int8")]
     assert place == Store({("w", 0): View("b", 0)})
     assert flat_windows("w", (4, 5), {0: (2, 2)}) == ((), Store({}))
-    with pytest.raises(
-        PlanError, match=r"flat range \[3, 21\) is not inside \(4, 5\) of 20 elements"
-    ):
+    with pytest.raises(PlanError, match=r"are not a range of shape \(4, 5\), which has 20"):
         flat_windows("w", (4, 5), {0: (3, 21)})
 
 
@@ -443,45 +441,64 @@ def told(offset: int = 0, strides: tuple[int, ...] | None = None) -> Store:
         ),
         (
             lambda: Store([(("w", 2), View("a")), (("v", 2), View("a")), (("w", 2), View("b"))]),
-            "local tensor 'w' of rank 2 has two views; give one",
+            "local tensor 'w' of rank 2 has two views; give it one",
         ),
         (
             lambda: told().place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; give one of the 1 that have views: 'w' of rank 2",
+            (
+                "the store has no view of local tensor 'x' of rank 2; add one to its 1, "
+                "which are of 'w' of rank 2"
+            ),
         ),
         (
             lambda: Store({}).place("x", ROW, 2),
-            "no view for local tensor 'x' of rank 2; give one of the 0 that have views: none",
+            (
+                "the store has no view of local tensor 'x' of rank 2; add one to its 0, "
+                "which are of nothing"
+            ),
         ),
         (
             lambda: told(0, (3,)).place("w", ROW, 2),
-            "View(buffer='b', offset=0, strides=(3,)) of 'w', whose local shape is (4, 3); "
-            "give an offset >= 0 and 2 strides >= 0",
+            (
+                "View(buffer='b', offset=0, strides=(3,)) does not fit local tensor 'w' of "
+                "shape (4, 3); give an offset >= 0 and 2 strides >= 0"
+            ),
         ),
         (
             lambda: told(-1).place("w", ROW, 2),
-            "View(buffer='b', offset=-1, strides=None) of 'w', whose local shape is (4, 3); "
-            "give an offset >= 0 and 2 strides >= 0",
+            (
+                "View(buffer='b', offset=-1, strides=None) does not fit local tensor 'w' of "
+                "shape (4, 3); give an offset >= 0 and 2 strides >= 0"
+            ),
         ),
         (
             lambda: told(9, (-3, 1)).place("w", ROW, 2),
-            "View(buffer='b', offset=9, strides=(-3, 1)) of 'w', whose local shape is (4, 3); "
-            "give an offset >= 0 and 2 strides >= 0",
+            (
+                "View(buffer='b', offset=9, strides=(-3, 1)) does not fit local tensor 'w' "
+                "of shape (4, 3); give an offset >= 0 and 2 strides >= 0"
+            ),
         ),
         (
             lambda: views(told(), W, 2, {"a": np.zeros(12), "c": np.zeros(1)}),
-            "no buffer 'b' for 'w'; give it, too: buffers are 'a', 'c'",
+            "buffer 'b' of local tensor 'w' is not among buffers 'a', 'c'; add it",
         ),
-        (lambda: views(told(), W, 2, {}), "no buffer 'b' for 'w'; give it, too: buffers are none"),
+        (
+            lambda: views(told(), W, 2, {}),
+            ("buffer 'b' of local tensor 'w' is not among buffers none; add it"),
+        ),
         (
             lambda: views(told(1), W, 2, {"b": np.zeros(12)}),
-            "Place(buffer='b', offset=1, shape=(4, 3), strides=(3, 1)) of 'w' ends at 13, the buffer has shape (12,); "
-            "give a flat one of at least 13 elements",
+            (
+                "local tensor 'w' ends at element 13 of buffer 'b', which has shape (12,); "
+                "give a flat buffer of 13 elements or more"
+            ),
         ),
         (
             lambda: views(told(), W, 2, {"b": np.zeros((4, 3))}),
-            "Place(buffer='b', offset=0, shape=(4, 3), strides=(3, 1)) of 'w' ends at 12, the buffer has shape (4, 3); "
-            "give a flat one of at least 12 elements",
+            (
+                "local tensor 'w' ends at element 12 of buffer 'b', which has shape (4, 3); "
+                "give a flat buffer of 12 elements or more"
+            ),
         ),
         (
             lambda: check(Store({("w", 2): View("b"), ("x", 2): View("b", 11)}), BOTH, 2),

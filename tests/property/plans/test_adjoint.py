@@ -84,7 +84,7 @@ def test_a_transposed_plan_is_a_value_of_its_own(fails) -> None:
     assert again == p and hash(again) == hash(p) and p != forward and forward != p
     verify(again)
     assert p.ranks == forward.ranks and p.topology is None and p.is_tree
-    what = "the plan has no tensor 'v'; it has 'w': give one of these"
+    what = "the plan has no tensor 'v'; give one of its tensors: 'w'"
     fails(lambda: p.fill("v"), PlanError, what)
     fails(lambda: p.divisor("v"), PlanError, what)
     fails(lambda: adjoint("p"), PlanError, "'p' is not a Plan; pass what plan(src, dst) returns")
@@ -184,9 +184,12 @@ def test_addends_that_pass_through_to_one_window_alone_have_no_adjoint(fails) ->
     fails(
         lambda: adjoint(p),
         PlanError,
-        "tensor 'w': different addends of float32[4] n {sum: x y} on x=2 y=2 pass through to float32[4] (n)=<0:2 -2> "
-        "{sum: p} on p=2 q=2 and to float32[4] (n)=<-2 2:4> {sum: q} on p=2 q=2, and no layout is Partial in both "
-        "ways; transpose a plan of each window",
+        (
+            "tensor 'w': different addends of float32[4] n {sum: x y} on x=2 y=2 pass "
+            "through to float32[4] (n)=<0:2 -2> {sum: p} on p=2 q=2 and to float32[4] "
+            "(n)=<-2 2:4> {sum: q} on p=2 q=2, and no layout is Partial in both ways; make "
+            "one plan per destination window, and its adjoint"
+        ),
     )
 
 
@@ -243,7 +246,8 @@ def test_nonlinear_plans_have_none(src: str, dst: str, op: str, fails) -> None:
     fails(
         lambda: of(src, dst),
         PlanError,
-        f"tensor '' is reduced by {op}, which is not linear and has no adjoint; plan with copies, sum or avg",
+        f"the tensor is reduced by {op}, which is not linear and has no adjoint; "
+        "plan layouts that are Partial by sum or avg, or not Partial",
     )
 
 

@@ -270,41 +270,51 @@ def halves(layout: Layout) -> tuple[Layout, ...]:
     [
         (
             lambda: plan({"a": A, "b": A}, {"b": B, "c": B}),
-            "names differ: the source alone has ['a']; the destination alone has ['c']; give both sides the same names",
+            (
+                "names of tensors differ: only the source has ['a']; only the destination "
+                "has ['c']; give both sides the same names"
+            ),
         ),
         (
             lambda: plan({"a": A}, {}),
-            "names differ: the source alone has ['a']; give both sides the same names",
+            ("names of tensors differ: only the source has ['a']; give both sides the same names"),
         ),
         (
             lambda: plan({}, {f"w{i}": A for i in range(10)}),
-            f"names differ: the destination alone has {[f'w{i}' for i in range(8)]} and 2 more; "
+            f"names of tensors differ: only the destination has {[f'w{i}' for i in range(8)]} and 2 more; "
             "give both sides the same names",
         ),
         (
             lambda: plan({"w": A}, {"w": Layout((8, 3), TP4, "n h")}),
-            "tensor 'w': float32[8, 2] here, float32[8, 3] there; give both sides and all windows one shape "
-            "and dtype",
+            (
+                "tensor 'w' is float32[8, 2] at the source, but float32[8, 3] at the "
+                "destination; give both sides and all windows one shape and dtype"
+            ),
         ),
         (
             lambda: plan(A, Layout((8, 2), TP4, "n h", dtype="int8")),
-            "tensor '': float32[8, 2] here, int8[8, 2] there; give both sides and all windows one shape "
-            "and dtype; to cast it on the way, plan what transformed(src, dst, "
-            "{'': transforms.Cast('int8')}) gives",
+            (
+                "the tensor is float32[8, 2] at the source, but int8[8, 2] at the "
+                "destination; give both sides and all windows one shape and dtype; to cast "
+                "it on the way, plan what transformed(src, dst, {'': "
+                "transforms.Cast('int8')}) gives"
+            ),
         ),
         (
             lambda: plan((window(A, ((0, 1), (0, 2))), Layout((8,), TP2, "n")), A),
-            "tensor '': float32[8, 2] here, float32[8] there; give both sides and all windows one shape "
-            "and dtype",
+            (
+                "the tensor is float32[8, 2] at the source, but float32[8] in another source "
+                "window; give both sides and all windows one shape and dtype"
+            ),
         ),
-        (lambda: plan({3: A}, {3: B}), "tensor name 3 is not text; name tensors by str"),
+        (lambda: plan({3: A}, {3: B}), "tensor name 3 is not a str; use a str as its name"),
         (
             lambda: plan({"w": halves(A), "w[1]": A}, {"w": B, "w[1]": B}),
-            "window 'w[1]' of tensor 'w' has the name of another tensor; rename one",
+            "window 'w[1]' of tensor 'w' has the name of another tensor; rename that tensor",
         ),
         (
             lambda: plan({"w": A, "w[0]": A}, {"w": halves(B), "w[0]": B}),
-            "window 'w[0]' of tensor 'w' has the name of another tensor; rename one",
+            "window 'w[0]' of tensor 'w' has the name of another tensor; rename that tensor",
         ),
         (
             lambda: plan({"w": ()}, {"w": A}),

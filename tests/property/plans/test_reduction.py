@@ -191,14 +191,20 @@ def test_two_operations(fails) -> None:
     fails(
         lambda: asked("n {sum: dp}", "n {max: tp}"),
         PlanError,
-        "cannot turn Partial('sum') into Partial('max'): float32[6] n {sum: dp} on dp=2 tp=3 to "
-        "float32[6] n {max: tp} on dp=2 tp=3; reduce to Replicate first",
+        (
+            "cannot turn Partial('sum') into Partial('max'): float32[6] n {sum: dp} on dp=2 "
+            "tp=3 to float32[6] n {max: tp} on dp=2 tp=3; plan to Replicate first, and from "
+            "there to Partial"
+        ),
     )
     fails(
         lambda: asked("n {sum: dp}", "n {max: dp}"),
         PlanError,
-        "cannot turn Partial('sum') into Partial('max'): float32[6] n {sum: dp} on dp=2 tp=3 to "
-        "float32[6] n {max: dp} on dp=2 tp=3; reduce to Replicate first",
+        (
+            "cannot turn Partial('sum') into Partial('max'): float32[6] n {sum: dp} on dp=2 "
+            "tp=3 to float32[6] n {max: dp} on dp=2 tp=3; plan to Replicate first, and from "
+            "there to Partial"
+        ),
     )
 
 

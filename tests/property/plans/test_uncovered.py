@@ -61,7 +61,7 @@ def test_source_windows_hold_different_elements(layout: Layout, data: st.DataObj
         with pytest.raises(PlanError) as caught:
             check_disjoint("w", windows)
         at = tuple(min(x) for x in both)
-        fix = "use shardmath.window to keep them apart"
+        fix = "cut one of them with shardmath.window"
         assert (
             str(caught.value) == f"tensor 'w': source windows 0 and 1 both hold element {at}; {fix}"
         )
@@ -83,7 +83,10 @@ def test_all_pairs_of_windows_are_compared(fails) -> None:
     fails(
         lambda: plan({"w": (a, b, c)}, {"w": WHOLE}),
         PlanError,
-        "tensor 'w': source windows 1 and 2 both hold element (3, 1); use shardmath.window to keep them apart",
+        (
+            "tensor 'w': source windows 1 and 2 both hold element (3, 1); cut one of them "
+            "with shardmath.window"
+        ),
     )
     check_disjoint("w", (a, b))
 
@@ -102,8 +105,8 @@ def test_holes_at_the_source_are_found(src: Layout, other: Layout, data: st.Data
     with pytest.raises(PlanError) as caught:
         plan(hole, dst)
     assert str(caught.value) == (
-        f"tensor '': rank {short} needs element {first} under {dst}, no rank holds it under {hole}; "
-        "cover it at the source"
+        f"the tensor: rank {short} needs element {first} under {dst}, "
+        f"but no source rank holds it under {hole}; give it to a source rank"
     )
 
 
@@ -119,8 +122,8 @@ def test_each_destination_window_is_covered_alone(fails) -> None:
             {"w": (half, box((4, 6), (0, 4)))}, {"w": (box((0, 2), (0, 4)), box((2, 6), (0, 4)))}
         ),
         PlanError,
-        f"tensor 'w': rank 1 needs element (3, 0) under {box((2, 6), (0, 4))}, no rank holds it under {half}; "
-        "cover it at the source",
+        f"tensor 'w': rank 1 needs element (3, 0) under {box((2, 6), (0, 4))}, "
+        f"but no source rank holds it under {half}; give it to a source rank",
     )
 
 
@@ -131,8 +134,8 @@ def test_a_missing_addend_is_missed(fails) -> None:
     fails(
         lambda: plan(window(part, ((0, 2),)), Layout((4,), mesh, "n {sum: dp}")),
         PlanError,
-        f"tensor '': rank 0 needs element (2,) under float32[4] n {{sum: dp}} on dp=2, no rank holds it under "
-        f"{window(part, ((0, 2),))}; cover it at the source",
+        f"the tensor: rank 0 needs element (2,) under float32[4] n {{sum: dp}} on dp=2, "
+        f"but no source rank holds it under {window(part, ((0, 2),))}; give it to a source rank",
     )
 
 
@@ -142,7 +145,8 @@ def test_a_missing_addend_of_a_chosen_axis_is_missed(fails) -> None:
     fails(
         lambda: plan(hole, dst),
         PlanError,
-        f"tensor '': rank 7 needs element (3, 0) under {dst}, no rank holds it under {hole}; cover it at the source",
+        f"the tensor: rank 7 needs element (3, 0) under {dst}, but no source rank holds it under {hole}; "
+        "give it to a source rank",
     )
 
 
@@ -202,7 +206,9 @@ def test_windows_that_only_touch_do_not_meet() -> None:
 
 def test_a_scalar_needs_a_holder() -> None:
     empty = Layout((1,), Mesh(), {}, stored={0: from_ranges([1])})
-    with pytest.raises(PlanError, match=r"rank 0 needs element \(0,\) .*; cover it at the source"):
+    with pytest.raises(
+        PlanError, match=r"rank 0 needs element \(0,\) .*; give it to a source rank"
+    ):
         plan(empty, Layout((1,), Mesh(), "n"))
     plan(empty, empty, window=True)
     plan(Layout((), Mesh(), ""), Layout((), MESH, ""))
@@ -237,13 +243,16 @@ def test_a_destination_that_drops_a_row_is_no_plan(fails) -> None:
     fails(
         lambda: plan({"v": ROWS, "w": ROWS}, {"v": ROWS, "w": LOST}),
         PlanError,
-        f"tensor 'w': no rank asks for element (4, 0) under {LOST}; cover it at the destination, or say that this is a "
-        "window: plan(..., window=True)",
+        f"tensor 'w': no rank of the destination holds element (4, 0) under {LOST}; give it to a rank, "
+        "or call plan(..., window=True) if elements may be left out",
     )
     fails(
         lambda: plan(ROWS, LOST, window=1),  # type: ignore[arg-type]
         PlanError,
-        "window=1; give True if the destination may hold less than the tensors, or False",
+        (
+            "window=1 is not a bool; give True if the destination may hold less than the "
+            "tensors, or False"
+        ),
     )
 
 
@@ -274,10 +283,11 @@ def test_a_plan_that_is_wrong_of_it_is_refused(fails) -> None:
     fails(
         lambda: verify(replace(p, in_part=()), transfers=p.transfers()),
         PlanError,
-        f"tensor 'w' is not held whole at the destination of {replace(p, in_part=())!r}; make the plan again",
+        f"in_part of {replace(p, in_part=())!r} does not name tensor 'w', "
+        "which the destination holds only in part; make the plan again",
     )
     wrong = replace(p, in_part=("v", "w"))
-    says = f"tensor 'v' is not held in part at the destination of {wrong!r}; make the plan again"
+    says = f"in_part of {wrong!r} names tensor 'v', which the destination holds whole; make the plan again"
     fails(lambda: verify(wrong), PlanError, says)
     fails(lambda: verify(schedule(wrong)), PlanError, says)
 

@@ -281,7 +281,8 @@ def test_limits_that_nothing_keeps(fails) -> None:
                 p, topology=nodes_of(1), max_inflight_bytes=nbytes, fanout="none"
             ),
             PlanError,
-            f"max_inflight_bytes={nbytes}: a row or small box of 8 bytes of tensor '' is not cut; pass 8 or more",
+            f"max_inflight_bytes={nbytes}: 8 bytes of the tensor are a row or small box, which is never cut; "
+            "pass 8 or more",
         )
     assert under_way(
         all_rounds(schedule(p, topology=nodes_of(1), max_inflight_bytes=8, fanout="none"))
@@ -316,12 +317,13 @@ def test_what_cannot_be_kept_is_refused_at_once(fails) -> None:
     p = plan(Layout((4096, 64), src, "(a n) h"), Layout((4096, 64), dst, "n (x h)"))
     begin = time.process_time()
     for nbytes in (1, 3):
-        what = f"max_inflight_bytes={nbytes}: a row or small box of 4 bytes of tensor '' is not cut; pass 4 or more"
+        what = f"max_inflight_bytes={nbytes}: 4 bytes of the tensor are a row or small box"
+        what += ", which is never cut; pass 4 or more"
         fails(lambda nbytes=nbytes: schedule(p, max_inflight_bytes=nbytes), PlanError, what)
     long = plan(
         Layout((1 << 20,), src, "n", dtype="int8"), Layout((1 << 20,), dst, "n", dtype="int8")
     )
-    what = "4096 slots and 512 turns leave 32 bytes in flight at some rank in some round"
+    what = "some rank has 32 bytes in flight in a round, even with the most rounds"
     fails(
         lambda: schedule(long, max_inflight_bytes=1),
         PlanError,
@@ -403,7 +405,7 @@ def test_what_a_plan_does_is_a_program(p: Plan, where: Topology) -> None:
 def test_what_cannot_be_scheduled(fails) -> None:
     p = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2), "n"))
     back = adjoint(p)
-    fix = "is not a plan of two sides' layouts; schedule what plan(src, dst) returns"
+    fix = "is not a Plan; schedule what plan(src, dst) returns"
     fails(lambda: schedule(back), PlanError, f"{back!r} {fix}")
     fails(lambda: schedule("plan"), PlanError, f"'plan' {fix}")
     fails(
@@ -411,11 +413,11 @@ def test_what_cannot_be_scheduled(fails) -> None:
         PlanError,
         "fanout='all' is unknown; use 'auto', 'none' or 'node'",
     )
-    fix = "is not a plan of two sides' layouts; give what plan(src, dst) returns"
+    fix = "is not a Plan; give what plan(src, dst) returns"
     fails(lambda: as_planned(back), PlanError, f"{back!r} {fix}")
     for name in ("max_inflight_bytes", "max_ops_per_group"):
         for bad in (0, -5):
-            what = f"{name}={bad} leaves no room for a message; give a positive number"
+            what = f"{name}={bad} leaves no room for a message; pass 1 or more"
             fails(lambda name=name, bad=bad: schedule(p, **{name: bad}), PlanError, what)
         for bad in (2.0, True, "8", None):
             fails(

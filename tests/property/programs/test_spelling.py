@@ -127,5 +127,5 @@ def test_strangers(fails) -> None:
     p = plan(whole(FEW), whole(MANY))
     for sender, receiver, mesh in ((7, 3, FEW), (0, 7, MANY)):
         one = Stretch(0, sender, receiver, 0, 1)
-        what = f"rank 7 is not in {mesh}; its ranks are {', '.join(map(str, mesh.ranks))}"
+        what = f"rank 7 is not in {mesh}; use one of its ranks, {', '.join(map(str, mesh.ranks))}"
         fails(lambda one=one: spelled(p, p.lines, [one], [False]), MeshError, what)

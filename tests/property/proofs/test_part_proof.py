@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[Callable[[tuple[RankProgram, ...]], tuple[RankProgram, ..
     "a rank that is missing": (lambda ps: ps[:1], "which receives nothing"),
     "a round left out by both": (
         lambda ps: tuple(without(one, 0) for one in ps),
-        "pieces have other bytes than the plan's transfers",
+        "pieces have 24 B, but the plan's transfers",
     ),
     "rounds in another order": (
         lambda ps: (replace(ps[0], rounds=ps[0].rounds[::-1]), ps[1]),
@@ -89,7 +89,16 @@ WRONG: dict[str, tuple[Callable[[tuple[RankProgram, ...]], tuple[RankProgram, ..
         "has pieces up to byte",
     ),
     "a piece at another place": (lambda ps: (changed(ps[0], moved), ps[1]), "of its message"),
-    "pieces read elsewhere": (lambda ps: tuple(map(shifted, ps)), "no piece brings the cell"),
+    "pieces read elsewhere": (
+        lambda ps: tuple(map(shifted, ps)),
+        (
+            r"no piece brings local "
+            r"element \(0, 0\); "
+            r"make the parts of all "
+            r"ranks of one plan or "
+            r"program"
+        ),
+    ),
     "addends out of order": (
         lambda ps: (replace(ps[0], keeps_order=False), ps[1]),
         "folds addends out of order",

@@ -596,7 +596,7 @@ def test_a_fault_of_ours_is_not_a_wrong_plan() -> None:
 def test_reductions_are_named(fails: Callable[..., None]) -> None:
     rule = SUM.rules["w"]
     wrong = dataclasses.replace(rule, addends=3)
-    message = f"tensor 'w' is reduced by {wrong}; its layouts ask for {rule}: make the plan again"
+    message = f"tensor 'w' is reduced by {wrong}, but its layouts need {rule}; make the plan again"
     fails(
         lambda: verify(edited(SUM, "batches.0.template.reduction", to(wrong))), PlanError, message
     )
@@ -630,16 +630,20 @@ def test_reductions_are_named(fails: Callable[..., None]) -> None:
         (
             SPLIT,
             lambda rows: [*rows, rows[1]._replace(receivers=(4,))],
-            "rank 4 receives element (2, 0) twice",
+            "rank 4 receives element (2, 0) twice instead of once",
         ),
-        (SPLIT, lambda rows: [*rows, rows[1]], "rank 3 receives element (2, 0) twice"),
+        (
+            SPLIT,
+            lambda rows: [*rows, rows[1]],
+            "rank 3 receives element (2, 0) twice instead of once",
+        ),
     ],
 )
 def test_elements_that_never_arrive_or_twice(
     p: Plan, change: Callable[[list[Row]], list[Row]], message: str, fails: Callable[..., None]
 ) -> None:
-    once = f"tensor 'w': {message}; it must be received exactly once"
-    fails(lambda: verify(uncut(p, change(rows_of(p)))), PlanError, once)
+    again = f"tensor 'w': {message}; make the plan again"
+    fails(lambda: verify(uncut(p, change(rows_of(p)))), PlanError, again)
 
 
 def test_every_dimension_counts(fails: Callable[..., None]) -> None:
@@ -653,9 +657,7 @@ def test_every_dimension_counts(fails: Callable[..., None]) -> None:
 def test_all_replicas_of_an_addend_receive_alike(fails: Callable[..., None]) -> None:
     (row,) = rows_of(ANY)
     assert row.receivers == (5, 6)
-    both = (
-        "goes to addend 0 of some replicas and to addend 1 of others; replicas have to stay equal"
-    )
+    both = "goes to addend 0 of some replicas and to addend 1 of others; make the plan again"
     fails(
         lambda: verify(uncut(ANY, [row._replace(receivers=(4, 5))])),
         PlanError,
@@ -707,7 +709,7 @@ def test_source_windows_hold_different_elements(fails: Callable[..., None]) -> N
         lines=balance(gather_lines(batches), batches),
     )
     assert not right(twice, list(twice.transfers()))
-    fix = "use shardmath.window to keep them apart"
+    fix = "cut one of them with shardmath.window"
     message = f"tensor 'w': source windows 0 and 1 both hold element (0, 0); {fix}"
     fails(lambda: verify(twice), PlanError, message)
 

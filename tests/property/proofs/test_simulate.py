@@ -116,27 +116,33 @@ GIVEN = {r: np.zeros(2) for r in range(3)}
             lambda: simulate(
                 plan({"w": SRC}, {"w": DST}), {r: {"v": x, "u": x} for r, x in GIVEN.items()}
             ),
-            "rank 0 gives no source array 'w'; give it, too: it gives 'v', 'u'",
+            "rank 0: source array 'w' is missing; pass it with 'v', 'u'",
         ),
         (
             lambda: simulate(plan({"w": SRC}, {"w": DST}), {r: {} for r in GIVEN}),
-            "rank 0 gives no source array 'w'; give it, too: it gives none",
+            "rank 0: source array 'w' is missing; pass it",
         ),
         (
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.zeros((1, 2))}),
-            "rank 2: source array '' has shape (1, 2), float32[6] (tp n) on tp=3 has (2,) there; pass that local array",
+            (
+                "rank 2: source array has shape (1, 2), but float32[6] (tp n) on tp=3 gives "
+                "this rank (2,); pass an array of that shape"
+            ),
         ),
         (
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.zeros(2, np.int8)}),
-            "tensor '' has several dtypes: float64 on rank 1, int8 on rank 2; pass one",
+            (
+                "the tensor has arrays of several dtypes, float64 on rank 1, int8 on rank 2; "
+                "pass one dtype"
+            ),
         ),
         (
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: ["a", "b"]}),
-            "rank 2: source array '' has dtype <U1; pass numbers",
+            "rank 2: source array has dtype <U1; pass an array of numbers",
         ),
         (
             lambda: simulate(plan(SRC, DST), {**GIVEN, 2: np.array([1, 2], object)}),
-            "rank 2: source array '' has dtype object; pass numbers",
+            "rank 2: source array has dtype object; pass an array of numbers",
         ),
     ],
 )

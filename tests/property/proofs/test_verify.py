@@ -283,8 +283,9 @@ W = ("w", Layout((4, 6), Mesh(a=2), "(a n) h"), Layout((4, 6), Mesh(b=2, ranks=(
 TREE = plan({"v": W[1], "w": W[1]}, {"v": W[2], "w": W[2]})
 CUT = plan({"w": halves(W[1], 1)}, {"w": halves(W[2], 3)})
 REDUCE = of((4,), (Mesh(a=2), "n {sum: a}"), (FAR, "n"))
-ONE_BOX = "give slices that list the same box"
-ONCE = "it must be received exactly once"
+ONE_BOX = "give slices of that shape, with step 1"
+ADD = "add a transfer that brings it"
+OMIT = "leave out one of the transfers"
 
 
 def said(p: Plan, change: Callable[[list[Transfer]], list[Any]]) -> str:
@@ -312,91 +313,101 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         (
             TREE,
             first(dst_slices=box((0, 2), (0, 2))),
-            f"{{t}}: slices ((0, 2), (0, 2)) are not of shape (2, 3); {ONE_BOX}",
+            f"{{t}}: slices ((0, 2), (0, 2)) do not have shape (2, 3); {ONE_BOX}",
         ),
         (
             TREE,
             first(shape=(2, 4)),
-            f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 4); {ONE_BOX}",
+            f"{{t}}: slices ((0, 2), (0, 3)) do not have shape (2, 4); {ONE_BOX}",
         ),
         (
             TREE,
             first(src_slices=box((-1, 1), (0, 3))),
-            f"{{t}}: slices ((-1, 1), (0, 3)) are not of shape (2, 3); {ONE_BOX}",
+            f"{{t}}: slices ((-1, 1), (0, 3)) do not have shape (2, 3); {ONE_BOX}",
         ),
         (
             TREE,
             first(global_slices=(slice(0, 2, 2), slice(0, 3))),
-            f"{{t}}: slices ((0, 2), (0, 3)) are not of shape (2, 3); {ONE_BOX}",
+            f"{{t}}: slices ((0, 2), (0, 3)) do not have shape (2, 3); {ONE_BOX}",
         ),
         (
             TREE,
             first(shape=(0, 3), **dict.fromkeys(ALL, box((0, 0), (0, 3)))),
-            "{t}: shape (0, 3) is not a box of (4, 6); give each dimension a positive length",
+            "{t}: shape (0, 3) is not a box of (4, 6); give one positive length per dimension",
         ),
         (
             TREE,
             first(shape=(2,), **dict.fromkeys(ALL, box((0, 2)))),
-            "{t}: shape (2,) is not a box of (4, 6); give each dimension a positive length",
+            "{t}: shape (2,) is not a box of (4, 6); give one positive length per dimension",
         ),
-        (TREE, first(nbytes=6), "{t}: 6 B for (2, 3) of 4 B each; give nbytes=24"),
-        (TREE, first(src_tensor="w"), "{t}: no source tensor 'w'; give one of 'v'"),
-        (CUT, first(dst_tensor="w"), "{t}: no destination tensor 'w'; give one of 'w[0]', 'w[1]'"),
+        (
+            TREE,
+            first(nbytes=6),
+            "{t} has nbytes=6, but (2, 3) elements of 4 B each; give nbytes=24",
+        ),
+        (TREE, first(src_tensor="w"), "{t}: the source has no local tensor 'w'; give one of 'v'"),
+        (
+            CUT,
+            first(dst_tensor="w"),
+            "{t}: the destination has no local tensor 'w'; give one of 'w[0]', 'w[1]'",
+        ),
         (
             TREE,
             first(src_rank=2),
-            f"{{t}}: rank 2 is not in the source {W[1]}; give one of its ranks",
+            f"{{t}}: rank 2 is not in the source {W[1]}; give a rank of its mesh",
         ),
         (
             TREE,
             first(dst_rank=0),
-            f"{{t}}: rank 0 is not in the destination {W[2]}; give one of its ranks",
+            f"{{t}}: rank 0 is not in the destination {W[2]}; give a rank of its mesh",
         ),
         (
             TREE,
             first(global_slices=box((1, 3), (0, 3))),
-            "{t}: element (1, 0): rank 0 of the source holds [0:2] of dimension 0, not 1:3 at 0:2",
+            "{t}, element (1, 0): rank 0 of the source holds [0:2] of dimension 0, not 1:3 at 0:2; "
+            "give slices that it holds",
         ),
         (
             TREE,
             first(dst_rank=3),
-            "{t}: element (0, 0): rank 3 of the destination holds [3:6] of dimension 1, not 0:3 at 0:3",
+            "{t}, element (0, 0): rank 3 of the destination holds [3:6] of dimension 1, not 0:3 at 0:3; "
+            "give slices that it holds",
         ),
         (
             TREE,
             first(op="sum"),
-            "{t}: rank 0 enters by 'sum' as addend 0; give op='copy' and addend=0",
+            "{t} has op='sum' and addend=0; give op='copy' and addend=0, as its layouts need",
         ),
         (
             TREE,
             first(addend=1),
-            "{t}: rank 0 enters by 'copy' as addend 1; give op='copy' and addend=0",
+            "{t} has op='copy' and addend=1; give op='copy' and addend=0, as its layouts need",
         ),
         (
             REDUCE,
             lambda ts: ts[1:],
-            f"tensor '': rank 3, addend 0 never receives element (0,); {ONCE}",
+            f"the tensor: rank 3, addend 0 never receives element (0,); {ADD}",
         ),
         (
             REDUCE,
             lambda ts: [*ts, ts[-1]],
-            f"tensor '': rank 5, addend 1 receives element (0,) twice; {ONCE}",
+            f"the tensor: rank 5, addend 1 receives element (0,) twice; {OMIT}",
         ),
-        (TREE, lambda ts: ts[:-1], f"tensor 'w': rank 3 never receives element (2, 3); {ONCE}"),
+        (TREE, lambda ts: ts[:-1], f"tensor 'w': rank 3 never receives element (2, 3); {ADD}"),
         (
             TREE,
             lambda ts: [*ts, ts[-1]],
-            f"tensor 'w': rank 3 receives element (2, 3) twice; {ONCE}",
+            f"tensor 'w': rank 3 receives element (2, 3) twice; {OMIT}",
         ),
         (
             CUT,
             lambda ts: [t for t in ts if t.src_rank == 0],
-            f"tensor 'w': rank 3 never receives element (2, 3); {ONCE}",
+            f"tensor 'w': rank 3 never receives element (2, 3); {ADD}",
         ),
         (
             PLANS["pass through"],
             first(src_rank=1),
-            "{t}: addend 1 of b arrives as addend 0 of b; pass the same addend through along these axes",
+            "{t}: addend 1 of b arrives as addend 0 of b; send it to the rank of the same addend",
         ),
     ],
 )
@@ -439,7 +450,7 @@ def test_fills_and_divisors_are_proved(fails) -> None:
     p = of((4,), (Mesh(a=2), "n {avg: a}"), (FAR, "n"))
     other = dataclasses.replace(p.rules[""], divisor=3)
     message = (
-        f"tensor '' is reduced by {other}; its layouts ask for {p.rules['']}: make the plan again"
+        f"the tensor is reduced by {other}, but its layouts need {p.rules['']}; make the plan again"
     )
     fails(lambda: verify(dataclasses.replace(p, rules={"": other})), PlanError, message)
     verify(dataclasses.replace(p, rules={"": other}), transfers=p.transfers())
@@ -478,7 +489,7 @@ def test_replicas_have_to_choose_alike() -> None:
     assert {t.dst_rank for t in p.transfers()} == {5, 6}
     message = said(p, lambda ts: [t._replace(dst_rank=4) if t.dst_rank == 6 else t for t in ts])
     where = "element (0,) goes to addend 1 of some replicas and to addend 0 of others"
-    assert message == f"tensor '': {where}; replicas have to stay equal"
+    assert message == f"the tensor: {where}; send it to the same addend of all replicas"
 
 
 def test_the_element_is_named_by_its_own_segment() -> None:
@@ -486,9 +497,9 @@ def test_the_element_is_named_by_its_own_segment() -> None:
     p = of((8,), (Mesh(ranks=[9]), "n"), (Mesh(a=2), "(2 a n)"))
     assert [t.global_slices[0].start for t in p.transfers(dst=0)] == [0, 4]
     message = said(p, lambda ts: [t for t in ts if t.global_slices[0].start != 4])
-    assert message == f"tensor '': rank 0 never receives element (4,); {ONCE}"
+    assert message == f"the tensor: rank 0 never receives element (4,); {ADD}"
     message = said(p, lambda ts: [*ts, *(t for t in ts if t.global_slices[0].start == 6)])
-    assert message == f"tensor '': rank 1 receives element (6,) twice; {ONCE}"
+    assert message == f"the tensor: rank 1 receives element (6,) twice; {OMIT}"
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -265,7 +265,7 @@ def test_disjoint_sides_keep_their_names_without_scipy(monkeypatch: pytest.Monke
 
 def test_scipy_is_named_where_it_is_missing(fails, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    fix = "pip install 'shardmath[relabel]'"
+    fix = "run pip install 'shardmath[relabel]'"
     message = f"relabel solves a linear assignment with scipy, which is not installed; {fix}"
     fails(lambda: relabel(*case()), PlanError, message)
 
@@ -290,17 +290,23 @@ def test_what_cannot_be_relabeled(fails) -> None:
     fails(
         lambda: relabel(src, wrong),
         PlanError,
-        "tensor '': float32[8] here, float32[9] there; give both sides one shape and dtype",
+        (
+            "the tensor is float32[8] at the source and float32[9] at the destination; give "
+            "both sides one shape and dtype"
+        ),
     )
     fails(
         lambda: relabel({"a": src}, {"b": dst}),
         PlanError,
-        "names differ: the source alone has ['a']; the destination alone has ['b']; give both sides the same names",
+        (
+            "names of tensors differ: only the source has ['a']; only the destination has "
+            "['b']; give both sides the same names"
+        ),
     )
     fails(
         lambda: relabel({3: src}, {3: dst}),
         PlanError,
-        "tensor name 3 is not text; name tensors by str",
+        "tensor name 3 is not a str; use a str as its name",
     )
     what = f"the source is {src!r}, the destination a mapping; give two layouts, or two mappings"
     fails(lambda: relabel(src, {"": dst}), PlanError, what)
@@ -312,26 +318,30 @@ def test_what_cannot_be_relabeled(fails) -> None:
         "tensor 'b' is 3; give a Layout or a tuple of Layouts",
     )
     fails(
-        lambda: relabel(src, ()), PlanError, "tensor '' is (); give a Layout or a tuple of Layouts"
+        lambda: relabel(src, ()),
+        PlanError,
+        ("the tensor is (); give a Layout or a tuple of Layouts"),
     )
     mixed = (src, 3)
     fails(
         lambda: relabel(mixed, dst),
         PlanError,
-        f"tensor '' is {mixed!r}; give a Layout or a tuple of Layouts",
+        f"the tensor is {mixed!r}; give a Layout or a tuple of Layouts",
     )
-    fails(lambda: relabel(3, dst), PlanError, "tensor '' is 3; give a Layout or a tuple of Layouts")
+    fails(
+        lambda: relabel(3, dst), PlanError, ("the tensor is 3; give a Layout or a tuple of Layouts")
+    )
     fails(
         lambda: relabel(src, dst).apply("n"),
         PlanError,
-        "tensor '' is 'n'; give a Layout or a tuple of Layouts",
+        "the tensor is 'n'; give a Layout or a tuple of Layouts",
     )
     big = Layout((1 << 56,), Mesh(), "n", dtype="int8")
     total = 65 << 56
     fails(
         lambda: relabel({str(i): big for i in range(65)}, {str(i): big for i in range(65)}),
         PlanError,
-        f"the tensors have {total} bytes, which is more than {1 << 62}; relabel fewer at once",
+        f"the tensors have {total} bytes, which is more than {1 << 62}; relabel fewer tensors at once",
     )
 
 

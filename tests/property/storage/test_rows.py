@@ -52,7 +52,7 @@ def test_heads_that_follow_each_other_share_rows() -> None:
         ("a.w", 3, "expected '=', found 'the end'"),
         ("a.w = ", 5, "expected the logical name"),
         ("a.w = b.w (tp n)", 10, "expected ':', found '(tp n)'"),
-        ("a.w = b.w : (tp", 15, "expected ')', found 'the end'"),
+        ("a.w = b.w : (tp", 15, "expected ')', found the end of the text"),
         ("a.w = b.w : (tp ? n)", 16, "unexpected character '?'"),
         ("a.w = b.w : (| n)", 13, "nothing to lay out"),
         ("a.* = b.w", 0, "a star in one name only"),

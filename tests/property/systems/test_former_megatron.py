@@ -170,7 +170,10 @@ BF = "bfloat16"
         (
             lambda: trainer({"q_proj.weight": ((6, 8), BF)}, ranks=range(4), tp=4),
             LayoutError,
-            "dimension 0 of 'q_proj.weight', shape (6, 8), is stored as 6 and tp is 4; choose tp to divide it",
+            (
+                "tp of size 4 does not divide dimension 0 of 'q_proj.weight', shape (6, 8), "
+                "which is stored as 6; choose a size of tp that divides it"
+            ),
         ),
     ],
 )

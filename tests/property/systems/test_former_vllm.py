@@ -135,15 +135,18 @@ BF = "bfloat16"
         (
             lambda: engine({"lm_head.weight": ((6, 8), BF)}, ranks=range(3), tp=3),
             LayoutError,
-            "dimension 0 of 'lm_head.weight', shape (6, 8), is stored as 64 and tp is 3; "
-            "choose tp to divide it, or vocab_multiple=3",
+            (
+                "tp of size 3 does not divide dimension 0 of 'lm_head.weight', shape (6, 8), "
+                "which is stored as 64; choose a size of tp that divides it, or "
+                "vocab_multiple=3"
+            ),
         ),
         (
             lambda: engine(
                 {"lm_head.weight": ((6, 8), BF)}, ranks=range(3), tp=3, vocab_multiple=0
             ),
             LayoutError,
-            "vocab_multiple is 0; give a multiple of at least 1, which pads nothing",
+            "vocab_multiple is 0, but must be at least 1; give 1 to pad nothing",
         ),
         (
             lambda: engine(model(), ranks=range(6), tp=4),

@@ -191,5 +191,8 @@ def test_a_plan_to_a_finer_grain() -> None:
         found = moved.finalize(rank, arrived[rank])
         for name, layout in dst.items():
             np.testing.assert_array_equal(found[name], cut(layout, rank, wanted[name]))
-    with pytest.raises(sm.PlanError, match="the nearest cuts to 4 are 0 and 8"):
+    with pytest.raises(
+        sm.PlanError,
+        match=("and so cuts a block of 8 of component 'scales float32 per 8 x 16' at 4"),
+    ):
         sm.transforms.transformed(src, dst, {"w": Requantize(old, new, "destination")})

@@ -145,8 +145,11 @@ def test_windows_keep_their_numbers() -> None:
     [
         (
             sm.Layout((8, 64), TP, "n (tp h)"),
-            "rank 0 holds positions 0:16 of dimension 1 under float32[8, 64] n (tp h) on tp=4, and component "
-            "'scale uint8 per 32' is cut every 32: the nearest cuts to 16 are 0 and 32; divide the dimension there",
+            (
+                "rank 0 holds positions 0:16 of dimension 1 under float32[8, 64] n (tp h) on "
+                "tp=4, and so cuts a block of 32 of component 'scale uint8 per 32' at 16; "
+                "divide the dimension at multiples of 32"
+            ),
         ),
         (
             sm.Layout((8, 70), sm.Mesh(tp=2, ranks=(5, 3)), {"tp": sm.Ragged(1, (32, 38))}),
@@ -154,8 +157,11 @@ def test_windows_keep_their_numbers() -> None:
         ),
         (
             sm.Layout((8, 70), sm.Mesh(tp=2, ranks=(5, 3)), {"tp": sm.Ragged(1, (66, 4))}),
-            "rank 5 holds positions 0:66 of dimension 1 under float32[8, 70] n (tp[66 4] h) on tp=2, and component "
-            "'scale uint8 per 32' is cut every 32: the nearest cuts to 66 are 64 and 70; divide the dimension there",
+            (
+                "rank 5 holds positions 0:66 of dimension 1 under float32[8, 70] n (tp[66 4] "
+                "h) on tp=2, and so cuts a block of 32 of component 'scale uint8 per 32' at "
+                "66; divide the dimension at multiples of 32"
+            ),
         ),
         (
             window(sm.Layout((8, 64), TP, "(tp n) h"), ((0, 8), (16, 64))),
@@ -191,12 +197,17 @@ SUM = sm.Layout((8, 64), TP, "n h {sum: tp}")
 ERRORS = {
     "no rule": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {}),
-        "tensor 'w': float32[8, 64] here, bfloat16[8, 64] there, and no rule takes it; "
-        "give it a rule: {'w': transforms.Cast('bfloat16')}",
+        (
+            "tensor 'w': float32[8, 64] at the source, bfloat16[8, 64] at the destination, "
+            "and no rule matches it; add a rule such as {'w': transforms.Cast('bfloat16')}"
+        ),
     ),
     "idle": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": CAST, "w": CAST}),
-        "rule 'w' is idle: an earlier rule takes 'w' and all else it matches; move it before that rule, or remove it",
+        (
+            "rule 'w' is never used: earlier rules match 'w' and all else it matches; move "
+            "it before them, or remove it"
+        ),
     ),
     "type": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"*": "bfloat16"}),  # type: ignore[dict-item]
@@ -211,52 +222,76 @@ ERRORS = {
         lambda: sm.transforms.transformed(
             {"w": WIDE, "w.data": WIDE}, {"w": NARROW, "w.data": WIDE}, {"w": CAST}
         ),
-        "'w.data' is a tensor, and a component of 'w'; rename the tensor, or the component",
+        "'w.data' is both a tensor and a component of 'w'; rename the tensor or the component",
     ),
     "integers": (
         lambda: sm.transforms.transformed({"w": I64}, {"w": I32}, {"w": Cast("int32")}),
-        "tensor 'w': Cast(dtype='int32', at='source', lossy=False) of int64[4] to int32[4]: int64 to int32: "
-        "values could be lost; pass lossy=True if that is meant",
+        (
+            "tensor 'w': Cast(dtype='int32', at='source', lossy=False) of int64[4] to "
+            "int32[4]: cannot cast int64 to int32: values could be lost; pass lossy=True if "
+            "that is meant"
+        ),
     ),
     "fractions": (
         lambda: sm.transforms.transformed(
             {"w": WIDE}, {"w": WIDE}, {"w": Cast("int8", lossy=True)}
         ),
-        "tensor 'w': Cast(dtype='int8', at='source', lossy=True) of float32[8, 64] to float32[8, 64]: float32 to "
-        "int8: what NaN and large numbers become differs between machines; write a Custom",
+        (
+            "tensor 'w': Cast(dtype='int8', at='source', lossy=True) of float32[8, 64] to "
+            "float32[8, 64]: cannot cast float32 to int8: the results for NaN and large "
+            "numbers differ between machines; use transforms.Custom"
+        ),
     ),
     "float8": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": WIDE}, {"w": Cast("float8_e4m3fn")}),
-        "tensor 'w': Cast(dtype='float8_e4m3fn', at='source', lossy=False) of float32[8, 64] to float32[8, 64]: "
-        "float32 to float8_e4m3fn: float8_e4m3fn has no cast; write a Custom, with scales if it needs them",
+        (
+            "tensor 'w': Cast(dtype='float8_e4m3fn', at='source', lossy=False) of float32[8, "
+            "64] to float32[8, 64]: cannot cast float32 to float8_e4m3fn: float8_e4m3fn has "
+            "no cast; use transforms.Custom, with scales if it needs them"
+        ),
     ),
     "exp": (
         lambda: sm.transforms.transformed({"w": I64}, {"w": I64}, {"w": NegativeExp()}),
-        "tensor 'w': NegativeExp(at='destination') of int64[4] to int64[4]: int64 has no exp; give floats",
+        (
+            "tensor 'w': NegativeExp(at='destination') of int64[4] to int64[4]: int64 has no "
+            "exp; give tensors of a float dtype"
+        ),
     ),
     "addends": (
         lambda: sm.transforms.transformed({"w": SUM}, {"w": NARROW}, {"w": CAST}),
-        "tensor 'w' is Partial at the source: float32[8, 64] n h {sum: tp} on tp=4; what is made of addends does not "
-        "add up to what is made of their sum: transform it at the destination, after the reduction",
+        (
+            "tensor 'w' is Partial at the source: float32[8, 64] n h {sum: tp} on tp=4, and "
+            "transformed addends do not add up to the transformed sum; transform it at the "
+            "destination instead"
+        ),
     ),
     "to addends": (
         lambda: sm.transforms.transformed({"w": WIDE}, {"w": SUM}, {"w": CAST}),
-        "tensor 'w' is Partial at the destination: float32[8, 64] n h {sum: tp} on tp=4; transforms give values, not "
-        "addends: replicate it there",
+        (
+            "tensor 'w' is Partial at the destination: float32[8, 64] n h {sum: tp} on tp=4, "
+            "but transforms give values, not addends; give it a destination layout without "
+            "Partial"
+        ),
     ),
     "shapes": (
         lambda: sm.transforms.transformed(
             {"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": CAST}
         ),
-        "tensor 'w': component 'data bfloat16' is [8, 64] of float32[8, 64], and [8, 32] of float32[8, 32]; "
-        "give shapes and grains that fit each other",
+        (
+            "tensor 'w': component 'data bfloat16' has shape [8, 64] for float32[8, 64], but "
+            "[8, 32] for float32[8, 32]; give grains, or tensors, with which both are the "
+            "same"
+        ),
     ),
     "component shapes": (
         lambda: sm.transforms.transformed(
             {"w": WIDE}, {"w": sm.Layout((8, 32), ONE, "n h")}, {"w": blocks()}
         ),
-        "tensor 'w': component 'data uint8' is [8, 64] of float32[8, 64], and [8, 32] of float32[8, 32]; "
-        "give shapes and grains that fit each other",
+        (
+            "tensor 'w': component 'data uint8' has shape [8, 64] for float32[8, 64], but "
+            "[8, 32] for float32[8, 32]; give grains, or tensors, with which both are the "
+            "same"
+        ),
     ),
     "held": (
         lambda: sm.transforms.transformed(
@@ -264,12 +299,17 @@ ERRORS = {
             {"w": WIDE},
             {"w": Custom("c", (Component("data", "int8"),), None, abs)},  # type: ignore[arg-type]
         ),
-        "tensor 'w': Custom('c': data int8) does nothing at the source, where float32[8, 64] is held, and sends "
-        "int8[8, 64]; give it a function at the source",
+        (
+            "tensor 'w': Custom('c': data int8) does nothing at the source, which holds "
+            "float32[8, 64], but moves int8[8, 64]; give it a function at the source"
+        ),
     ),
     "grain": (
         lambda: sm.transforms.transformed({"w": I64}, {"w": I64}, {"w": blocks(2, 2)}),
-        "component 'scale uint8 per 2x2' has a grain of 2 dimensions, the tensor 1; give a grain of 1 at most",
+        (
+            "component 'scale uint8 per 2x2' has a grain of 2 dimensions, but the tensor has "
+            "1; give a grain of 1 at most"
+        ),
     ),
     "name": (
         lambda: Component("a.b", "int8"),
@@ -285,11 +325,11 @@ ERRORS = {
     ),  # type: ignore[arg-type]
     "idle custom": (
         lambda: Custom("c", (Component("data", "int8"),)),
-        "Custom 'c' does nothing; give at_source= or at_destination=",
+        "Custom 'c' has no function; give at_source= or at_destination=",
     ),
     "twice": (
         lambda: Custom("c", (Component("data", "int8"),) * 2, abs),  # type: ignore[arg-type]
-        "Custom 'c' has components ['data', 'data']; give some, each its own name",
+        "Custom 'c' has components ['data', 'data']; give one or more different names",
     ),
 }
 
@@ -303,10 +343,8 @@ def test_errors(case: str, fails: Fails) -> None:
 def test_arrays_that_do_not_fit() -> None:
     t = sm.transforms.transformed({"w": WIDE}, {"w": NARROW}, {"w": CAST})
     cases: dict[str, Callable[[], object]] = {
-        "rank 0 gives no array 'w'; give it, too: it gives 'v'": lambda: t.prepare(
-            0, {"v": np.zeros(3)}
-        ),
-        "array 'w' has shape (8, 64), float32[8, 64] n (tp h) on tp=4 has (8, 16) there": (
+        "rank 0: array 'w' is missing; pass it with 'v'": lambda: t.prepare(0, {"v": np.zeros(3)}),
+        "array 'w' has shape (8, 64), but float32[8, 64] n (tp h) on tp=4 gives this rank (8, 16)": (
             lambda: t.prepare(0, {"w": np.zeros((8, 64), np.float32)})
         ),
         "array 'w' has dtype float64, not float32; pass an array of float32": (
