@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Boxes that together are `piece`, between a stored tensor of shape `cells` and a logical one of shape `elements`.
+    """Split `piece` into boxes of a stored tensor of shape `cells` and a logical tensor of shape `elements`.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """
@@ -60,8 +60,10 @@ def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[B
         else:
             boxes.append(box)
         if len(boxes) + len(waiting) > MOST_BOXES:
-            what = f"{piece.tensor!r} lies across the dimensions of shape {stored}"
-            raise StoreError(f"{what}; load it in slices of its dimensions")
+            what = (
+                f"{piece.tensor!r} {logical} needs more than {MOST_BOXES} boxes in shape {stored}"
+            )
+            raise StoreError(f"{what}; make the loader copy slices along its dimensions")
     return boxes
 
 

@@ -164,7 +164,7 @@ class _Reader:
             known = f"{listed} (together {sum(sizes.values())})" if listed else "equal parts"
             raise StoreError(
                 f"{length} positions cannot be divided into {', '.join(named)} with {known}, in "
-                f"'{row}'; check the sizes in the configuration"
+                f"'{row}'; give the configuration that belongs to these tensors"
             )
         return {**sizes, **dict.fromkeys(others, each)}
 

@@ -100,8 +100,8 @@ def _choose_gated(backend: str, processed: bool) -> str:
         return "parts"
     if backend in TILES:
         raise StoreError(
-            f"{backend} lays processed experts out in blocks, which no row describes; "
-            f"declare them as loaded"
+            f"backend={backend!r} stores processed experts in blocks, which no row describes; "
+            f"pass processed=False, and refit before weights are processed"
         )
     return "swapped" if backend in SWAPS else "parts"
 

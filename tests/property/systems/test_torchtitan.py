@@ -299,5 +299,6 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         declare(ep=3),
         MeshError,
-        "ep=3: the product 3 does not divide 4 ranks of dp_shard times tp; choose sizes of 1 or more that do",
+        "ep=3: the product 3 does not divide 4 ranks of dp_shard times tp; choose sizes of 1 or more "
+        "whose product divides it",
     )
