@@ -57,12 +57,12 @@ def flat_parameter(
     if len(kinds) > 1:
         raise ParamLayoutError(
             f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; "
-            f"make one of each dtype"
+            f"call flat_parameter once per dtype"
         )
     scalars = [param.name for param in listed if not param.shape]
     if scalars:
         what = f"parameter {scalars[0]!r} is a scalar, which FSDP1 cannot flatten"
-        raise ParamLayoutError(f"{what}; give it one dimension")
+        raise ParamLayoutError(f"{what}; give it the shape (1,)")
     if forward_dtype is None:
         forward_dtype = kinds[0] if kinds else "uint8"
     size = dtypes.itemsize(forward_dtype)

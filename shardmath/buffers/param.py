@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number that divides the end of every bucket in Megatron's optimizers."""
+    """The number of elements of which every bucket's end is a multiple, in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
@@ -232,7 +232,8 @@ def _read_format(name: str, quantized: object) -> bool | str:
 def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
     """The parameters as a tuple. Raises ParamLayoutError for anything that is not a Param, and for a repeated name."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
-        raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
+        fix = "pass a list of buffers.Param in forward order"
+        raise ParamLayoutError(f"params is {shown(params)}; {fix}")
     out = listed(params, "parameters", ParamLayoutError)
     seen: set[str] = set()
     for param in out:

@@ -55,7 +55,8 @@ def shard_ranges(
     count = check_shards(buffer_layout, shards)
     number = as_integer(shard, "the shard", ParamLayoutError)
     if not 0 <= number < count:
-        raise ParamLayoutError(f"shard {number} is not one of {count}; use 0..{count - 1}")
+        what = f"shard {number} is not one of the {count} shards of the buffer"
+        raise ParamLayoutError(f"{what}; pass a number from 0 to {count - 1}")
     ranges = []
     for start, end in buffer_layout.bucket_indices:
         size = (end - start) // count
@@ -87,8 +88,9 @@ def check_shards(buffer: object, given: int) -> int:
     shards = read_positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:
-            what = f"every rank has all of this buffer, {shards} ranks cannot share it"
-            raise ParamLayoutError(f"{what}; name the axes that share it, or none: axis=()")
+            what = f"the buffer is laid out whole for every rank, and {shards} ranks share it"
+            fix = f"pass axis=(), or lay it out with data_parallel_world_size={shards}"
+            raise ParamLayoutError(f"{what}; {fix}")
         if made_for not in (None, shards) and shards > 1:
             what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
             raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")

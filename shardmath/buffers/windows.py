@@ -118,7 +118,7 @@ def _check_names(windows: Mapping[str, Windows]) -> None:
         owner, bracket, _ = name.rpartition("[")
         if bracket and name in windows.get(owner, Windows()).local_names(owner):
             what = f"parameter {name!r} has the name of a window of parameter {owner!r}"
-            raise ParamLayoutError(f"{what}; rename one")
+            raise ParamLayoutError(f"{what}; rename one of the two parameters")
 
 
 def _make_tensor_windows(

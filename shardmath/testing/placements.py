@@ -33,7 +33,8 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
 def _require_none(positions: Ints, placement: Placement, n: int, count: int, holders: str) -> None:
     """Raise an AssertionError that names the first of these positions, if any, and what holds it."""
     if len(positions):
-        _require(False, placement, n, count, f"position {positions[0]} is in {holders}")
+        what = f"position {positions[0]} is in {holders}"
+        _require(False, placement, n, count, what)
 
 
 def _list_positions(placement: Placement, n: int, count: int) -> Ints:
@@ -58,14 +59,15 @@ def disjoint(placement: Placement, n: int, count: int) -> None:
     held = _list_positions(placement, n, count)
     later = held[1:]
     repeats = later == held[:-1]
-    _require_none(later[repeats], placement, n, count, "two parts")
+    holders = "two parts; give it to one, or set overlaps = True"
+    _require_none(later[repeats], placement, n, count, holders)
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
     """Check that every position is in some part."""
     held = _list_positions(placement, n, count)
     lost = np.setdiff1d(np.arange(n), held)
-    _require_none(lost, placement, n, count, "no part")
+    _require_none(lost, placement, n, count, "no part; give it to one")
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
@@ -75,7 +77,7 @@ def hashable(placement: Placement, n: int, count: int) -> None:
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     parts = placement.split(n, count)
     splits_alike = copied.split(n, count) == parts
-    what = "it splits differently every time; split only by n and parts"
+    what = "a copy of the placement splits differently; compute parts only from n and parts"
     _require(splits_alike, placement, n, count, what)
 
 
