@@ -245,7 +245,8 @@ def read_arguments(
     """The checked (shards, width, most). Raises ParamLayoutError for invalid ones, or a width below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
-            f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
+            f"{type(layout).__name__} is not a PerBufferParamLayout; "
+            f"pass each value of full_layout's result separately"
         )
     ranks = read_positive(shards, "shards")
     wide = read_positive(width, "width")

@@ -98,9 +98,12 @@ class Trace:
         for before, after in _pair_successive(self.spans):
             room = max(TOLERANCE_S, ROUNDING * abs(before.end_s))
             if after.begin_s < before.end_s - room:
-                what = f"{after.name!r} begins before {before.name!r} ends"
+                what = (
+                    f"{after.name!r} begins at {after.begin_s:.9g} s, before {before.name!r} ends"
+                )
                 where = f"track {after.track!r} of {after.place}"
-                raise ShardError(f"{what}, both on {where}; give each its own track")
+                what = f"{what} at {before.end_s:.9g} s, both on {where}"
+                raise ShardError(f"{what}; give each its own track")
 
     def __str__(self) -> str:
         places = {span.place for span in self.spans}
