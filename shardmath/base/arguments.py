@@ -37,7 +37,7 @@ MOST = 1 << 256
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """`value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
+    """Return `value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -53,7 +53,7 @@ def known(value: object, choices: Sequence[str]) -> str | None:
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """The items of `value` as a tuple. Raises `error`, which calls the items `what`, for text and for other types."""
+    """Return the items of `value` as a tuple. Raises `error`, which calls the items `what`, for text and others."""
     if type(value) is tuple:
         return value
     if not isinstance(value, str | bytes):
@@ -84,7 +84,7 @@ def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) ->
 
 
 def as_integer(value: object, what: str, error: type[ValueError]) -> int:
-    """`value` as an int. Raises `error`, which calls it `what`, for floats, text, bools, ..."""
+    """Return `value` as an int. Raises `error`, which calls the value `what`, for floats, text, bools and others."""
     if type(value) is int and -MOST <= value <= MOST:
         return value
     if type(value) is not bool:

@@ -99,7 +99,7 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """The layouts of all buffers of a model chunk, by BufferKey; `params` are in forward order.
+    """The layouts of all flat buffers of a model, or of one virtual stage, by BufferKey; `params` are in forward order.
 
     `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters that `rule` does not manage;
     for `layer_wise`, even with options bound by functools.partial, it is `distributed_optimizer` if not given.

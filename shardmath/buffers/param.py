@@ -48,7 +48,7 @@ BUSBW = 1 << 16
 
 
 def read_positive(value: object, what: str) -> int:
-    """`value` as an int of at least 1. Raises ParamLayoutError, which calls it `what`, for anything else."""
+    """Return `value` as an int of at least 1. Raises ParamLayoutError, which calls the value `what`, for others."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
@@ -56,7 +56,7 @@ def read_positive(value: object, what: str) -> int:
 
 
 def read_flag(value: object, what: str) -> bool:
-    """`value`, a bool of Python or numpy, as a bool. Raises ParamLayoutError, which calls it `what`, for others."""
+    """Return `value`, True or False, as a bool. Raises ParamLayoutError, which calls the value `what`, for others."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):
@@ -224,7 +224,7 @@ def _read_format(name: str, quantized: object) -> bool | str:
     if kind is None:
         choices = ", ".join(map(repr, (False, True, *FORMATS)))
         raise ParamLayoutError(
-            f"parameter {name!r}: quantized={shown(quantized)}; give one of {choices}"
+            f"parameter {name!r}: quantized={shown(quantized)} is not a format; give one of {choices}"
         )
     return kind
 

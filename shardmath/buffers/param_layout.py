@@ -145,7 +145,7 @@ class PerBufferParamLayout:
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """A copy of the layout with these `param_indices`."""
+        """Return a copy of the layout with these `param_indices`: each parameter's number within its dtype."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:

@@ -105,7 +105,7 @@ def state_layouts(
     """
     if known(shape, ("flat", "nd")) is None:
         raise ParamLayoutError(
-            f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters"
+            f"shape={shown(shape)} is not an option; use 'flat', or 'nd' for the parameters' shapes"
         )
     axes = axes_of(mesh, axis)
     groups = mesh.groups(axes)
@@ -216,7 +216,8 @@ def model_parallel_state(
     the rule does not take the options.
     """
     if "data_parallel_world_size" in options:
-        what = "data_parallel_world_size is the size of each group along the axis"
+        given = options["data_parallel_world_size"]
+        what = f"data_parallel_world_size={shown(given)} is passed, and is the size of each group"
         raise ParamLayoutError(f"{what}; leave it out")
     listed = read_params(params)
     _check_parameters(listed, layouts)

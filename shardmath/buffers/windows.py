@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """A data-parallel group's part of a tensor: its ranks, their part of each dimension, and their shares of it."""
+    """The part of a tensor that one data-parallel group holds: the ranks, the positions by dimension, and shares."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]

@@ -314,7 +314,7 @@ def _count_filled(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """Check that there is one of `param_indices` for each parameter, or none at all."""
+    """Check that `param_indices` has one entry per parameter, or no entries."""
     count = len(case.layout().param_indices)
     params = len(case.params)
     what = f"{count} param_indices of {params} parameters; return one per parameter, or none"

@@ -48,7 +48,7 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """Check that there is a part for every coordinate, inside the length, and that layouts take the parts."""
+    """Check that `split` returns one part per coordinate, inside the length `n`, in a form that layouts accept."""
     UserCut(placement, count).split(n)
 
 
@@ -71,7 +71,7 @@ def covering(placement: Placement, n: int, count: int) -> None:
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
-    """Check that a pickled copy of the placement equals it, hash included, and that splits repeat."""
+    """Check that a pickled copy of the placement is equal, has an equal hash, and divides in the same way."""
     copied = _copy(placement, n, count)
     same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
@@ -122,7 +122,7 @@ class _OnDimensionZero:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Check that gathering a divided tensor, and dividing it again, are proved plans that lose nothing."""
+    """Check that plans that gather a divided tensor, and divide it again, pass their proofs and keep all values."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)

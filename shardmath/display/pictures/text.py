@@ -53,7 +53,7 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """A line that says how many of `number` items are beyond `most`; no line if none are."""
+    """One line that counts the items beyond `most`, such as "... and 3 more buckets"; [] if there are not more."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")

@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """The time at which a rank had received all other ranks' votes of a ballot, which has one `name` on all ranks."""
+    """The end of a vote at one rank: the time at which all other ranks' votes had arrived, and the vote's `name`."""
 
     name: str
     at_s: float
@@ -130,7 +130,7 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """The name, in words, of the round with the step `step`."""
+    """The round with the step `step` in words, such as "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

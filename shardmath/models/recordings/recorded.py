@@ -43,7 +43,7 @@ LARGE = 1 << 24
 
 
 class Native(NamedTuple):
-    """A stored tensor: its pieces of logical tensors, how they were recorded, and the function applied to them."""
+    """A tensor as a rank stores it, the elements of logical tensors in it (`pieces`), and how they were recorded."""
 
     name: str
     shape: _Shape

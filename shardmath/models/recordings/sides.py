@@ -66,7 +66,7 @@ class RecordedSide:
                 raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Return the side with only `tensors`, and where ranks store each; a glob in `unused` lets tensors be missing.
+        """Return the side with the place of each of `tensors` on its ranks; globs in `unused` name those not needed.
 
         Raises StoreError with everything that does not fit.
         """

@@ -35,7 +35,7 @@ NO_PRODUCT = (
 
 
 class RecordedView:
-    """Pieces of a logical tensor as a view of a stored one. Raises StoreError if they are not a view of it.
+    """Pieces of a logical tensor as a view (a slice per dimension) of a stored one. Raises StoreError if impossible.
 
     `missing` is the number of dimensions of 1 that the stored tensor lacks; `cut` and `order` are as in a Slot; `runs`
     are the positions in each dimension of the view.

@@ -27,7 +27,7 @@ Natives: TypeAlias = Mapping[Native, tuple[int, ...]]
 
 
 def show_native(native: Native) -> str:
-    """The stored tensor as text for messages: its name, and its chunk unless that is 0."""
+    """The name of a stored tensor for messages, followed by its chunk (virtual stage) unless that is 0."""
     chunk, name = native
     return f"{name!r} of chunk {chunk}" if chunk else repr(name)
 
@@ -60,7 +60,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """The numbers of all cells in the stored tensors of `rank`, and of cells with an element of a logical tensor."""
+    """Count the cells in the stored tensors of `rank`: all cells, and cells with an element of a logical tensor."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):

@@ -60,11 +60,13 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
 
 def _check_groups(groups: Iterable[Iterable[str]], moved: Iterable[str]) -> None:
     """Raise PlanError unless the groups have every tensor that moves, each once."""
-    left = set(moved)
+    known = set(moved)
+    left = set(known)
     for group in groups:
         for name in group:
             if name not in left:
-                what = f"groups= has {shown(name)}, which does not move, or is in a group already"
+                why = "in two groups" if name in known else "which does not move"
+                what = f"groups= has {shown(name)} {why}"
                 raise PlanError(f"{what}; name each tensor of refit.moved once")
             left.remove(name)
     if left:

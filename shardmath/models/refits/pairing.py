@@ -71,7 +71,7 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
 def group_tensors(
     names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield each tensor in `names`, followed by its companions in `names` (such as scales), which come only there."""
+    """Yield a group for each tensor in `names`: the tensor, then its companions in `names`, such as its scales."""
     taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:
@@ -81,7 +81,7 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of the tensors `together`, by engine that stores them. Raises PlanError if one stores only some."""
+    """The layouts of the tensors in `together`, by engine. Raises PlanError if an engine stores only some of them."""
     first, *others = together
     held = {}
     for engine, side in engines.items():

@@ -125,7 +125,7 @@ class Refit:
         return group_tensors(self.transforms.held_dst, companions)
 
     def without(self, *engines: str) -> Refit:
-        """The refit without `engines`, which leave; the transfers to the others are unchanged.
+        """Return the refit without `engines`; the transfers to all other engines stay the same.
 
         Raises PlanError for an unknown engine, if no engine is left, and if a leaving engine shares a rank with one
         that stays.

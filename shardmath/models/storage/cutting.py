@@ -80,7 +80,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of a dimension, written as `group`, that a rank at `coords` stores, counted over all components.
+    """The positions that a rank at `coords` stores of a dimension written as `group`, counted over all components.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """

@@ -43,7 +43,7 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tensors, such as experts, stacked along a dimension: which of the `count` numbers are held, by coordinates."""
+    """A stack of `count` tensors, such as experts, along one dimension: the numbers held at each mesh coordinate."""
 
     index: str
     count: int
@@ -75,7 +75,7 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The positions of components in a stored tensor, by its dimensions (`stored`) and by theirs (`dims`)."""
+    """The layout of one stored tensor: `stored` describes its dimensions, `dims` the dimensions of its components."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]

@@ -138,7 +138,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """The ranks that hold the tensors with these `numbers` of the indices, apart from a stack of `count` tensors.
+        """The ranks that hold the tensors whose names have these `numbers`, of which `count` are stacked.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """

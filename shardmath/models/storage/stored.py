@@ -103,7 +103,7 @@ class KnownSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a trainer or engine stores its tensors: rows of text, with the meshes, indices and numbers that they name.
+    """The storage of a trainer or engine: rows of text, with the meshes, indices and numbers that the rows name.
 
     With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
     different ranks, for no mesh, and for rows that are not parsed.
@@ -249,7 +249,7 @@ def replicates(unknown: str) -> bool:
     """
     if known(unknown, UNKNOWN) is None:
         listed = ", ".join(UNKNOWN)
-        raise StoreError(f"unknown={unknown!r}; use one of {listed}")
+        raise StoreError(f"unknown={unknown!r} is not an option; use one of {listed}")
     return unknown == "replicate"
 
 
@@ -305,7 +305,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names of `template`, by their numbers except number `stacked` of each, then by that number."""
+        """The names that fit `template`, by their numbers without number `stacked` of each, then by this number."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:

@@ -106,7 +106,7 @@ def hf_parallel(
     experts: tuple[Mapping[str, str], Mesh] | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of every parameter, by name, when transformers applies `plan` and `experts`.
+    """The layout of every parameter, by name, in a model that transformers has divided by its tensor-parallel `plan`.
 
     `plan` is a model's `tp_plan`, applied over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
     the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.

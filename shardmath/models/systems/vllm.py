@@ -119,7 +119,8 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
     """The way in which experts are dealt. Raises StoreError for an unknown placement."""
     chosen = known(placement, PLACEMENTS)
     if chosen is None:
-        raise StoreError(f"placement={placement!r}; use one of {', '.join(PLACEMENTS)}")
+        listed = ", ".join(PLACEMENTS)
+        raise StoreError(f"placement={placement!r} is not an option; use one of {listed}")
     if not ep:
         return "linear"
     if redundant:

@@ -1093,11 +1093,11 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         (lambda: Param("a", None), "a size of parameter 'a' is None; give an integer"),
         (
             lambda: Param("a", 4, quantized="fp4"),
-            "parameter 'a': quantized='fp4'; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
+            "parameter 'a': quantized='fp4' is not a format; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
         ),
         (
             lambda: Param("a", 4, quantized=None),
-            "parameter 'a': quantized=None; give one of False, True, 'fp8', ",
+            "parameter 'a': quantized=None is not a format; give one of False, True, 'fp8', ",
         ),
         (
             lambda: Param("a", 4, gtp_remat_size=0),
@@ -1422,7 +1422,7 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: Param("a", 3, quantized=np.array([1])),
-            "parameter 'a': quantized=array([1]); give one of",
+            "parameter 'a': quantized=array([1]) is not a format; give one of",
         ),
         (lambda: Param("a", b"ab"), "a size of parameter 'a' is b'ab'; give an integer"),
         (lambda: Param("a", {3: 4}), "a size of parameter 'a' is {3: 4}; give an integer"),

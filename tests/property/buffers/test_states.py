@@ -677,7 +677,7 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             lambda: buffers.state_layouts(BUFFER, Mesh(dp=2), shape="2d"),
             ParamLayoutError,
-            "shape='2d'; use 'flat', or 'nd' for the shapes of the parameters",
+            "shape='2d' is not an option; use 'flat', or 'nd' for the parameters' shapes",
         ),
         (
             lambda: buffers.state_layouts(

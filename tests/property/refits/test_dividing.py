@@ -130,8 +130,8 @@ def test_groups_of_ones_own_are_joined_where_a_module_has_both() -> None:
     ("groups", "said"),
     [
         ([["embed.weight"]], "no group of groups= has 'layers.0.k.bias', which moves; add it"),
-        ([[*list_shapes(), "embed.weight"]], "groups= has 'embed.weight', which does not move, or"),
-        ([[*list_shapes()], ["head"]], "groups= has 'head', which does not move, or is in a group"),
+        ([[*list_shapes(), "embed.weight"]], "groups= has 'embed.weight' in two groups; name"),
+        ([[*list_shapes()], ["head"]], "groups= has 'head' which does not move; name each"),
     ],
 )
 def test_groups_that_are_no_division(groups: list[list[str]], said: str) -> None:

@@ -148,7 +148,11 @@ def test_what_no_row_says_is_refused(fails: Fails) -> None:
         StoreError,
         "moe_dense_tp=2: SGLang divides dense layers over 1 rank or tp=4; pass 1 or 4",
     )
-    fails(make(unknown="drop"), StoreError, "unknown='drop'; use one of refuse, replicate")
+    fails(
+        make(unknown="drop"),
+        StoreError,
+        "unknown='drop' is not an option; use one of refuse, replicate",
+    )
     fails(
         make(ep=3),
         MeshError,

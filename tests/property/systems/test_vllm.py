@@ -445,12 +445,12 @@ def test_words_that_are_none(fails: Fails) -> None:
     fails(
         lambda: vllm(DENSE, ranks=range(1), unknown="guess"),
         StoreError,
-        "unknown='guess'; use one of refuse, replicate",
+        "unknown='guess' is not an option; use one of refuse, replicate",
     )
     fails(
         lambda: vllm(DENSE, ranks=range(1), placement="random"),
         StoreError,
-        "placement='random'; use one of linear, round_robin",
+        "placement='random' is not an option; use one of linear, round_robin",
     )
 
 
