@@ -113,7 +113,7 @@ def test_a_layout_that_contradicts_itself() -> None:
             "of the buffer, in bucket 0, which is",
         ),
         (read._replace(bucket_indices=[(64, 320)]), "begin it at 0, and end it there or later"),
-        (read._replace(param_indices=[0]), "1 param_indices of 4 parameters"),
+        (read._replace(param_indices=[0]), "param_indices has 1 entries for 4 parameters"),
     ):
         with pytest.raises(sm.ParamLayoutError, match=said):
             by_name(broken, module)
