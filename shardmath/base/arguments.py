@@ -37,7 +37,7 @@ MOST = 1 << 256
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """`value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
+    """Return `value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -53,10 +53,7 @@ def known(value: object, choices: Sequence[str]) -> str | None:
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """The items of `value` as a tuple. Raises `error` for text, and for a `value` that cannot be iterated.
-
-    Raises `error`, which calls them `what`, for text and values without items.
-    """
+    """Return the items of `value` as a tuple. Raises `error`, which calls the items `what`, for text and others."""
     if type(value) is tuple:
         return value
     if not isinstance(value, str | bytes):
@@ -70,7 +67,7 @@ def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]
 
 
 def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mapping[Any, Any]:
-    """`value` itself. Raises `error`, which begins with `what`, if it is not a mapping.
+    """Return `value` if it is a mapping; otherwise raise `error` with a message that begins with `what`.
 
     The message asks for a mapping from `of`, such as "name to Layout".
     """
@@ -80,14 +77,14 @@ def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mappi
 
 
 def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) -> T:
-    """`value` itself. Raises `error`, which ends with `fix`, if it is not an instance of `kind`."""
+    """Return `value` if it is an instance of `kind`; otherwise raise `error` with a message that ends with `fix`."""
     if isinstance(value, kind):
         return value
     raise error(f"{shown(value)} is not a {kind.__name__}; {fix}")
 
 
 def as_integer(value: object, what: str, error: type[ValueError]) -> int:
-    """`value` as an int. Raises `error`, which calls it `what`, for floats, text, bools, ..."""
+    """Return `value` as an int. Raises `error`, which calls the value `what`, for floats, text, bools and others."""
     if type(value) is int and -MOST <= value <= MOST:
         return value
     if type(value) is not bool:

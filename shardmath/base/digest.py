@@ -70,14 +70,15 @@ def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) 
     except (NotationError, StoreError):
         raise
     except BROKEN as error:
-        raise StoreError(f"no {what} ({message_of(error)}); give what to_json wrote") from error
+        what = f"the text is not {what} ({message_of(error)})"
+        raise StoreError(f"{what}; pass a text that to_json wrote") from error
     if value is None:
-        what = (
-            f"{shown(header[0])} is of version {shown(header[1])}, this shardmath reads {version}"
-        )
-        raise StoreError(f"{what}; write it again with this shardmath")
+        found = f"the text has format {shown(header[0])} in version {shown(header[1])}"
+        what = f"{found}, this shardmath reads {name!r} in version {version}"
+        raise StoreError(f"{what}; write it again with to_json of this shardmath")
     if value_digest != written_digest:
         raise StoreError(
-            f"{what} has digest {value_digest[:12]}, its text says {written_digest[:12]}; write it again"
+            f"{what} has digest {value_digest[:12]}, its text says {written_digest[:12]}; "
+            f"write it again with to_json, and do not edit the text"
         )
     return value

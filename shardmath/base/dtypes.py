@@ -86,11 +86,11 @@ def _suggest(name: str) -> str:
     near = longer or get_close_matches(name[:MOST], ITEMSIZE, n=1)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"known names are {', '.join(ITEMSIZE)}"
+    return f"use one of {', '.join(ITEMSIZE)}"
 
 
 def itemsize(dtype: object) -> int:
-    """Bytes per element of `dtype`."""
+    """The number of bytes that one element of `dtype` takes."""
     return ITEMSIZE[canonical(dtype)]
 
 

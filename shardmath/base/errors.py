@@ -33,22 +33,22 @@ __all__ = [
 
 @public
 class ShardError(ValueError):
-    """Base of all errors of shardmath."""
+    """The base class of all errors that shardmath raises on purpose; catch it to catch all of them."""
 
 
 @public
 class RunsError(ShardError):
-    """Runs whose segments share a global position or leave their range, or two Runs that cannot be composed."""
+    """Error for Runs whose segments share a global position or leave their range, or that cannot be composed."""
 
 
 @public
 class MeshError(ShardError):
-    """An impossible mesh, or a rank or axis that a mesh does not have."""
+    """Error for an impossible mesh, and for a rank or an axis that a mesh does not have."""
 
 
 @public
 class PlacementError(ShardError):
-    """A placement that cannot divide the dimension it is put on."""
+    """Error for a placement that cannot divide the dimension to which it is applied."""
 
 
 SHOWN = 100
@@ -69,7 +69,7 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Text that is not a layout; the message has a caret under the offending character."""
+    """Error for text that is not a layout, row or rule; the message has a caret under the offending character."""
 
     def __init__(
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""
@@ -92,34 +92,34 @@ class NotationError(ShardError):
 
 @public
 class LayoutError(ShardError):
-    """A layout whose shape, mesh and placements do not fit each other."""
+    """Error for a layout whose shape, mesh and placements do not fit each other."""
 
 
 @public
 class StoreError(ShardError):
-    """Views that leave their buffer, overlap, or do not fit their layouts."""
+    """Error for storage that does not fit its layouts: views that leave their buffer or overlap, or wrong rows."""
 
 
 @public
 class ParamLayoutError(ShardError):
-    """Parameters that a rule cannot lay out, or a flat buffer whose layout contradicts itself."""
+    """Error for parameters that a rule cannot lay out, and for a flat buffer whose layout contradicts itself."""
 
 
 @public
 class PlanError(ShardError):
-    """A plan that cannot exist, or one that does not do what its layouts ask for."""
+    """Error for a plan that cannot be made, and for a plan that does not bring its source into its destination."""
 
 
 @public
 class DigestError(ShardError):
-    """Arrays that do not fit their layouts, or replicas that differ."""
+    """Error for a digest of arrays that do not fit their layouts, or of replicas that differ."""
 
 
 @public
 class FormatError(ShardError):
-    """A quantized format that does not exist, or that an array, a slice or a layout does not fit."""
+    """Error for a quantized format that does not exist, or that does not fit an array, a slice or a layout."""
 
 
 @public
 class ExchangeError(ShardError):
-    """A move failed: ranks disagree, tensors do not fit the plan, or a peer failed."""
+    """Error for a move that failed: ranks disagree, tensors do not fit the plan, or a peer failed."""

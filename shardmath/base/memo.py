@@ -83,7 +83,7 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """A decorator that caches a function's results: the `most` that were used last.
+    """A decorator that caches the results of a pure function, up to the `most` results that were used last.
 
     Arguments are positional and hashable.
     """

@@ -52,7 +52,7 @@ def shown(value: object) -> str:
 def message_of(error: BaseException | str) -> str:
     """The message of an error, or a given text, made safe to print, send and store as UTF-8.
 
-    For an error whose `__str__` raises, a message that it cannot be printed.
+    For an error whose `__str__` raises, a text that says so.
 
     >>> message_of(ValueError("too long")), message_of("half a surrogate pair: " + chr(0xD800))[-6:]
     ('too long', '\\\\ud800')
@@ -60,7 +60,7 @@ def message_of(error: BaseException | str) -> str:
     try:
         text = str(error)
     except (Exception, SystemExit):
-        return "what it says cannot be printed"
+        return "its message cannot be printed"
     return text[:LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
 
 

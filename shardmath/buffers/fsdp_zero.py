@@ -45,7 +45,7 @@ def flat_parameter(
     use_orig_params: bool = True,
     forward_dtype: object = None,
 ) -> PerBufferParamLayout:
-    """The layout of the FlatParameter of one FSDP1 unit; `params` in the order of its modules, all of one dtype.
+    """The layout of the FlatParameter of one unit of PyTorch's FSDP1; `params` of one dtype, in the order of modules.
 
     With `use_orig_params` parameters start at multiples of 16 bytes of `forward_dtype`, their dtype in the forward:
     MixedPrecision's `param_dtype`, or the parameters' dtype if not given. Raises ParamLayoutError for several dtypes
@@ -57,12 +57,12 @@ def flat_parameter(
     if len(kinds) > 1:
         raise ParamLayoutError(
             f"a FlatParameter has one dtype, these parameters have {', '.join(kinds)}; "
-            f"make one of each dtype"
+            f"call flat_parameter once per dtype"
         )
     scalars = [param.name for param in listed if not param.shape]
     if scalars:
         what = f"parameter {scalars[0]!r} is a scalar, which FSDP1 cannot flatten"
-        raise ParamLayoutError(f"{what}; give it one dimension")
+        raise ParamLayoutError(f"{what}; give it the shape (1,)")
     if forward_dtype is None:
         forward_dtype = kinds[0] if kinds else "uint8"
     size = dtypes.itemsize(forward_dtype)
@@ -110,7 +110,7 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-FSDP's buffers for `params` of one unit (`bucket_size=None`), or outside its units.
+    """The layout of Megatron-FSDP's flat buffers for the `params` of one FSDP unit (`bucket_size=None`), or of no unit.
 
     There each bucket is a separate buffer; here they follow one another. Without a `chunk_size_factor` parameters are
     sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with

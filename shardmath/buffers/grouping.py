@@ -32,7 +32,7 @@ __all__ = ["BufferKey", "FullParamLayout", "apply_rule", "check_rule", "full_lay
 
 @dataclass(frozen=True, slots=True)
 class BufferKey:
-    """The properties in which all parameters of one buffer agree."""
+    """The key of a flat buffer of a model: the dtypes and kinds in which all parameters of the buffer agree."""
 
     param_dtype: str
     grad_dtype: str
@@ -50,7 +50,7 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """The buffers of a model: BufferKey -> PerBufferParamLayout, in the order of their first parameters."""
+    """The layouts of all flat buffers of a model, by BufferKey, in the order of the buffers' first parameters."""
 
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
@@ -59,8 +59,9 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
         given = mapping(layouts, "layouts are ", of, ParamLayoutError)
         for key, layout in given.items():
             if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
-                what = f"{key!r}: {type(layout).__name__}"
-                raise ParamLayoutError(f"{what}; give BufferKey -> PerBufferParamLayout")
+                what = f"layouts has {key!r}: {type(layout).__name__}"
+                fix = "give a mapping from BufferKey to PerBufferParamLayout"
+                raise ParamLayoutError(f"{what}; {fix}")
         object.__setattr__(self, "entries", tuple(given.items()))
 
     @property
@@ -73,7 +74,7 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
             if known == key:
                 return layout
         known_keys = [known for known, _ in self.entries]
-        raise KeyError(f"no buffer {key!r}; the buffers are {known_keys}")
+        raise KeyError(f"no buffer {key!r}; use one of the keys {known_keys}")
 
     def __iter__(self) -> Iterator[BufferKey]:
         return iter([key for key, _ in self.entries])
@@ -98,7 +99,7 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """The layouts of all buffers of a model chunk, by BufferKey; `params` are in forward order.
+    """The layouts of all flat buffers of a model, or of one virtual stage, by BufferKey; `params` are in forward order.
 
     `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters that `rule` does not manage;
     for `layer_wise`, even with options bound by functools.partial, it is `distributed_optimizer` if not given.
@@ -137,7 +138,7 @@ def _choose_expert_options(
     if "data_parallel_world_size" not in options:
         given = f"expert_data_parallel_world_size={experts}"
         what = f"{given} without data_parallel_world_size"
-        raise ParamLayoutError(f"{what}; give both, to a rule that takes it")
+        raise ParamLayoutError(f"{what}; pass data_parallel_world_size= too")
     return {**options, "data_parallel_world_size": experts}
 
 
@@ -166,7 +167,7 @@ def apply_rule(
     except (TypeError, ValueError) as error:  # ValueError: some built-in types have no signature
         given = ", ".join(options) or "no options"
         what = f"rule {name} does not take parameters and {given}: {error}"
-        raise ParamLayoutError(f"{what}; give it its own options") from None
+        raise ParamLayoutError(f"{what}; pass only options that the rule has") from None
     fix = f"have rule {name} return one, as buffers.zero does"
     return instance(rule(params, **options), PerBufferParamLayout, fix, ParamLayoutError)
 

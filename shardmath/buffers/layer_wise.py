@@ -56,7 +56,7 @@ def layer_wise(
     bucket_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-Core's LayerWiseDistributedOptimizer for all `params`, managed or not, in forward order.
+    """The layout of the flat buffer of Megatron-Core's LayerWiseDistributedOptimizer; `params` are in forward order.
 
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """

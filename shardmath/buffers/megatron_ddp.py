@@ -167,7 +167,7 @@ def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
     """Raise ParamLayoutError unless the layout is for this number of ranks, or for any."""
     size = layout.data_parallel_world_size
     if size is not None and size != ranks:
-        what = f"the layout is for {plural(size, 'rank')}"
+        what = f"the layout is for {plural(size, 'rank')}, and data_parallel_world_size is {ranks}"
         raise ParamLayoutError(f"{what}; give data_parallel_world_size={size}")
 
 
@@ -185,7 +185,7 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
         buckets.append(bucket)
     in_order = list(dict.fromkeys(buckets))
     if in_order != sorted(in_order) or len(in_order) != len(layout.bucket_indices):
-        what = f"last parameter first, they lie in buckets {buckets[:8]}"
+        what = f"the parameters, last first, lie in buckets {buckets[:8]}, which must ascend from 0"
         fix = "give parameters in forward order, and a layout that follows backward order"
         raise ParamLayoutError(f"{what}; {fix}")
 

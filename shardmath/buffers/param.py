@@ -48,7 +48,7 @@ BUSBW = 1 << 16
 
 
 def read_positive(value: object, what: str) -> int:
-    """`value` as an int of at least 1. Raises ParamLayoutError, which calls it `what`, for anything else."""
+    """Return `value` as an int of at least 1. Raises ParamLayoutError, which calls the value `what`, for others."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
@@ -56,7 +56,7 @@ def read_positive(value: object, what: str) -> int:
 
 
 def read_flag(value: object, what: str) -> bool:
-    """`value`, a bool of Python or numpy, as a bool. Raises ParamLayoutError, which calls it `what`, for others."""
+    """Return `value`, True or False, as a bool. Raises ParamLayoutError, which calls the value `what`, for others."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):
@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number that divides the end of every bucket in Megatron's optimizers."""
+    """The number of elements of which every bucket's end is a multiple, in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
@@ -224,7 +224,7 @@ def _read_format(name: str, quantized: object) -> bool | str:
     if kind is None:
         choices = ", ".join(map(repr, (False, True, *FORMATS)))
         raise ParamLayoutError(
-            f"parameter {name!r}: quantized={shown(quantized)}; give one of {choices}"
+            f"parameter {name!r}: quantized={shown(quantized)} is not a format; give one of {choices}"
         )
     return kind
 
@@ -232,7 +232,8 @@ def _read_format(name: str, quantized: object) -> bool | str:
 def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
     """The parameters as a tuple. Raises ParamLayoutError for anything that is not a Param, and for a repeated name."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
-        raise ParamLayoutError(f"params is {shown(params)}; give parameters in forward order")
+        fix = "pass a list of buffers.Param in forward order"
+        raise ParamLayoutError(f"params is {shown(params)}; {fix}")
     out = listed(params, "parameters", ParamLayoutError)
     seen: set[str] = set()
     for param in out:

@@ -145,7 +145,7 @@ class PerBufferParamLayout:
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """A copy of the layout with these `param_indices`."""
+        """Return a copy of the layout with these `param_indices`: each parameter's number within its dtype."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:
@@ -186,8 +186,8 @@ def _read_placed(entries: object) -> tuple[tuple[str, Placed], ...]:
     placed = []
     for entry in listed(entries, "entries of param_index_map", ParamLayoutError):
         if type(entry) is not tuple or len(entry) != 2:
-            what = f"entry {shown(entry)} of param_index_map is malformed"
-            raise ParamLayoutError(f"{what}; give name -> (start, end, bucket)")
+            what = f"entry {shown(entry)} of param_index_map is not (name, (start, end, bucket))"
+            raise ParamLayoutError(f"{what}; pass a mapping from names to (start, end, bucket)")
         name, place = entry
         placed.append((read_name(name), _read_place(name, place)))
     return tuple(placed)
@@ -250,13 +250,14 @@ def _check_buckets(layout: PerBufferParamLayout) -> None:
     unpadded = layout.per_bucket_numel_unpadded
     if len(unpadded) != len(buckets):
         raise ParamLayoutError(
-            f"{plural(unpadded, 'unpadded size')} of {plural(buckets, 'bucket')}; give one each"
+            f"per_bucket_numel_unpadded has {plural(unpadded, 'size')}, and bucket_indices has "
+            f"{plural(buckets, 'bucket')}; give one size per bucket"
         )
     before = 0
     for number, (start, end) in enumerate(buckets):
         if start != before or end < start:
             what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
-            raise ParamLayoutError(f"{what}; let buckets follow one another from 0 on")
+            raise ParamLayoutError(f"{what}; begin it at {before}, and end it there or later")
         filled = unpadded[number]
         if not 0 <= filled <= end - start:
             what = f"bucket {number} has {end - start} elements, {filled} of them unpadded"
@@ -276,7 +277,8 @@ def _check_placed(layout: PerBufferParamLayout) -> None:
     for (name, (start, end, _)), shape in zip(layout.placed, layout.shapes, strict=False):
         if math.prod(shape) != end - start:
             what = f"parameter {name!r} of shape {shape} lies at [{start}, {end})"
-            raise ParamLayoutError(f"{what}; make the sizes agree")
+            fix = f"give it {math.prod(shape)} elements there, or another shape"
+            raise ParamLayoutError(f"{what}, which has {end - start} elements; {fix}")
 
 
 def _check_inside(layout: PerBufferParamLayout, places: Ints) -> None:
@@ -311,7 +313,8 @@ def _check_filled(layout: PerBufferParamLayout, places: Ints) -> None:
     if len(too_small):
         bucket = int(too_small[0])
         what = f"bucket {bucket} has parameters of {filled[bucket]} elements"
-        raise ParamLayoutError(f"{what}, and {unpadded[bucket]} unpadded; count them all")
+        what = f"{what}, and per_bucket_numel_unpadded has {unpadded[bucket]} for it"
+        raise ParamLayoutError(f"{what}; give at least {filled[bucket]}")
 
 
 def _check_disjoint(layout: PerBufferParamLayout, places: Ints) -> None:
@@ -339,7 +342,8 @@ def _check_counts(layout: PerBufferParamLayout) -> None:
     for what, values in optional.items():
         if values and len(values) != len(layout.placed):
             raise ParamLayoutError(
-                f"{len(values)} {what} of {len(layout.placed)} parameters; give one each, or none"
+                f"{what} has {len(values)} entries for {len(layout.placed)} parameters; "
+                f"give one per parameter, or none"
             )
     least = min(layout.param_indices, default=0)
     if least < 0:
@@ -352,7 +356,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
     shards = layout.num_optimizer_shards
     if ranks and shards and ranks != shards:
         what = f"{plural(shards, 'optimizer shard')} for {plural(ranks, 'rank')}"
-        raise ParamLayoutError(f"{what}; give each rank one shard")
+        raise ParamLayoutError(f"{what}; make num_optimizer_shards equal data_parallel_world_size")
     check_even(layout.bucket_indices, ranks or shards or 1, "pad its end")
     if shards:
         _check_borders(layout, shards)

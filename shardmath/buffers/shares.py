@@ -55,7 +55,8 @@ def shard_ranges(
     count = check_shards(buffer_layout, shards)
     number = as_integer(shard, "the shard", ParamLayoutError)
     if not 0 <= number < count:
-        raise ParamLayoutError(f"shard {number} is not one of {count}; use 0..{count - 1}")
+        what = f"shard {number} is not one of the {count} shards of the buffer"
+        raise ParamLayoutError(f"{what}; pass a number from 0 to {count - 1}")
     ranges = []
     for start, end in buffer_layout.bucket_indices:
         size = (end - start) // count
@@ -80,15 +81,16 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """`given` as the number of shards. Raises ParamLayoutError if `buffer` cannot be divided into that many."""
+    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` is not divisible by it."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
         raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")
     shards = read_positive(given, "the number of shards")
     for made_for in (buffer.data_parallel_world_size, buffer.num_optimizer_shards):
         if made_for == 1 and shards > 1:
-            what = f"every rank has all of this buffer, {shards} ranks cannot share it"
-            raise ParamLayoutError(f"{what}; name the axes that share it, or none: axis=()")
+            what = f"the buffer is laid out whole for every rank, and {shards} ranks share it"
+            fix = f"pass axis=(), or lay it out with data_parallel_world_size={shards}"
+            raise ParamLayoutError(f"{what}; {fix}")
         if made_for not in (None, shards) and shards > 1:
             what = f"the buffer is laid out for {made_for} ranks, {shards} share it"
             raise ParamLayoutError(f"{what}; lay it out with data_parallel_world_size={shards}")
@@ -135,7 +137,7 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """The name of each parameter, and how `shards` shards divide it; equal cuts are one object, kept in `known`."""
+    """Yield the name and the Shares of each parameter in `buffer`; equal cuts are one object, kept in `known`."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

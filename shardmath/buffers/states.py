@@ -88,7 +88,7 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """The Layout of the optimizer state of each parameter in the buffer, by name, when `mesh` shares it along `axis`.
+    """The Layout of each parameter's optimizer state, by name, if ranks of `mesh` along `axis` share the flat buffer.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -105,7 +105,7 @@ def state_layouts(
     """
     if known(shape, ("flat", "nd")) is None:
         raise ParamLayoutError(
-            f"shape={shown(shape)}; use 'flat', or 'nd' for the shapes of the parameters"
+            f"shape={shown(shape)} is not an option; use 'flat', or 'nd' for the parameters' shapes"
         )
     axes = axes_of(mesh, axis)
     groups = mesh.groups(axes)
@@ -113,7 +113,7 @@ def state_layouts(
     if shape == "flat":
         if ranks is not None or buffer != SHARD:
             raise ParamLayoutError(
-                "ranks= and buffer= are for the Store of shape='nd'; give them to state_store"
+                "ranks= and buffer= need shape='nd', and shape is 'flat'; pass them to state_store"
             )
         return _make_flat(buffer_layout, mesh, axes, shards, dtype)
     check_shards(buffer_layout, shards)
@@ -205,7 +205,7 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows and the Store of optimizer state if the parameters, too, are divided, as `layouts` says.
+    """The windows, by name, and the Store of the optimizer state of parameters that `layouts` divide over `mesh`.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which
@@ -216,7 +216,8 @@ def model_parallel_state(
     the rule does not take the options.
     """
     if "data_parallel_world_size" in options:
-        what = "data_parallel_world_size is the size of each group along the axis"
+        given = options["data_parallel_world_size"]
+        what = f"data_parallel_world_size={shown(given)} is passed, and is the size of each group"
         raise ParamLayoutError(f"{what}; leave it out")
     listed = read_params(params)
     _check_parameters(listed, layouts)
@@ -280,7 +281,8 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
             raise ParamLayoutError(f"{what}; give a layout of shape {param.shape}")
         if layout.partial:
             what = f"parameter {name!r} is {layout}"
-            raise ParamLayoutError(f"{what}: addends have no optimizer state; reduce them")
+            fix = "give its layout after the reduction, without Partial"
+            raise ParamLayoutError(f"{what}: addends have no optimizer state; {fix}")
 
 
 def _find_parts(
@@ -297,7 +299,7 @@ def _find_parts(
         if len(parts_of[layout]) > 1:
             ranks = ", ".join(map(str, group))
             what = f"parameter {param.name!r} is {layout}; ranks {ranks} share a buffer"
-            fix = "name the axis along which they hold the same"
+            fix = "pass the axis= along which ranks hold the same part"
             raise ParamLayoutError(f"{what}, and hold different parts; {fix}")
         (part,) = parts_of[layout]
         if part is not None:

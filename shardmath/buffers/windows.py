@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """A data-parallel group's part of a tensor: its ranks, their part of each dimension, and their shares of it."""
+    """The part of a tensor that one data-parallel group holds: the ranks, the positions by dimension, and shares."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -118,7 +118,7 @@ def _check_names(windows: Mapping[str, Windows]) -> None:
         owner, bracket, _ = name.rpartition("[")
         if bracket and name in windows.get(owner, Windows()).local_names(owner):
             what = f"parameter {name!r} has the name of a window of parameter {owner!r}"
-            raise ParamLayoutError(f"{what}; rename one")
+            raise ParamLayoutError(f"{what}; rename one of the two parameters")
 
 
 def _make_tensor_windows(

@@ -107,7 +107,7 @@ def _help(commands: Mapping[str, Command]) -> str:
     usage = f"usage: {_name_program()} COMMAND ..."
     lines = [f"{usage}   (COMMAND --help says more, --version which this is)", "", "commands:"]
     for name in sorted(commands):
-        doc = (commands[name].__doc__ or "of another package").splitlines()[0]
+        doc = (commands[name].__doc__ or "provided by another package").splitlines()[0]
         summary = SUMMARIES.get(name, doc)
         lines.append(f"  {name:15}{summary}")
     return "\n".join(lines)
@@ -144,7 +144,9 @@ def _show(argv: Sequence[str]) -> int:
     parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
     parser.add_argument("shape", type=_read_shape, help="global shape: 9,4")
     parser.add_argument("layout", help='notation: "(tp dp n) h"')
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype of the tensor, by default float32"
+    )
     given = parser.parse_args(argv)
     mesh = parse_mesh(given.mesh)
     print(show(Layout(given.shape, mesh, given.layout, dtype=given.dtype)))
@@ -166,11 +168,13 @@ def _plan_parser() -> argparse.ArgumentParser:
     """The parser of `plan`'s arguments."""
     parser = make_parser("plan", _plan.__doc__)
     parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
-    parser.add_argument("dst_mesh", help='of the destination: "tp=2 ranks=4:6"')
+    parser.add_argument("dst_mesh", help='axes and sizes of the destination: "tp=2 ranks=4:6"')
     parser.add_argument("shape", type=_read_shape, help="global shape: 8,4")
     parser.add_argument("src", help='layout at the source: "(tp n) h"')
     parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype of the tensor, by default float32"
+    )
     window_help = "the destination may hold less than the tensor"
     parser.add_argument("--window", action="store_true", help=window_help)
     return parser
@@ -193,9 +197,9 @@ def _describe_proof(plan: Plan) -> str:
 def _merge_traces(argv: Sequence[str]) -> int:
     """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
     parser = make_parser("trace", _merge_traces.__doc__)
-    parser.add_argument("files", nargs="+", help="one of each rank")
-    parser.add_argument("--out", help="where to write the trace of all of them")
-    parser.add_argument("--svg", help="where to draw it")
+    parser.add_argument("files", nargs="+", help="the trace files, one per rank")
+    parser.add_argument("--out", help="path of the file to write with the merged trace")
+    parser.add_argument("--svg", help="path of the file to write with a picture of the trace")
     given = parser.parse_args(argv)
     # Only this command needs traces.
     from shardmath.display.traces.chrome import read, write, write_text
@@ -216,7 +220,7 @@ def _merge_traces(argv: Sequence[str]) -> int:
 def _list_formats(argv: Sequence[str]) -> int:
     """List the quantized formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
     parser = make_parser("formats", _list_formats.__doc__)
-    parser.add_argument("--json", action="store_true", help="a list of rows")
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     given = parser.parse_args(argv)
     # Only this command needs formats.
     from shardmath.values.formats.listing import listing, show_listing

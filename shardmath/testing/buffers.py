@@ -11,7 +11,8 @@ Check a custom rule with `check_rule`, on given parameters or on drawn ones:
 >>> check_rule(in_order, params, data_parallel_world_size=3)
 >>> check_rule(in_order, params, data_parallel_world_size=2)
 Traceback (most recent call last):
-AssertionError: in_order of w (3, 4), b (3), data_parallel_world_size=2: bucket 0 is [0, 15), not divided by 2 shards
+AssertionError: in_order of w (3, 4), b (3), data_parallel_world_size=2: bucket 0 is [0, 15), not divided by 2 shards; \
+pad its end to a multiple of 2 elements
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class RuleCase:
     def layout(self) -> PerBufferParamLayout:
         """The layout that the rule returns. Raises AssertionError unless it is a PerBufferParamLayout."""
         out = self.rule(list(self.params), **self.options)
-        what = f"{out!r} is not a PerBufferParamLayout"
+        what = f"{out!r} is not a PerBufferParamLayout; return one, as buffers.zero does"
         _require(isinstance(out, PerBufferParamLayout), self, what)
         return out
 
@@ -197,17 +198,19 @@ def every_parameter_once(case: RuleCase) -> None:
     layout = case.layout()
     names = sorted(name for name, _ in layout.placed)
     asked = sorted(param.name for param in case.params)
-    _require(names == asked, case, f"the buffer has {names}")
+    what = f"the layout has parameters {names}, and the rule was given {asked}"
+    _require(names == asked, case, f"{what}; place each given parameter once")
     index = layout.param_index_map
     as_placed = tuple(index.items()) == layout.placed
     _require(as_placed, case, "param_index_map is not `placed`")
     shapes = dict(zip(index, layout.shapes, strict=False))
     for param in case.params:
         start, end, _ = index[param.name]
-        what = f"{param.name!r} lies at [{start}, {end}), it has {param.numel}"
+        what = f"{param.name!r} lies at [{start}, {end}), and has {param.numel} elements; place all"
         _require(end - start == param.numel, case, what)
         shape = shapes.get(param.name, param.shape)
-        what = f"{param.name!r} has shape {shape} in the layout"
+        what = f"{param.name!r} has shape {shape} in the layout, and {param.shape} as given"
+        what += "; return the given shapes"
         _require(shape == param.shape, case, what)
 
 
@@ -251,6 +254,7 @@ def evenly_divided(case: RuleCase) -> None:
     for number, (start, end) in enumerate(buckets):
         rest = (end - start) % count
         what = f"bucket {number} is [{start}, {end}), not divided by {count} shards"
+        what += f"; pad its end to a multiple of {count} elements"
         _require(rest == 0, case, what)
 
 
@@ -260,7 +264,8 @@ def uncut_where_said(case: RuleCase) -> None:
     count = layout.num_optimizer_shards
     if count is None:
         return
-    _require(count == case.shards, case, f"num_optimizer_shards is {count}, not {case.shards}")
+    what = f"num_optimizer_shards is {count}, not {case.shards}; return {case.shards} or None"
+    _require(count == case.shards, case, what)
     for name, (start, end, number) in layout.placed:
         if start == end:
             continue
@@ -276,7 +281,7 @@ def uncut_where_said(case: RuleCase) -> None:
 def starts_aligned(case: RuleCase) -> None:
     """Check that every parameter starts at a multiple of the case's `start`."""
     for name, (start, _, _) in case.layout().placed:
-        what = f"{name!r} starts at {start}, not a multiple of {case.start}"
+        what = f"{name!r} starts at {start}, not a multiple of {case.start}; round its start up"
         _require(start % case.start == 0, case, what)
 
 
@@ -309,10 +314,11 @@ def _count_filled(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """Check that there is one of `param_indices` for each parameter, or none at all."""
+    """Check that `param_indices` has one entry per parameter, or no entries."""
     count = len(case.layout().param_indices)
     params = len(case.params)
-    _require(count in (0, params), case, f"{count} param_indices of {params} parameters")
+    what = f"{count} param_indices of {params} parameters; return one per parameter, or none"
+    _require(count in (0, params), case, what)
 
 
 def deterministic(case: RuleCase) -> None:
@@ -321,7 +327,10 @@ def deterministic(case: RuleCase) -> None:
     again = case.layout()
     copied_params = pickle.loads(pickle.dumps(case.params))
     of_copies = replace(case, params=copied_params).layout()
-    _require(layout == again == of_copies, case, "it gives another layout every time")
+    what = (
+        "the rule returns different layouts for equal parameters; use only parameters and options"
+    )
+    _require(layout == again == of_copies, case, what)
     pickled = pickle.loads(pickle.dumps(layout))
     same_hash = hash(pickled) == hash(layout) == hash(of_copies)
     what = "the layout differs from its pickled copy"
@@ -345,9 +354,11 @@ def names_mean_nothing(case: RuleCase) -> None:
     layout = case.layout()
     other = replace(case, params=tuple(renamed)).layout()
     expected = tuple((names[name], place) for name, place in layout.placed)
-    _require(other.placed == expected, case, "parameters of other names lie elsewhere")
+    what = "renamed parameters lie elsewhere; do not place parameters by their names"
+    _require(other.placed == expected, case, what)
     same = _without_names(other) == _without_names(layout)
-    _require(same, case, "other names change buckets or counts")
+    what = "renamed parameters change buckets or counts; do not lay out parameters by their names"
+    _require(same, case, what)
 
 
 def _without_names(layout: PerBufferParamLayout) -> tuple[object, ...]:

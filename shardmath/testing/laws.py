@@ -57,7 +57,7 @@ __all__ = ["LAWS", "Law"]
 
 @dataclass(frozen=True)
 class Law:
-    """A law, which is a function that checks it, and hypothesis strategies for the function's arguments."""
+    """A law: a function that checks it, and the hypothesis strategy that draws the arguments of the function."""
 
     check: Callable[..., None]
     cases: st.SearchStrategy[tuple[Any, ...]]

@@ -50,7 +50,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(runs: Runs) -> None:
-    """Check that inverting twice gives the Runs back, and that a Runs and its inverse compose to what it holds."""
+    """Check that inverting Runs twice gives the same Runs, and that Runs and their inverse compose to the identity."""
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -62,7 +62,7 @@ def invert_undoes(runs: Runs) -> None:
 
 
 def runs_are_canonical(runs: Runs) -> None:
-    """Check that a Runs is equal however its segments are cut and ordered."""
+    """Check that Runs of the same positions are equal, however their segments are cut and ordered."""
     index = runs.indices().tolist()
     cells = []
     for i, g in enumerate(index):

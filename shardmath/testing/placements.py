@@ -33,7 +33,8 @@ def _require(holds: bool, placement: Placement, n: int, count: int, what: str) -
 def _require_none(positions: Ints, placement: Placement, n: int, count: int, holders: str) -> None:
     """Raise an AssertionError that names the first of these positions, if any, and what holds it."""
     if len(positions):
-        _require(False, placement, n, count, f"position {positions[0]} is in {holders}")
+        what = f"position {positions[0]} is in {holders}"
+        _require(False, placement, n, count, what)
 
 
 def _list_positions(placement: Placement, n: int, count: int) -> Ints:
@@ -47,7 +48,7 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """Check that there is a part for every coordinate, inside the length, and that layouts take the parts."""
+    """Check that `split` returns one part per coordinate, inside the length `n`, in a form that layouts accept."""
     UserCut(placement, count).split(n)
 
 
@@ -58,24 +59,25 @@ def disjoint(placement: Placement, n: int, count: int) -> None:
     held = _list_positions(placement, n, count)
     later = held[1:]
     repeats = later == held[:-1]
-    _require_none(later[repeats], placement, n, count, "two parts")
+    holders = "two parts; give it to one, or set overlaps = True"
+    _require_none(later[repeats], placement, n, count, holders)
 
 
 def covering(placement: Placement, n: int, count: int) -> None:
     """Check that every position is in some part."""
     held = _list_positions(placement, n, count)
     lost = np.setdiff1d(np.arange(n), held)
-    _require_none(lost, placement, n, count, "no part")
+    _require_none(lost, placement, n, count, "no part; give it to one")
 
 
 def hashable(placement: Placement, n: int, count: int) -> None:
-    """Check that a pickled copy of the placement equals it, hash included, and that splits repeat."""
+    """Check that a pickled copy of the placement is equal, has an equal hash, and divides in the same way."""
     copied = _copy(placement, n, count)
     same = copied == placement and hash(copied) == hash(placement)
     _require(same, placement, n, count, "a copy is not equal to it; make it a frozen dataclass")
     parts = placement.split(n, count)
     splits_alike = copied.split(n, count) == parts
-    what = "it splits differently every time; split only by n and parts"
+    what = "a copy of the placement splits differently; compute parts only from n and parts"
     _require(splits_alike, placement, n, count, what)
 
 
@@ -120,7 +122,7 @@ class _OnDimensionZero:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Check that gathering a divided tensor, and dividing it again, are proved plans that lose nothing."""
+    """Check that plans that gather a divided tensor, and divide it again, pass their proofs and keep all values."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)

@@ -86,7 +86,7 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
-    """Check that both ends of a pair list the same transfers in order, and ranks outside the plan list none."""
+    """Check that a sender and a receiver list the same transfers in order, and ranks outside the plan list nothing."""
     planned = plan(src, dst)
     for sender, receiver in itertools.product(planned.src_ranks, planned.dst_ranks):
         between = list(planned.transfers(src=sender, dst=receiver))
@@ -214,7 +214,7 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 
 def relabeling_commutes(src: Layout, dst: Layout) -> None:
-    """Check that renumbering all ranks renumbers the received bytes, and keeps the total of sent ones."""
+    """Check that renumbering all ranks renumbers each rank's received bytes, and keeps the total of sent bytes."""
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)

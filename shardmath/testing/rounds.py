@@ -134,8 +134,9 @@ def _check_round(rank: int, round_: Round) -> None:
 def _check_way(way: str, message: Message, rank: int, *, goes: bool) -> None:
     """Raise PlanError unless the message goes the way that it is posted."""
     if not goes:
-        what = f"rank {rank}, step {message.step}: it {way} {message}"
-        raise PlanError(f"{what}; put it where its ends say")
+        what = f"rank {rank}, step {message.step}: the rank {way} {message}"
+        ends = f"rank {message.src_rank} to rank {message.dst_rank}"
+        raise PlanError(f"{what}, which goes from {ends}; list it at these two ranks")
 
 
 def _check_pieces(rank: int, message: Message) -> None:
@@ -144,13 +145,14 @@ def _check_pieces(rank: int, message: Message) -> None:
     for piece in message.pieces:
         if (piece.src_rank, piece.dst_rank) != (message.src_rank, message.dst_rank):
             what = f"{where} has the piece {piece}"
-            raise PlanError(f"{what}; put it where it goes from its sender to its receiver")
+            ends = f"rank {message.src_rank} to rank {message.dst_rank}"
+            raise PlanError(f"{what}; give the message only pieces from {ends}")
     counted = make_message(
         message.step, message.src_rank, message.dst_rank, message.leg, message.pieces
     )
     if message != counted:
         what = f"{where} has {message.nbytes} B from {message.starts} on, its pieces {counted.nbytes} B"
-        raise PlanError(f"{what} from {counted.starts} on; count them again")
+        raise PlanError(f"{what} from {counted.starts} on; make it with make_message")
 
 
 def _match_ends(

@@ -101,7 +101,7 @@ _block_sizes = st.integers(1, 3)
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
-    """Draw a Runs of any kind: ranges of 0..most-1 in any order, with holes."""
+    """Draw Runs of any kind: ranges of the positions 0 to `most` - 1, in any order and with holes."""
     positions = st.integers(0, most)
     any_cuts = st.sets(positions, max_size=6)
     cuts = sorted(draw(any_cuts))
@@ -134,7 +134,7 @@ def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
 
 @st.composite
 def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -> Placement:
-    """Draw a placement that divides length `n` of dimension `dim` into `count` parts; with `overlap`, Tables too."""
+    """Draw a placement that divides length `n` of dimension `dim` into `count` parts, disjoint unless `overlap`."""
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),

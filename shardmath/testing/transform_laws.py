@@ -103,7 +103,8 @@ def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -
         held = np.zeros(after.shape, bool)
         index = [np.flatnonzero(positions >= 0) for positions in dst.indices(rank)]
         held[np.ix_(*index)] = True
-        assert (after[~held] == before[~held]).all(), f"rank {rank} has written outside"
+        what = f"rank {rank}: finalizing changed holes of the destination; write only its elements"
+        assert (after[~held] == before[~held]).all(), what
 
 
 TRANSFORM_LAWS = (
@@ -174,8 +175,11 @@ def _check_held(layout: Layout, rank: int, found: Array, tensor: Array) -> None:
 
 def _check_same(found: Array, wanted: Array, rank: int) -> None:
     """Assert that the arrays are bit for bit the same."""
-    assert found.shape == wanted.shape, f"rank {rank}: {found.shape}, not {wanted.shape}"
-    assert found.tobytes() == wanted.tobytes(), f"rank {rank}: {found}, not {wanted}"
+    what = f"rank {rank}: the transform of a part has shape {found.shape}"
+    fix = "compute every element only from the block that it is in"
+    assert found.shape == wanted.shape, f"{what}, the part of the whole {wanted.shape}; {fix}"
+    what = f"rank {rank}: the transform of a part is {found}, the part of the whole is {wanted}"
+    assert found.tobytes() == wanted.tobytes(), f"{what}; {fix}"
 
 
 # Cases

@@ -101,7 +101,8 @@ def test_the_caret_is_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().err
     assert "\n    dp=4,tp=2\n" in told and "*" not in told and "then ':'" not in told
     assert cli.main(["show", "dp=4: * ...", "9,4", "n h"]) == 1
-    assert "a mesh alone has no rules\n    dp=4: * ...\n        ^" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "expected only a mesh, found ': * ...' after it\n    dp=4: * ...\n        ^" in told
 
 
 @pytest.mark.parametrize("typed", ["shardmath", "python -m shardmath"])

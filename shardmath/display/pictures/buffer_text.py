@@ -242,10 +242,11 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """The checked (shards, width, most). Raises ParamLayoutError for invalid ones, or a width below `narrowest`."""
+    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError, as for a width below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
-            f"{type(layout).__name__} is not a layout of one buffer; draw each value of full_layout"
+            f"{type(layout).__name__} is not a PerBufferParamLayout; "
+            f"pass each value of full_layout's result separately"
         )
     ranks = read_positive(shards, "shards")
     wide = read_positive(width, "width")

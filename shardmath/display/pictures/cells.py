@@ -287,7 +287,7 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """The holders of a cell as text of at most `letters` characters, or else their number; "" if that is too long."""
+    """The ranks that hold a cell in at most `letters` characters, or else their number; "" if neither fits."""
     if not holders:
         return ""
     count = sum(map(len, holders))

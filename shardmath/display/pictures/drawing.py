@@ -79,13 +79,15 @@ def grid(layout: Layout, most: int = 64) -> str:
     0 0 … 1 1
     columns 2 to 97 are left out
     """
-    instance(layout, Layout, "grid() draws a layout; of a plan draw one of its sides", LayoutError)
+    fix = "pass grid() a layout; of a plan, one of its sides, such as plan.src['w'][0]"
+    instance(layout, Layout, fix, LayoutError)
     if layout.ndim not in (1, 2):
         what = f"{layout} has {plural(layout.ndim, 'dimension')}"
-        raise LayoutError(f"{what}; give grid() a layout of 1 or 2")
+        raise LayoutError(f"{what}; pass grid() a layout of 1 or 2 dimensions")
     room = as_integer(most, "most", LayoutError)
     if not 2 <= room <= MOST_SIDE:
-        raise LayoutError(f"most={room}; draw at least 2 and at most {MOST_SIDE} rows and columns")
+        what = f"most={room} rows and columns cannot be drawn"
+        raise LayoutError(f"{what}; pass a number from 2 to {MOST_SIDE}")
     rows = np.zeros(1, np.int64)
     if layout.ndim == 2:
         rows = _choose_positions(layout.shape[0], room)

@@ -129,7 +129,7 @@ def moved(drawing: Drawing, x: float, y: float) -> str:
 
 
 def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """One drawing of several from left to right, `gap` pixels apart, with their tops aligned."""
+    """Arrange drawings from left to right as one drawing, `gap` pixels apart, with their tops aligned."""
     parts = []
     x = 0.0
     for drawing in drawings:
@@ -141,13 +141,13 @@ def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
 
 
 def in_rows(drawings: Sequence[Drawing]) -> Drawing:
-    """One drawing of several, three in each row."""
+    """Arrange drawings in rows of three as one drawing."""
     rows = [beside(drawings[i : i + 3], 16) for i in range(0, len(drawings), 3)]
     return below(rows, 10)
 
 
 def below(drawings: Sequence[Drawing], gap: float) -> Drawing:
-    """One drawing of several from top to bottom, `gap` pixels apart, with their left sides aligned."""
+    """Arrange drawings from top to bottom as one drawing, `gap` pixels apart, with their left sides aligned."""
     parts = []
     y = 0.0
     for drawing in drawings:
@@ -235,7 +235,7 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield (pixel, position) of the borders to label: always the last one, and from the left those with room."""
+    """Yield (pixel, position) of the borders to label: always the last one, and from the left all that have room."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)

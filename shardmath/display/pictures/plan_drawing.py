@@ -95,8 +95,8 @@ def _choose_tensor(plan: Movable, tensor: str | None) -> str:
         first = list(plan.src)[:8]
         names = ", ".join(map(repr, first))
         more = f" and {len(plan.src) - len(first)} more" if len(plan.src) > len(first) else ""
-        what = f"the plan has no tensor {shown(tensor)}; it has {names}{more}"
-        raise PlanError(f"{what}: give tensor= one of these, or leave it out for the first")
+        what = f"the plan has no tensor {shown(tensor)}, only {names}{more}"
+        raise PlanError(f"{what}; pass one of these as tensor=, or leave it out for the first")
     return tensor
 
 

@@ -53,7 +53,7 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """A line that says how many of `number` items are beyond `most`; no line if none are."""
+    """One line that counts the items beyond `most`, such as "... and 3 more buckets"; [] if there are not more."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")
@@ -104,14 +104,15 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """A layout as text, by each rank's elements, or a plan, by each rank's bytes; also meshes and programs.
+    """Return `value` as text: a layout with each rank's elements, a plan or a program with each rank's bytes, a mesh.
 
     Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
     pictures. Raises ShardError for anything but a value of shardmath.
     """
     room = as_integer(most, "most", PlanError)
     if not 0 <= room <= MOST:
-        raise PlanError(f"most={room}; show at least 0 and at most {MOST} ranks and transfers")
+        what = f"most={room} ranks and transfers cannot be shown"
+        raise PlanError(f"{what}; pass a number from 0 to {MOST}")
     return Shown(_text(value, room), value)
 
 
@@ -305,7 +306,7 @@ def buffer_table(layouts: FullParamLayout) -> str:
     """
     if not isinstance(layouts, FullParamLayout):
         raise ParamLayoutError(
-            f"{type(layouts).__name__} is not the buffers of a model; give what full_layout returns"
+            f"{type(layouts).__name__} is not a FullParamLayout; pass the result of full_layout"
         )
     rows = []
     for key, layout in layouts.entries:

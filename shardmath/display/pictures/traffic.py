@@ -41,7 +41,7 @@ ONE_NODE = 1 << 24
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share a row or a column of a traffic matrix, and the node they are on, if it is one."""
+    """Ranks that share a row or a column of a traffic matrix, and their node, or None if they are on several nodes."""
 
     ranks: tuple[int, ...]
     node: int | None = None

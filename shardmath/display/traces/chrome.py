@@ -74,7 +74,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
             file.write(text)
     except OSError as error:
         what = f"cannot write {os.fspath(path)}: {message_of(error)}"
-        raise ShardError(f"{what}; give a path in a folder that is there") from error
+        raise ShardError(f"{what}; pass a path in a folder that exists") from error
 
 
 def spell(trace: Trace) -> str:
@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {name}: {message_of(error)}"
-        raise ShardError(f"{what}; give a file that smt.trace wrote") from error
+        raise ShardError(f"{what}; pass a file that smt.trace wrote") from error
     try:
         return _parse(json.loads(text))
     except ShardError:
@@ -189,15 +189,15 @@ def read(path: str | os.PathLike[str]) -> Trace:
     except BROKEN as error:
         what = f"{name} is not a trace that shardmath wrote"
         why = word_error(error)
-        raise ShardError(f"{what} ({why}); give what smt.trace wrote") from error
+        raise ShardError(f"{what} ({why}); pass a file that smt.trace wrote") from error
 
 
 def _parse(given: Any) -> Trace:
     """The trace. Raises an exception of any class for anything that `write` does not write."""
     metadata = given["shardmath"]
     if metadata["version"] != VERSION:
-        what = f"the trace is of version {metadata['version']!r}, this reads {VERSION}"
-        raise ShardError(f"{what}; read it by the shardmath that wrote it")
+        what = f"the trace has version {metadata['version']!r}, this shardmath reads {VERSION}"
+        raise ShardError(f"{what}; read it with the release of shardmath that wrote it")
     places: dict[int, Place] = {}
     tracks: dict[tuple[int, int], str] = {}
     spans: list[Span] = []

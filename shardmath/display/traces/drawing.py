@@ -136,13 +136,14 @@ def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -
     `tracks` are the tracks to draw, if a place has them: "moves", "phases", "rounds", "work", "to 3", "from 0".
     Raises ShardError for anything but a trace, and if it has none of the tracks.
     """
-    instance(trace, Trace, "draw what smt.trace wrote, as traces.read reads it", ShardError)
+    fix = "pass the Trace that traces.read reads from a file of smt.trace"
+    instance(trace, Trace, fix, ShardError)
     wanted = listed(tracks, "tracks", ShardError)
     rows = _list_rows(trace, wanted)
     if not rows:
         present = sorted({span.track for span in trace.spans})
         what = f"the trace has none of the tracks {shown(wanted)}"
-        raise ShardError(f"{what}; give some that it has: {shown(present)}")
+        raise ShardError(f"{what}; pass tracks= with some that it has: {shown(present)}")
     drawn = rows[:MOST_ROWS]
     colors = _choose_colors(drawn)
     parts = [_draw_rows(drawn, colors), _draw_legend(colors)]

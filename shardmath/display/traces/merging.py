@@ -30,7 +30,7 @@ _Votes: TypeAlias = Mapping[str, Sequence[int]]
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """Merge the traces of several ranks into one, which begins with its first span.
+    """Merge the traces of several ranks into one with aligned clocks, in which the first span begins at 0 s.
 
     Raises ShardError for a trace without a clock, such as a merged trace, and for two traces of one rank.
     """
@@ -65,7 +65,7 @@ def _find_clock(trace: Trace) -> Clock:
     """The trace's clock. Raises ShardError if it has none."""
     if trace.clock is None:
         what = f"a trace without a clock ({trace}) cannot be merged"
-        raise ShardError(f"{what}; give those that smt.trace wrote, each once")
+        raise ShardError(f"{what}; pass traces that smt.trace wrote, not merged or modeled ones")
     return trace.clock
 
 
@@ -75,7 +75,7 @@ def _check_ranks(clocks: Sequence[Clock]) -> None:
     for clock in clocks:
         if clock.rank in seen:
             what = f"two traces are of rank {clock.rank}"
-            raise ShardError(f"{what}; merge those of one smt.trace, one of each rank")
+            raise ShardError(f"{what}; pass one trace per rank, all of one run of smt.trace")
         seen.add(clock.rank)
 
 

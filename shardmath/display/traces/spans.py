@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """The time at which a rank had received all other ranks' votes of a ballot, which has one `name` on all ranks."""
+    """The end of a vote at one rank: the time at which all other ranks' votes had arrived, and the vote's `name`."""
 
     name: str
     at_s: float
@@ -98,9 +98,12 @@ class Trace:
         for before, after in _pair_successive(self.spans):
             room = max(TOLERANCE_S, ROUNDING * abs(before.end_s))
             if after.begin_s < before.end_s - room:
-                what = f"{after.name!r} begins before {before.name!r} ends"
+                what = (
+                    f"{after.name!r} begins at {after.begin_s:.9g} s, before {before.name!r} ends"
+                )
                 where = f"track {after.track!r} of {after.place}"
-                raise ShardError(f"{what}, both on {where}; give each its own track")
+                what = f"{what} at {before.end_s:.9g} s, both on {where}"
+                raise ShardError(f"{what}; give each its own track")
 
     def __str__(self) -> str:
         places = {span.place for span in self.spans}
@@ -127,7 +130,7 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """The name, in words, of the round with the step `step`."""
+    """The round with the step `step` in words, such as "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

@@ -26,7 +26,7 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """`number` steps through a piece: each is `step` in stored dimension `dim`, `stride` in logical dimension `of`."""
+    """A walk of `number` positions, `step` apart in stored dimension `dim`, `stride` in logical dimension `of`."""
 
     number: int
     dim: int
@@ -36,7 +36,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A piece by coordinates: its first position in the stored and in the logical tensor, and the steps from there."""
+    """A regular set of elements: the first one's position in the stored and the logical tensor, and further steps."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Boxes that together are `piece`, between a stored tensor of shape `cells` and a logical one of shape `elements`.
+    """Split `piece`, of flat positions, into boxes of a stored (shape `cells`) and a logical tensor (`elements`).
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """
@@ -60,8 +60,10 @@ def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[B
         else:
             boxes.append(box)
         if len(boxes) + len(waiting) > MOST_BOXES:
-            what = f"{piece.tensor!r} lies across the dimensions of shape {stored}"
-            raise StoreError(f"{what}; load it in slices of its dimensions")
+            what = (
+                f"{piece.tensor!r} {logical} needs more than {MOST_BOXES} boxes in shape {stored}"
+            )
+            raise StoreError(f"{what}; make the loader copy slices along its dimensions")
     return boxes
 
 

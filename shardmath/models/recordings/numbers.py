@@ -23,7 +23,7 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 
 def find_pieces(tensor: str, cells: _Flat, elements: _Flat) -> list[Piece]:
-    """The Pieces of `tensor`, of which element `elements[i]` is at stored position `cells[i]`; `cells` ascend."""
+    """Group a stored `tensor` into strided Pieces: element `elements[i]` is at position `cells[i]`, in order."""
     if not len(cells):
         return []
     groups = _group_neighbors(cells, elements)

@@ -98,7 +98,10 @@ def _expand(start: int, blocks: Sequence[tuple[int, int]]) -> _Flat:
 
 
 def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """Two pieces that share a position (`side` 1: stored, 2: logical); one piece twice if it repeats one; else None."""
+    """The first two pieces that share a position of the stored (`side` 1) or the logical tensor (`side` 2), or None.
+
+    A piece that has a position twice is returned twice.
+    """
     for cluster in _cluster(pieces, side):
         if len(cluster) == 1 and _is_nested(cluster[0], side):
             continue

@@ -43,7 +43,7 @@ LARGE = 1 << 24
 
 
 class Native(NamedTuple):
-    """A stored tensor: its pieces of logical tensors, how they were recorded, and the function applied to them."""
+    """A tensor as a rank stores it, the elements of logical tensors in it (`pieces`), and how they were recorded."""
 
     name: str
     shape: _Shape
@@ -81,7 +81,7 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The storage of one rank: its stored tensors, and the elements of logical tensors in them (see the module).
+    """The recorded storage of one rank: its stored tensors, and which elements of logical tensors each cell holds.
 
     Raises StoreError if a cell, an element or a stored tensor comes twice, and if a piece reaches outside its tensors.
     `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In
@@ -100,7 +100,8 @@ class Recorded:
         for native in self.natives:
             key = native.chunk, native.name
             if key in seen:
-                raise StoreError(f"{native.label!r} is recorded twice; record one of each name")
+                what = f"natives= has the stored tensor {native.label!r} twice"
+                raise StoreError(f"{what}; record each name once per chunk")
             seen.add(key)
             _check_shape(native.label, native.shape)
             _check_inside(native, sizes)
@@ -122,11 +123,14 @@ class Recorded:
 
     @property
     def digest(self) -> str:
-        """A digest of 64 hexadecimal digits; equal values have equal digests on every rank."""
+        """A SHA-256 digest of the recording, as 64 hexadecimal digits; equal on all ranks with equal recordings."""
         return digest(_list_plain(self))
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
-        """The stored arrays made from the logical `arrays`, without functions; other positions are `empty`."""
+        """The arrays that the rank stores, made from the logical `arrays`; positions of no tensor are `empty`.
+
+        Functions, such as neg_exp, are not applied.
+        """
         stored = {}
         for native in self.natives:
             # A dtype that holds the dtypes of its pieces' tensors; of all tensors, if it has no pieces.
@@ -154,7 +158,7 @@ class Recorded:
 
     @classmethod
     def from_json(cls, text: str) -> Recorded:
-        """The recording that `to_json` wrote as `text`. Raises StoreError for any other text."""
+        """Read the recording that `to_json` wrote as JSON `text`. Raises StoreError for any other text."""
         return read_digested(text, FORMAT, VERSION, _read)
 
 
@@ -178,7 +182,8 @@ def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
     for piece in native.pieces:
         if piece.tensor not in sizes:
             raise StoreError(
-                f"{native.label!r} has {piece} of an unknown tensor; give it in tensors="
+                f"{native.label!r} has {piece} of a tensor that tensors= does not have; "
+                f"add {piece.tensor!r} to tensors="
             )
         if any(count < 1 for count, _, _ in piece.blocks):
             raise StoreError(f"{native.label!r} has {piece}, which fills no cell; leave it out")
@@ -191,7 +196,7 @@ def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
             if low < 0 or high >= size:
                 raise StoreError(
                     f"{native.label!r} has {piece}, which reaches from {low} to {high} in {name!r} "
-                    f"of {size}; record it again"
+                    f"of {size}; keep it inside 0 to {size - 1}"
                 )
 
 
@@ -199,21 +204,21 @@ def _check_once(native: Native) -> None:
     """Raise StoreError if a cell is written twice, or an element lies in two cells."""
     if native.unwritten < 0 and native.written > LARGE:
         raise StoreError(
-            f"{native.written} cells of {native.label!r} are written, which has "
-            f"{math.prod(native.shape)}; write each once"
+            f"pieces write {native.written} cells of {native.label!r}, which has "
+            f"{math.prod(native.shape)}; write each cell once"
         )
     cells = overlap(native.pieces, 1)
     if cells is not None:
         one, other = (piece.tensor for piece in cells)
         what = f"cells of {native.label!r} are written by {one!r} and again by {other!r}"
-        raise StoreError(f"{what}; write each once")
+        raise StoreError(f"{what}; write each cell once")
     by_tensor: dict[str, list[Piece]] = {}
     for piece in native.pieces:
         by_tensor.setdefault(piece.tensor, []).append(piece)
     for tensor, pieces in by_tensor.items():
         if overlap(pieces, 2) is not None:
             what = f"elements of {tensor!r} lie in two cells each of {native.label!r}"
-            raise StoreError(f"{what}; store each once")
+            raise StoreError(f"{what}; store each element once")
 
 
 def _list_plain(recorded: Recorded) -> tuple[Any, Any, Any]:

@@ -56,15 +56,17 @@ class RecordedSide:
 
     def __post_init__(self) -> None:
         if not self.ranks:
-            raise StoreError("no rank is recorded; give {rank: Recorded}")
+            raise StoreError(
+                "ranks={} has no rank; pass {rank: Recorded}, as smt.record makes them"
+            )
         given: Mapping[int, object] = self.ranks
         for rank, recorded in given.items():
             if not isinstance(recorded, Recorded):
-                what = f"rank {shown(rank)} is recorded as {shown(recorded)}"
-                raise StoreError(f"{what}; give what smt.record returned there")
+                what = f"ranks= has {shown(recorded)} for rank {shown(rank)}, and not a Recorded"
+                raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Find where ranks store `tensors`; those that match a glob in `unused` need not be stored.
+        """Return the side with the place of each of `tensors` on its ranks; globs in `unused` name those not needed.
 
         Raises StoreError with everything that does not fit.
         """
@@ -122,7 +124,7 @@ class BoundRecorded:
         return self.held.keys()
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
+        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
         return {name: part.slot for name, part in self._holdings(rank).parts.items()}
 
     def natives(self, rank: int) -> dict[_Key, _Shape]:
@@ -130,13 +132,13 @@ class BoundRecorded:
         return dict(self._holdings(rank).shapes)
 
     def row_of(self, native: _Key, rank: int) -> str:
-        """A text on how `rank` stores the tensor `native`, for messages. Raises StoreError if it does not store it."""
+        """A text on how `rank` stores the tensor `native`, for messages. Raises StoreError if `rank` lacks `native`."""
         self._holdings(rank)
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
                 return f"recorded: {show(recorded)}"
         raise StoreError(
-            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; give one of natives({rank})"
+            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; pass a key of natives({rank})"
         )
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
@@ -146,7 +148,7 @@ class BoundRecorded:
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
+        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
         # Replicas share their holdings, which are looked at once.
         distinct = {id(held): held for held in self.held.values()}
         for held in distinct.values():
@@ -160,7 +162,7 @@ class BoundRecorded:
         if rank not in self.held:
             ranks = shown(sorted(self.held))
             raise StoreError(
-                f"rank {rank} is not recorded; give one of the ranks that are: {ranks}"
+                f"the storage of rank {rank} is not recorded; pass one of the ranks {ranks}"
             )
         return self.held[rank]
 
@@ -186,8 +188,8 @@ def _check_entry(name: str, recorded: Entry, given: Entry) -> None:
     """Raise StoreError if a tensor was recorded with another shape or dtype."""
     wanted = tuple(given[0]), canonical(given[1])
     if recorded != wanted:
-        what = f"{name!r} was recorded as {recorded}, and is {wanted}"
-        raise StoreError(f"{what}; record it as it is now")
+        what = f"{name!r} was recorded as {recorded}, and is given as {wanted}"
+        raise StoreError(f"{what}; record the ranks again, or give the recorded shape and dtype")
 
 
 class _Holder(NamedTuple):
@@ -210,12 +212,14 @@ class _ViewFinder:
         if others:
             again = others[0].native.label
             raise StoreError(
-                f"{name!r} lies in {stored.label!r} and again in {again!r}; record one"
+                f"{name!r} was recorded in two stored tensors, {stored.label!r} and {again!r}; "
+                f"make the loader copy it into one"
             )
         try:
             return self._make(stored.shape, shape, first.pieces)
         except StoreError as error:
-            raise StoreError(f"{name!r} is not a view of {stored.label!r}: {error}") from None
+            what = f"{name!r} {shape} is not a view of {stored.label!r} {stored.shape}"
+            raise StoreError(f"{what}: {error}") from None
 
     def _make(self, stored: _Shape, shape: _Shape, pieces: Sequence[Piece]) -> RecordedView:
         """The view of these pieces, whatever their tensor is called. Raises StoreError as RecordedView."""
@@ -285,7 +289,7 @@ class _LayoutFinder:
                 self._layouts_by_key[key] = _find_layout(shape, dtype, parts)
             self.layouts[name] = self._layouts_by_key[key]
         except ShardError as error:
-            self.faults.append(f"{name!r} has no one layout: {error}")
+            self.faults.append(f"{name!r} has no single layout over its ranks: {error}")
 
     def list_faults(self, unused: Sequence[str]) -> list[str]:
         """All errors found, and one for tensors that no rank stores and no glob in `unused` matches."""
@@ -294,7 +298,8 @@ class _LayoutFinder:
             return self.faults
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         listed = ", ".join(missing[:SHOWN])
-        return [*self.faults, f"no rank stores {listed}{more}; load them too"]
+        fix = "load them while recording, or name them in unused="
+        return [*self.faults, f"no recorded rank stores {listed}{more}; {fix}"]
 
 
 def _find_layout(shape: _Shape, dtype: str, parts: Mapping[int, tuple[Runs, ...]]) -> Layout:
@@ -306,8 +311,8 @@ def _find_layout(shape: _Shape, dtype: str, parts: Mapping[int, tuple[Runs, ...]
     divided = [d for d, held in enumerate(by_dim) if len(set(held)) > 1]
     if len(divided) != 1:
         ranks = sorted(parts)
-        what = f"ranks {ranks} hold parts of dimensions {divided} that are not a mesh"
-        raise StoreError(f"{what}; divide one dimension, or evenly")
+        what = f"ranks {ranks} divide dimensions {divided}, but not as a grid of equal parts"
+        raise StoreError(f"{what}; divide one dimension only, or all evenly")
     # Some parts are on more ranks than others, as heads over ranks that they do not divide evenly.
     axes = {"part": len(parts)}
     mesh = Mesh(axes, ranks=list(parts))

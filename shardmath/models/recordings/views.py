@@ -27,15 +27,15 @@ _Shape: TypeAlias = tuple[int, ...]
 
 MOST_SEGMENTS = 1 << 20
 """The most segments of one dimension, such as rows of a vocabulary that alternate with others."""
-LOAD_SLICES = "load it in slices of its dimensions"
+LOAD_SLICES = "make the loader copy slices along its dimensions"
 NO_PRODUCT = (
-    "its elements here are not all combinations of some positions of each dimension, "
-    f"and no layout describes others; {LOAD_SLICES}"
+    "its elements here are not all combinations of some positions of each dimension, such as some "
+    f"rows of some columns, as a layout needs them; {LOAD_SLICES}"
 )
 
 
 class RecordedView:
-    """Pieces of a logical tensor as a view of a stored one. Raises StoreError if they are not a view of it.
+    """Pieces of a logical tensor as a view (a slice per dimension) of a stored one. Raises StoreError if impossible.
 
     `missing` is the number of dimensions of 1 that the stored tensor lacks; `cut` and `order` are as in a Slot; `runs`
     are the positions in each dimension of the view.
@@ -95,9 +95,11 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
     stored_dims: dict[int, int] = {}
     for of, dim in _list_stepped(boxes):
         if stored_dims.setdefault(of, dim) != dim:
-            raise StoreError(f"its dimension {of} lies along several stored ones; {LOAD_SLICES}")
+            what = f"its dimension {of} lies along several dimensions of the stored tensor"
+            raise StoreError(f"{what}; {LOAD_SLICES}")
     if len(set(stored_dims.values())) != len(stored_dims):
-        raise StoreError(f"several of its dimensions lie along a stored one; {LOAD_SLICES}")
+        what = "several of its dimensions lie along one dimension of the stored tensor"
+        raise StoreError(f"{what}; {LOAD_SLICES}")
     _pair_moving(stored_dims, boxes)
     return stored_dims
 
@@ -162,9 +164,10 @@ def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segme
     starts = [(cell, element)]
     length = 1
     strided = [atom.number for atom in atoms if not atom.step == atom.stride == 1]
-    if math.prod(strided) > MOST_SEGMENTS:
-        what = f"one of its dimensions is in more than {MOST_SEGMENTS} segments"
-        raise StoreError(f"{what}; load it in longer ones")
+    count = math.prod(strided)
+    if count > MOST_SEGMENTS:
+        what = f"one of its dimensions is in {count} segments, more than {MOST_SEGMENTS}"
+        raise StoreError(f"{what}; make the loader copy longer slices")
     for atom in atoms:
         if atom.step == atom.stride == 1:
             length = atom.number

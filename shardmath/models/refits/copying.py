@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """The result of `bind` for `stored`, copied from `bound`; None unless the two sides differ only in their ranks."""
+    """Return `stored` bound to tensors, by renaming the ranks of `bound`; None if the two differ in more than ranks."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None

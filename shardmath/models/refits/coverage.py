@@ -5,7 +5,7 @@
 2. Everything that does not fit is in one message.
 
 >>> find_faults({(0, "a"): (2, 3)}, {(0, "a"): (3, 2), (0, "b.k_scale"): (1,)}, own=("*.k_scale",))
-["'a' is stored as (2, 3), the rank has (3, 2); pass one of that shape, or correct the row"]
+["the side stores 'a' as (2, 3), the rank has (3, 2); pass a tensor of shape (2, 3), or correct the row"]
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ Natives: TypeAlias = Mapping[Native, tuple[int, ...]]
 
 
 def show_native(native: Native) -> str:
-    """The stored tensor as text for messages: its name, and its chunk unless that is 0."""
+    """The name of a stored tensor for messages, followed by its chunk (virtual stage) unless that is 0."""
     chunk, name = native
     return f"{name!r} of chunk {chunk}" if chunk else repr(name)
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Texts about stored tensors whose shapes differ between the rows (`stored`) and the rank (`has`)."""
+    """Error texts for the tensors whose shapes differ between a side's rows (`stored`) and a rank (`has`)."""
     faults = []
     for native, shape in stored.items():
         if native not in has:
             faults.append(
-                f"{show_native(native)} {shape} is stored, and the rank has no such tensor; "
-                f"pass it, or correct the row"
+                f"the side stores {show_native(native)} as {shape}, and the rank has no such tensor; "
+                f"pass it too, or correct the row"
             )
         elif math.prod(has[native]) != math.prod(shape) or _differ(shape, has[native]):
             faults.append(
-                f"{show_native(native)} is stored as {shape}, the rank has {tuple(has[native])}; "
-                f"pass one of that shape, or correct the row"
+                f"the side stores {show_native(native)} as {shape}, the rank has "
+                f"{tuple(has[native])}; pass a tensor of shape {shape}, or correct the row"
             )
     for native in has:
         if native not in stored and not matches(native[1], own):
-            faults.append(f"{show_native(native)} is in no row; add one, or name it in own=")
+            what = f"the rank has {show_native(native)}, which no row of the side stores"
+            faults.append(f"{what}; add a row for it, or name it in own=")
     return faults
 
 
@@ -59,7 +60,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """The number of elements in all stored tensors of `rank`, and how many of them hold elements of logical tensors."""
+    """Count the cells in the stored tensors of `rank`: all cells, and cells with an element of a logical tensor."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):

@@ -43,10 +43,10 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
     have left: divide the whole one.
     """
     if not isinstance(planned, Refit):
-        raise PlanError(f"{shown(planned)} is not a refit; give what sm.refit returns")
+        raise PlanError(f"{shown(planned)} is not a Refit; pass the result of sm.refit")
     if planned.whole is not None:
-        fix = "divide its .whole, then call without(...) on each portion"
-        raise PlanError(f"engines have left {planned!r}; {fix}")
+        fix = "divide its .whole, then call without(...) on each of the results"
+        raise PlanError(f"engines have left the refit {planned!r}; {fix}")
     known = set(planned.moved)
     # In the trainer's order, in which models are mostly run.
     moved = [name for name in planned.trainer.layouts if name in known]
@@ -60,14 +60,17 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
 
 def _check_groups(groups: Iterable[Iterable[str]], moved: Iterable[str]) -> None:
     """Raise PlanError unless the groups have every tensor that moves, each once."""
-    left = set(moved)
+    known = set(moved)
+    left = set(known)
     for group in groups:
         for name in group:
             if name not in left:
-                raise PlanError(f"{shown(name)} does not move, or is in two groups; name it once")
+                why = "in two groups" if name in known else "which does not move"
+                what = f"groups= has {shown(name)} {why}"
+                raise PlanError(f"{what}; name each tensor of refit.moved once")
             left.remove(name)
     if left:
-        raise PlanError(f"{shown(min(left))} moves and is in no group; put it in one")
+        raise PlanError(f"no group of groups= has {shown(min(left))}, which moves; add it to one")
 
 
 def _select(planned: Refit, group: Iterable[str]) -> Refit:

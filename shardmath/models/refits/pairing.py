@@ -25,7 +25,10 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """The layouts, at trainer and engines, of tensors that move. Raises PlanError if an engine has a tensor in part."""
+    """The layouts of the tensors that move, at the trainer and at the engines, by name.
+
+    Raises PlanError if an engine stores only a part of a tensor.
+    """
     for engine, side in engines.items():
         _check_whole(engine, side)
     # The trainer's other tensors, which no engine needs, are not in the plan.
@@ -51,8 +54,8 @@ def _check_whole(engine: str, side: KnownSide) -> None:
     for name, layout in side.layouts.items():
         if not holds_all((layout,)):
             raise PlanError(
-                f"{engine} holds no element {first_unheld((layout,))} of {name!r} under {layout}; "
-                f"cover it there, or give tensors of the shapes of its own model"
+                f"{engine} does not store element {first_unheld((layout,))} of {name!r}, laid out as "
+                f"{layout}; store the whole tensor there, or pass the shapes of the engine's model"
             )
 
 
@@ -68,7 +71,7 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
 def group_tensors(
     names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield each tensor in `names`, followed by its companions in `names` (such as scales), which come only there."""
+    """Yield a group for each tensor in `names`: the tensor, then its companions in `names`, such as its scales."""
     taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:
@@ -78,7 +81,7 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of the tensors `together`, by engine that stores them. Raises PlanError if one stores only some."""
+    """The layouts of the tensors in `together`, by engine. Raises PlanError if an engine stores only some of them."""
     first, *others = together
     held = {}
     for engine, side in engines.items():
@@ -86,11 +89,12 @@ def list_held(
             orphans = [name for name in others if name in side.layouts]
             if orphans:
                 raise PlanError(
-                    f"{engine} stores {orphans[0]!r} without {first!r}; give both a row"
+                    f"{engine} stores {orphans[0]!r} without {first!r}; add a row for {first!r}"
                 )
             continue
         missing = [name for name in others if name not in side.layouts]
         if missing:
-            raise PlanError(f"{engine} stores {first!r} without {missing[0]!r}; give both a row")
+            what = f"{engine} stores {first!r} without {missing[0]!r}"
+            raise PlanError(f"{what}; add a row for {missing[0]!r}")
         held[engine] = tuple(side.layouts[name] for name in together)
     return held

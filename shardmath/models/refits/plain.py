@@ -37,17 +37,20 @@ class PlainSide:
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """The side with only these `tensors`. Raises StoreError, which lists each tensor that is missing or differs."""
+        """Return the side with only `tensors`. Raises StoreError, which lists all that are missing or that differ."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
             layout = self.layouts.get(name)
             if layout is None:
                 if not matches(name, unused):
-                    faults.append(f"no layout of {name!r}; give one, or name it in unused=")
+                    what = f"no layout is given for {name!r}"
+                    faults.append(f"{what}; add one, or name the tensor in unused=")
             elif layout.shape != tuple(shape) or layout.dtype != dtype:
-                what = f"{name!r} is {dtype}{list(shape)}, and its layout {layout}"
-                faults.append(f"{what}; give what engines hold differently in served=, with rules=")
+                what = f"{name!r} is {dtype}{list(shape)}, and its layout is {layout}"
+                faults.append(
+                    f"{what}; make them equal, or pass the engines' in served=, with rules="
+                )
             else:
                 held[name] = layout
         if faults:
@@ -55,7 +58,7 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The place (a Slot) where `rank` stores its part of each tensor, by name: always a whole stored tensor."""
+        """The Slot in which `rank` stores its part of each tensor, by name: always a whole stored tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -73,11 +76,11 @@ class PlainSide:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> None:
-        """Return None, since every tensor is stored as it is, and not as a function of it."""
+        """Return None: a plain side stores each of the tensors `names` as it is, never a function of its values."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
         """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
-            raise StoreError(f"rank {rank} stores no {name!r}; give one of natives({rank})")
+            raise StoreError(f"rank {rank} stores no {name!r}; pass a key of natives({rank})")
         return f"{name} = {name} : {self.layouts[name].text}"

@@ -90,7 +90,7 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """The place (a Slot) where `rank`, of `engine` or the trainer, stores each local tensor of the plan, by name.
+        """The Slot in which `rank`, of `engine` or the trainer, stores each of its local tensors of the plan, by name.
 
         The names are the plan's. Raises PlanError for an unknown engine.
         """
@@ -125,7 +125,7 @@ class Refit:
         return group_tensors(self.transforms.held_dst, companions)
 
     def without(self, *engines: str) -> Refit:
-        """The refit without `engines`, which leave; the transfers to the others are unchanged.
+        """Return the refit without `engines`; the transfers to all other engines stay the same.
 
         Raises PlanError for an unknown engine, if no engine is left, and if a leaving engine shares a rank with one
         that stays.
@@ -136,12 +136,13 @@ class Refit:
             ranks |= set(self._find(engine).ranks)
             del staying[engine]
         if not staying:
-            raise PlanError(f"{', '.join(engines)} leave, and no engine is left; keep one")
+            what = f"{', '.join(engines)} leave, which are all engines of the refit"
+            raise PlanError(f"{what}; keep at least one")
         for engine, side in staying.items():
             shared = sorted(ranks.intersection(side.ranks))
             if shared:
                 raise PlanError(
-                    f"rank {shared[0]} leaves with {', '.join(engines)}, and is one of {engine}, which stays; "
+                    f"rank {shared[0]} leaves with {', '.join(engines)}, but {engine}, which stays, has it too; "
                     f"plan again: refit(trainer, engines, shapes)"
                 )
         planned = self.whole or self
@@ -189,13 +190,14 @@ class Refit:
                 lines.append(f"    {row}")
                 lines += _list_parts(side, stored, rank)
         if not lines:
-            raise StoreError(f"rank {rank} stores no {native!r}; give a tensor that it stores")
+            names = [name for _, name in side.natives(rank)]
+            raise StoreError(f"rank {rank} stores no {native!r}; pass one of {shown(names)}")
         return "\n".join(lines)
 
     def _find(self, engine: str) -> KnownSide:
         """The side of an engine. Raises PlanError for an unknown one."""
         if engine not in self.engines:
-            raise PlanError(f"no engine {engine!r}; give one of {', '.join(self.engines)}")
+            raise PlanError(f"no engine {engine!r}; pass one of {', '.join(self.engines)}")
         return self.engines[engine]
 
 
@@ -300,10 +302,13 @@ def _name_engines(engines: Declared | Mapping[str, Declared]) -> dict[str, Decla
     if isinstance(engines, Stored | RecordedSide):
         return {ENGINE: engines}
     if not isinstance(engines, Mapping):
-        raise PlanError(f"engines are {shown(engines)}; give one side, or several by name")
+        raise PlanError(
+            f"engines= is {shown(engines)}, where one side is needed, or several by name; "
+            f"pass a Stored, a RecordedSide, or a mapping"
+        )
     given: dict[str, object] = dict(engines)
     if not given:
-        raise PlanError("no engine is given; give one side, or several by name")
+        raise PlanError("engines={} has no engine; pass one side, or several by name")
     # A mapping of layouts is one engine, which stores every tensor separately.
     if all(isinstance(layout, Layout) for layout in given.values()):
         return {ENGINE: given}  # type: ignore[dict-item]
@@ -318,7 +323,10 @@ def _bind(side: _UnboundSide, others: Iterable[KnownSide | None]) -> KnownSide:
     if isinstance(declared, Mapping):
         return PlainSide(declared).bind(side.tensors.shapes, side.unused)
     if not isinstance(declared, Stored):
-        raise StoreError(f"{shown(declared)} is not a side; give rows, recordings, or layouts")
+        raise StoreError(
+            f"{shown(declared)} does not say how tensors are stored; "
+            f"pass a Stored, a RecordedSide, or layouts by name"
+        )
     for other in others:
         copy = copy_bound(other, declared) if isinstance(other, Bound) else None
         if copy is not None:
@@ -333,5 +341,5 @@ def _check_sources(trainer: KnownSide, needed: Collection[str]) -> None:
         name, slot = computed
         raise StoreError(
             f"trainer: {show_native((slot.chunk, slot.native))} stores {slot.function}(...), from "
-            f"which {name} cannot be computed; give the trainer a row that stores it"
+            f"which {name} cannot be computed; give the trainer a row that stores {name} itself"
         )

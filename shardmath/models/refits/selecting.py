@@ -38,7 +38,7 @@ class Selected:
         return self.side.ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The place (a Slot) where `rank` stores its part of each selected tensor, by name, if it holds a part."""
+        """The Slot in which `rank` stores its part of each selected tensor that it holds, by the tensor's name."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -56,5 +56,5 @@ class Selected:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
+        """The first selected tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot."""
         return self.side.find_computed(self.names.intersection(names))

@@ -33,7 +33,7 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """The windows in which engines hold each tensor (copies share one), and the number of each engine's window."""
+    """Give engines that store tensors in the same way one window; return the windows, and each engine's number."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

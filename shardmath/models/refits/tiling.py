@@ -38,7 +38,7 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
     """The error message for a side that cuts a tensor inside a block that has one scale; None if it does not.
 
-    None if it does not, if it has other faults, and for a side that is not declared in rows.
+    A side that has other faults, or is not declared in rows, gives None too.
     """
     companions = _list_scales(of, rules)
     if not isinstance(side, Stored) or not companions:
@@ -79,7 +79,8 @@ def check_scales(
             if rank is not None:
                 raise StoreError(
                     f"{engine}: rank {rank} has values of {name!r} without their scale: data are {data}, "
-                    f"{scales_name!r} is {scales}, a scale per {blocks}; cut both between blocks"
+                    f"{scales_name!r} is {scales}, a scale per {blocks}; write rows that cut both "
+                    f"between blocks"
                 )
 
 

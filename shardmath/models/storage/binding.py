@@ -47,7 +47,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row describes, for one value of its star (`weight` or `bias`)."""
+    """The stored tensors that one row describes, for one of the words that its `*` stands for, `weight` or `bias`."""
 
     row: Row
     star: str
@@ -63,7 +63,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A side whose rows are matched to tensors: the layout of each, and where ranks store it. Made by `bind`."""
+    """A trainer or engine with its rows matched to tensors by `bind`: the layout of each, and where ranks store it."""
 
     stored: Stored
     layouts: Mapping[str, Layout]
@@ -75,7 +75,7 @@ class Bound:
         return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
+        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
@@ -83,17 +83,17 @@ class Bound:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
-        """The row that says how `rank` stores the tensor `native`. Raises StoreError if it does not store it."""
+        """The row that says how `rank` stores the tensor `native`. Raises StoreError if `rank` does not store it."""
         for held in self.held:
             for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:
                     return held.row
         raise StoreError(
-            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; give one of natives({rank})"
+            f"rank {rank} stores no {native[1]!r} in chunk {native[0]}; pass a key of natives({rank})"
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
+        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -150,7 +150,7 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Match `tensors` to the rows of `stored`; tensors that match a glob in `unused` need no row.
+    """Return the side `stored` with `tensors` matched to its rows; tensors that match a glob in `unused` need no row.
 
     Raises StoreError with everything that does not fit.
     """
@@ -201,7 +201,8 @@ class _Binder:
         missing = [name for name in unbound if not matches(name, self.unused)]
         if missing and not faults:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-            faults.append(f"no row stores {', '.join(missing[:SHOWN])}{more}; add rows for them")
+            listed = ", ".join(missing[:SHOWN])
+            faults.append(f"no row stores {listed}{more}; add rows for them, or leave them out")
         if faults:
             raise StoreError("\n".join(faults))
 
@@ -259,8 +260,8 @@ class _Binder:
         if len(taken) == len(names):
             return row.also
         free = next(name for name in names if name not in self.layouts)
-        what = f"{taken[0]!r} is stored by a row before, and {free!r} is not"
-        raise StoreError(f"{what}; leave it out there, or begin one of the rows with 'also'")
+        what = f"a row before stores {taken[0]!r}, but not {free!r}, which this row stores with it"
+        raise StoreError(f"{what}; leave {taken[0]!r} out of one of the two rows")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
         """Whether the row's conditions hold. Raises StoreError for a condition with the stacked index."""
@@ -273,8 +274,8 @@ class _Binder:
                 return False
             return row.lacks is None or row.lacks.fill(by_index) not in self.shapes
         except KeyError as error:
-            what = f"'{row}' asks for a tensor of each {error}, and stacks them"
-            raise StoreError(f"{what}; ask for one tensor, by the other indices") from None
+            what = f"the condition of '{row}' has the index {error}, along which the row stacks tensors"
+            raise StoreError(f"{what}; write the condition without this index") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
         """Note the layouts; False for an `also` row whose ranks all have the tensors already."""
@@ -299,19 +300,22 @@ class _Binder:
             # If one stage is first and last, the copy is the tensor itself.
             lacking = set(copy.mesh.ranks) - having
             if lacking:
-                what = f"rank {min(having)} has {name!r} by a row before '{row}', and rank {min(lacking)} does not"
-                raise StoreError(f"{what}; place the copy on ranks without it")
+                what = f"rank {min(having)} stores {name!r} by a row before '{row}', and rank {min(lacking)} does not"
+                raise StoreError(
+                    f"{what}; place the copy, with @axis=coordinate, on ranks without it"
+                )
         if joined and len(joined) < len(copies):
             stored = next(name for name in copies if name not in joined)
-            what = f"ranks of '{row}' have {stored!r} by a row before, and not {min(joined)!r}"
-            raise StoreError(f"{what}; store the two by separate rows")
+            what = f"ranks of '{row}' store {stored!r} by a row before, but not {min(joined)!r}"
+            raise StoreError(f"{what}; write a separate row for each of the two")
         return joined
 
 
 def _pile_copies(one: Layout, other: Layout) -> Layout:
     """The layout of two copies on different ranks. Raises StoreError if the copies are laid out differently."""
     if one.dims != other.dims or one.mesh.shape != other.mesh.shape:
-        raise StoreError(f"copies '{one}' and '{other}' differ in layout; store them alike")
+        what = f"a tensor has layout '{one}', and its copy, by the row with 'also', '{other}'"
+        raise StoreError(f"{what}; divide both by the same axes in the same way")
     mesh = pile([one.mesh, other.mesh])
     return intern(one.shape, one.dtype, mesh, one.dims, ())
 
@@ -382,8 +386,10 @@ def _explain_shared(bound: Bound, group: Sequence[Held], native: tuple[int, str]
             where = f"{native_name!r} of chunk {chunk}" if chunk else repr(native_name)
             what = f"rank {rank} stores {one!r} and {other!r} in the same cells of {where}"
             if row == other_row:
-                return f"{what}; give them two names or chunks\nin the row {row}"
-            return f"{what}; give them two names, or one row\nin the rows {row}\nand {other_row}"
+                fix = "write an index that differs into the stored name, or give them two chunks"
+                return f"{what}; {fix}\nin the row {row}"
+            fix = "write two stored names, or store both by one row"
+            return f"{what}; {fix}\nin the rows {row}\nand {other_row}"
     return ""
 
 

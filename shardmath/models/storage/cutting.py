@@ -46,7 +46,8 @@ class Frame:
             return number
         if number not in self.numbers:
             known = ", ".join(self.numbers) or "none"
-            raise LayoutError(f"unknown number {number!r}; write one that this side has: {known}")
+            what = f"unknown number {number!r}; the numbers of this side are: {known}"
+            raise LayoutError(f"{what}; write one of them or an integer, or add it to numbers=")
         return self.numbers[number]
 
     def is_axis(self, word: Word) -> bool:
@@ -54,7 +55,7 @@ class Frame:
         return word.name in self.axes
 
     def is_number(self, word: Word) -> bool:
-        """Whether `word` is an integer, or names one."""
+        """Whether `word` is an integer, or the name of one in `numbers`."""
         return isinstance(word.name, int) or word.name in self.numbers
 
 
@@ -79,7 +80,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of a dimension, written as `group`, that a rank at `coords` stores, counted over all components.
+    """The positions that a rank at `coords` stores of a dimension written as `group`, counted over all components.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
@@ -119,7 +120,8 @@ class _GroupLayer:
         spans = sorted(piece for piece in pieces if piece[0] >= 0)
         for (_, stop), (start, _) in itertools.pairwise(spans):
             if start < stop:
-                return f"{self._describe_repeat(group, start)}; store it once per rank"
+                fix = "write each component once, and at most its length after %"
+                return f"{self._describe_repeat(group, start)}; {fix}"
         return ""
 
     def _describe_repeat(self, group: GroupedDim, position: int) -> str:
@@ -162,8 +164,8 @@ class _GroupLayer:
         parts = math.prod(frame.number(word.name) for word in numbers)
         positions = sum(frame.lengths.values())
         if parts > max(positions, FEW):
-            what = f"'{term}' has {parts} parts of {positions} positions"
-            raise LayoutError(f"{what}; leave numbers out")
+            what = f"'{term}' cuts {positions} positions into {parts} parts"
+            raise LayoutError(f"{what}; write numbers for at most {max(positions, FEW)} parts")
 
     def _read(self, term: Term) -> _Operands:
         """The term's words by role. Raises LayoutError unless one of them is a component."""
@@ -179,9 +181,8 @@ class _GroupLayer:
                 free.append(i)
         if len(free) != 1:
             components = " and ".join(str(term.words[i]) for i in free) or "none"
-            raise LayoutError(
-                f"'{term}' needs one component, and has {components}; {self._list_meanings()}"
-            )
+            what = f"'{term}' must have one component, and has {components}"
+            raise LayoutError(f"{what}; {self._list_meanings()}")
         left, leaf, right = term.words[: free[0]], term.words[free[0]], term.words[free[0] + 1 :]
         self._check_marks(term, left + right)
         _check_leaf(term, leaf)
@@ -226,7 +227,7 @@ class _GroupLayer:
             copies = frame.number(word.over)
             if copies < 1 or size % copies:
                 what = f"'{word}': {copies} does not divide {word.name}={size}"
-                raise LayoutError(f"{what}; give a divisor")
+                raise LayoutError(f"{what}; write a divisor of {size} after /")
             size //= copies
             part //= copies
         return [_WordCut(word, size, part)]
@@ -254,7 +255,8 @@ class _GroupLayer:
         if len(axes) > 1:
             listed = " and ".join(map(str, axes))
             raise LayoutError(
-                f"{listed} both deal blocks of one component; write one of them left of it"
+                f"axes {listed} are both right of one component and deal out its blocks; "
+                f"write only one of them there, and the other left of the component"
             )
         (cut,) = self._list_cuts(axes[0])
         # Round robin: every parts-th block, beginning with this coordinate's.
@@ -267,7 +269,8 @@ class _GroupLayer:
             return pieces
         tile = self.frame.number(leaf.tile)
         if tile < 1:
-            raise LayoutError(f"'{leaf}': a tile of {tile} positions; give a positive number")
+            what = f"'{leaf}' is padded to multiples of {tile}"
+            raise LayoutError(f"{what}; write a positive number after ^")
         length = sum(map(_count, pieces))
         padding = -length % tile
         return [*pieces, (-1, padding)] if padding else pieces
@@ -277,8 +280,8 @@ class _GroupLayer:
     ) -> tuple[int, int]:
         """First and end of the range of blocks that the cuts leave of the component."""
         if grain < 1 or length % grain:
-            what = f"{length} positions of '{leaf}' into blocks of {grain}"
-            raise LayoutError(f"{what} do not divide evenly; give a divisor")
+            what = f"{length} positions of '{leaf}' do not divide evenly into blocks of {grain}"
+            raise LayoutError(f"{what}; write numbers right of it whose product divides {length}")
         start, stop = 0, length // grain
         for cut in cuts:
             start, stop = self._narrow(start, stop, cut, leaf)
@@ -307,7 +310,7 @@ class _GroupLayer:
         stored = self.frame.number(leaf.stored)
         if stored < length:
             raise LayoutError(
-                f"'{leaf}': {length} positions do not fit into {stored}; give {length} or more after ="
+                f"'{leaf}': {length} positions do not fit into {stored}; write {length} or more after ="
             )
         return [*pieces, (-1, stored - length)]
 
@@ -316,8 +319,8 @@ class _GroupLayer:
         slots = self.frame.number(cycle)
         most = length * math.prod(self.frame.axes.values())
         if slots > most:
-            what = f"'%{cycle}': {slots} slots are more than one copy of {length} positions"
-            raise LayoutError(f"{what} for each coordinate; give at most {most}")
+            what = f"'%{cycle}' asks for {slots} slots, and {length} positions per coordinate are {most}"
+            raise LayoutError(f"{what}; write at most {most} after %")
         times = -(-slots // length) if length else 0
         return list(_slice(pieces * times, 0, slots))
 
@@ -331,7 +334,8 @@ class _GroupLayer:
             return lo, lo + step + (cut.part < extra)
         if self.frame.exact and n % cut.parts:
             raise LayoutError(
-                f"'{cut.word}' has {cut.parts} parts, and '{leaf}' {n} to divide; "
+                f"'{leaf}' has {n} positions or blocks, which do not divide into {cut.parts} equal "
+                f"parts for '{cut.word}'; "
                 f"choose sizes that divide, or write '{cut.word}~'"
             )
         step = -(-n // cut.parts)  # rounded up, as torch.chunk

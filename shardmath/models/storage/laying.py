@@ -43,7 +43,7 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tensors stacked along one dimension: which of `count` numbers of their index each rank holds, by coordinates."""
+    """A stack of `count` tensors, such as experts, along one dimension: the numbers held at each mesh coordinate."""
 
     index: str
     count: int
@@ -51,7 +51,7 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """The numbers held at `coords`, as Runs: the global number at each local one."""
+        """The numbers of the tensors that ranks at `coords` hold, as Runs: the global number at each local position."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
@@ -75,7 +75,7 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The positions of components in a stored tensor: its dimensions in stored order, theirs in logical order."""
+    """The layout of one stored tensor: `stored` describes its dimensions, `dims` the dimensions of its components."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
@@ -121,7 +121,7 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """The stored dimensions along which tensors are stacked: dimension -> name of the index that counts them."""
+    """The name of the index whose tensors are stacked along a dimension, by stored dimension; {} without stacks."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -130,8 +130,8 @@ def stack_names(row: Row) -> dict[int, str]:
             words.add(dim)
         for name in indices & words:
             if name in stacks.values():
-                what = f"index {name!r} is in two dimensions of '{row}'"
-                raise StoreError(f"{what}; write it in one, in which its tensors lie in order")
+                what = f"index {name!r} is in two dimensions of '{row}', and tensors are stacked along one"
+                raise StoreError(f"{what}; write the index in one of them")
             stacks[i] = name
     return stacks
 
@@ -153,7 +153,7 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
             stored.append(stack)
             continue
         if isinstance(word, str) and word in frame.axes:
-            fix = f"write ({word} n) where it divides one"
+            fix = f"write ({word} n) for a dimension that it divides, or another name"
             raise LayoutError(f"dimension {word!r} of '{row}' is a mesh axis; {fix}")
         d = next(remaining)
         lengths = tuple((name, shape[d]) for name, shape in shapes.items())
@@ -173,7 +173,8 @@ def _count_dims(shapes: Mapping[str, Shape]) -> int:
     """The number of dimensions of every component. Raises StoreError if they differ."""
     ndims = {len(shape) for shape in shapes.values()}
     if len(ndims) != 1:
-        raise StoreError(f"components {dict(shapes)} differ in dimensions; store them separately")
+        what = f"components of one stored tensor have shapes {dict(shapes)}, of different length"
+        raise StoreError(f"{what}; write a separate row for each")
     return ndims.pop()
 
 
@@ -181,14 +182,15 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
     """Raise StoreError if no dimension names one of several components, or if one that names others omits it."""
     for name in shapes:
         if len(shapes) > 1 and name not in named:
-            raise StoreError(f"component {name!r} is in no dimension; write it in '{row}'")
+            what = f"component {name!r} is in no dimension of '{row}'"
+            raise StoreError(f"{what}; write it in one, such as ({' + '.join(shapes)})")
         if name in unnamed:
-            what = f"component {name!r} is not in every dimension that names others"
-            raise StoreError(f"{what}; write it there, or none of them, in '{row}'")
+            what = f"a dimension of '{row}' names other components, but not {name!r}"
+            raise StoreError(f"{what}; write all components there, or none of them")
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """For each stored dimension, its text in the row, and the name of the index that is stacked along it, or None."""
+    """For each stored dimension, its text in `row`, and the index whose tensors are stacked along it, or None."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)
@@ -213,7 +215,8 @@ def _expand_dots(dims: list[Structure], ndim: int, row: Row) -> list[Structure]:
         at = words.index("...")
         words[at : at + 1] = ["..."] * max(ndim - len(dims) + 1, 0)
     if len(words) < ndim:
-        raise StoreError(f"'{row}' has {plural(words, 'dimension')}, its tensor {ndim}; add '...'")
+        what = f"'{row}' has {plural(words, 'dimension')}, its tensor {ndim}"
+        raise StoreError(f"{what}; write one word per dimension, or '...' for those left out")
     return words[:ndim]
 
 
@@ -301,14 +304,16 @@ def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
     for start, stop in [*spans, (n, n)]:
         if start > end:
             of = f" of {name!r}" if name else ""
-            raise LayoutError(f"no rank stores number {end} of {n}{of}; cut by each axis once")
+            what = f"no rank stores position {end} of the {n} positions{of}"
+            raise LayoutError(f"{what}; cut by each axis once")
         end = max(end, stop)
 
 
 def _unify(lengths: Mapping[str, int]) -> dict[str, int]:
     """The length that all components share, under an empty name. Raises StoreError if they differ."""
     if len(set(lengths.values())) != 1:
-        raise StoreError(f"components have {dict(lengths)} positions; name them in the dimension")
+        what = f"components have different sizes in one dimension: {dict(lengths)}"
+        raise StoreError(f"{what}; name them there, as in ({' + '.join(lengths)})")
     return {"": next(iter(lengths.values()))}
 
 

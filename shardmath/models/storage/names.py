@@ -117,7 +117,7 @@ class Name:
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether `name` matches one of the globs. Raises StoreError if `globs` is a single text."""
+    """Whether `name` matches any pattern in `globs`, as in fnmatch. Raises StoreError if `globs` is a single text."""
     return any(fnmatchcase(name, glob) for glob in listed(globs, "globs of names", StoreError))
 
 
@@ -128,23 +128,24 @@ def split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse(text: str) -> Name:
-    """Parse the text of a name pattern. Raises NotationError with a caret."""
+    """Parse a pattern of tensor names, such as `layers.{l}.[q k v].*`. Raises NotationError with a caret."""
     parts: list[PatternPart] = []
     at = 0
     while at < len(text):
         match = PART.match(text, at)
         if match is None:
             what = f"unexpected {text[at]!r} in a name"
-            raise NotationError(what, text, at, "write [q k v], {l} or {ep e}, and *")
+            raise NotationError(what, text, at, "write plain text, [q k v], {l}, {ep e} or *")
         kind = match.lastgroup or ""
         words = tuple(match[kind].split()) if kind in BRACKETS else (match[kind],)
         if not words:
-            raise NotationError("nothing between the brackets", text, at, "write a word")
+            fix = "write a word between them, such as [q k v] or {l}"
+            raise NotationError(f"nothing between the brackets {match[0]}", text, at, fix)
         parts.append(PatternPart(kind, words))
         at = match.end()
     for kind, written in (("choice", "choice [...]"), ("star", "star")):
         if sum(part.kind == kind for part in parts) > 1:
             raise NotationError(
-                f"a name has one {written} at most", text, 0, "split the row in two"
+                f"a name has one {written} at most", text, 0, "keep one, and write a row per word"
             )
     return Name(tuple(parts))

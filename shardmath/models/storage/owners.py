@@ -67,7 +67,7 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """The names under which any rank stores some of the tensor or stack of `row`."""
+        """The names under which ranks store the tensor of `row`, or the tensors of its stack, each name once."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -100,14 +100,15 @@ class Owners:
         native = {word for index in self.row.native.indices for word in index.words}
         both = native.intersection(self.in_dims.values())
         if both:
-            what = f"index {min(both)} is a dimension, and in the stored name"
-            raise StoreError(f"{what}; write it in one of them")
+            what = f"index {min(both)!r} of '{self.row}' is a dimension, and in the stored name"
+            raise StoreError(f"{what}; write it in only one of the two")
         spread = self.row.spread
         words = spread.words if spread else ()
         stacked = [name for name in self.indices if name in words or name in self.in_dims.values()]
         if len(stacked) > 1:
             listed = " and ".join(stacked)
-            raise StoreError(f"indices {listed} are both stacked; declare one of them")
+            what = f"'{self.row}' stacks the tensors of both indices {listed}"
+            raise StoreError(f"{what}; write one of them without an axis in both names, as {{l}}")
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
@@ -122,7 +123,11 @@ class Owners:
             if named <= set(mesh.shape):
                 return mesh
         axes = ", ".join(sorted(named))
-        raise StoreError(f"no mesh has all of the axes {axes}; give the side one")
+        meshes = "; ".join(map(str, self.stored.meshes))
+        what = (
+            f"'{self.row}' names the axes {axes}, and no mesh of the side has all of them: {meshes}"
+        )
+        raise StoreError(f"{what}; add a mesh that has them to meshes=")
 
     def _list_words(self) -> Iterator[object]:
         """The words that may be axes: those of the structure, of indices and of the place."""
@@ -133,7 +138,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """The ranks that hold the tensor with these `numbers` for the unstacked indices, and `count` stacked ones.
+        """The ranks that hold the tensors whose names have these `numbers`, of which `count` are stacked.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """
@@ -166,14 +171,16 @@ class Owners:
         spots = self.stored.indices[index]
         if number >= len(spots):
             raise StoreError(
-                f"index {index!r} is declared for {len(spots)} numbers, a tensor has number {number}; "
-                f"declare that many, or leave the tensor out"
+                f"index {index!r} is declared for {len(spots)} numbers, and a tensor has number {number}; "
+                f"declare {number + 1} numbers, or leave the tensor out"
             )
         spot = spots[number]
         # An index without virtual stages, such as one of experts, is in the chunk of the others.
         if spot.chunk and location.chunk not in (0, spot.chunk):
-            what = f"index {index!r} puts number {number} in chunk {spot.chunk}, another one in {location.chunk}"
-            raise StoreError(f"{what}; declare one chunk for '{self.row}'")
+            what = f"index {index!r} puts number {number} of '{self.row}' in chunk {spot.chunk}"
+            raise StoreError(
+                f"{what}, another index in chunk {location.chunk}; declare the same chunk for both"
+            )
         location.chunk = max(location.chunk, spot.chunk)
         location.local[index] = spot.number
         for axis, coordinate in spot.coords.items():
@@ -185,7 +192,7 @@ class Owners:
         if before != coordinate:
             raise StoreError(
                 f"'{self.row}' is at {axis}={before} and, by {why}, at {axis}={coordinate}; "
-                f"declare one place for it"
+                f"make the two equal, or leave one of them out"
             )
 
     def _add_place(self, place: rows.AxisPlace, location: _Location) -> None:
@@ -247,7 +254,8 @@ class Owners:
         everywhere = len(stack.held)
         for number, holders in enumerate(stack.list_holders()):
             if not holders:
-                raise StoreError(f"no rank has number {number} of '{self.row}'; store every number")
+                what = f"no rank has number {number} of the {stack.count} that '{self.row}' stacks"
+                raise StoreError(f"{what}; write a structure that stores every number")
             if len(holders) == everywhere:
                 yield whole
                 continue
@@ -272,8 +280,10 @@ class Owners:
 def _check_free(row: Row, fixed: Set[str]) -> None:
     """Raise StoreError for axes that divide the row's tensor while the tensor is at one coordinate of them."""
     if fixed:
-        what = f"'{row}' divides by {min(fixed)!r}, and is at one coordinate of it"
-        raise StoreError(f"{what}; leave the axis out of one of the two")
+        what = f"'{row}' divides by axis {min(fixed)!r}, and is at only one coordinate of this axis"
+        raise StoreError(
+            f"{what}; leave the axis out of its structure, or out of its place or index"
+        )
 
 
 def _read_word(written: str) -> Word:
@@ -288,7 +298,7 @@ def _make_group(*words: Word) -> GroupedDim:
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
-    """The mesh of `meshes`, which have one shape, one after the other along a new first axis `copy`."""
+    """Join `meshes` of equal shape into one mesh, one after the other along a new first axis, `copy`."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     shape = {"copy": len(meshes), **meshes[0].shape}
     return Mesh(shape, ranks=ranks)

@@ -63,7 +63,7 @@ class AxisPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a storage table: how ranks store a parameter (see the module)."""
+    """One line of a storage table: a stored name, the logical tensors in it, and how ranks divide its dimensions."""
 
     native: Name
     logical: Name
@@ -176,15 +176,22 @@ class _Line:
     def expect(self, mark: str, fix: str) -> None:
         """Move past the text `mark`. Raises NotationError, which says `fix`, if something else comes next."""
         if not self.accept(mark):
-            rest = self.text[self.at :] or "the end"
-            raise NotationError(f"expected {mark!r}, found {rest!r}", self.text, self.at, fix)
+            raise NotationError(
+                f"expected {mark!r}, found {self._show_rest()}", self.text, self.at, fix
+            )
+
+    def _show_rest(self) -> str:
+        """The text that is not read yet, for messages."""
+        rest = self.text[self.at :]
+        return repr(rest) if rest else "the end of the line"
 
     def name(self, meaning: str) -> Name:
         """Move past a name pattern and return it. Raises NotationError, asking for `meaning`, if none comes next."""
         start = self.at
         match = self.take(NAME)
         if match is None:
-            raise NotationError(f"expected {meaning}", self.text, start, "write NATIVE = LOGICAL")
+            what = f"expected {meaning}, found {self._show_rest()}"
+            raise NotationError(what, self.text, start, "write NATIVE = LOGICAL : STRUCTURE")
         try:
             return names.parse(match[0])
         except NotationError as error:
@@ -209,8 +216,9 @@ def _read_head(line: str) -> _Head:
     read.expect("]", "close the head")
     place = read.place()
     if read.at < len(line):
-        what = f"{line[read.at :]!r} stands behind the head"
-        raise NotationError(what, line, read.at, "write [NATIVE = LOGICAL] @pp=0 and nothing more")
+        what = f"unexpected {line[read.at :]!r} after [NATIVE = LOGICAL]"
+        fix = "write nothing after it, or only a place, such as @pp=0"
+        raise NotationError(what, line, read.at, fix)
     return _Head(native.strip(), logical.strip(), place)
 
 
@@ -301,11 +309,12 @@ def _check_numbers(row: Row, line: str) -> None:
     """Raise NotationError for a plain number in a logical name, or for one index twice."""
     indices = [index.name for index in row.logical.indices]
     if len(set(indices)) < len(indices):
-        what = f"an index is twice in the logical name {row.logical}"
+        twice = next(name for name in indices if indices.count(name) > 1)
+        what = f"index {twice!r} is twice in the logical name {row.logical}"
         raise NotationError(what, line, 0, "give each number of a name a different index")
     _, numbers = names.split(str(row.logical).removesuffix(names.REST))
     if numbers:
-        what = f"number {numbers[0]} in the logical name {row.logical}"
+        what = f"the logical name {row.logical} has the number {numbers[0]}"
         at = max(line.find(str(numbers[0]), line.find("=")), 0)
         fix = "write an index, such as {l}: a row stores all tensors of such names"
         raise NotationError(what, line, at, fix)
@@ -316,10 +325,10 @@ def _check_spread(row: Row, line: str) -> None:
     spread = [str(index) for index in row.native.indices if len(index.words) > 1]
     for other in spread:
         if other != spread[0]:
-            what = f"indices {spread[0]} and {other} are both spread"
+            what = f"the stored name spreads two indices over axes, {spread[0]} and {other}"
             at = max(line.find(other), 0)
             raise NotationError(
-                what, line, at, "spread one, and write the other without an axis, as {l}"
+                what, line, at, "spread only one, and write the other without an axis, as {l}"
             )
 
 
@@ -335,13 +344,15 @@ def _check(row: Row, line: str) -> None:
                 f"index {index} is not in the logical name {row.logical}",
                 line,
                 max(line.find(str(index)), 0),
-                "give both names the index",
+                "write the index in both names, or in neither",
             )
     _check_conditions(row, line)
     if row.native.starred != row.logical.starred:
-        raise NotationError("a star in one name only", line, 0, "write * in both names, or neither")
+        what = f"only one of {row.native} and {row.logical} has a *"
+        raise NotationError(what, line, 0, "write * in both names, or in neither")
     if row.native.is_open != row.logical.is_open:
-        raise NotationError("any rest in one name only", line, 0, "end both names in ..., or none")
+        what = f"only one of {row.native} and {row.logical} ends in ..."
+        raise NotationError(what, line, 0, "end both names in ..., or neither")
     if row.native.components:
         raise NotationError(
             f"a choice [...] in the stored name {row.native}, which is one tensor",

@@ -81,7 +81,7 @@ class KnownSide(Protocol):
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The place (a Slot) where `rank` stores its part of each logical tensor, by name, if it holds a part."""
+        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
         ...
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -97,13 +97,13 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` that a rank stores as a function of the tensor, with its Slot there; None if none is."""
+        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The storage of a trainer's or engine's tensors: rows, meshes, spots of indices, and numbers (see the module).
+    """The storage of a trainer or engine: rows of text, with the meshes, indices and numbers that the rows name.
 
     With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
     different ranks, for no mesh, and for rows that are not parsed.
@@ -126,8 +126,8 @@ class Stored:
         for name, value in copies.items():
             object.__setattr__(self, name, value)
         if not self.meshes or len({frozenset(mesh.ranks) for mesh in self.meshes}) != 1:
-            what = f"meshes {list(self.meshes)} do not have the same ranks"
-            raise StoreError(f"{what}; give one or more of the same ranks")
+            what = f"meshes of a side must have the same ranks, and are {list(self.meshes)}"
+            raise StoreError(f"{what}; give one or more meshes over the same ranks")
         _check_axes(self.meshes)
         _check_counts(self.numbers, self.indices)
 
@@ -142,14 +142,14 @@ class Stored:
 
     @property
     def digest(self) -> str:
-        """A digest of 64 hexadecimal digits; equal values have equal digests on every rank."""
+        """A SHA-256 digest of the declared storage, as 64 hexadecimal digits; equal on all ranks with equal storage."""
         # Sorted, since equal mappings may have their entries in any order.
         plain = _list_plain(self)
         text = json.dumps(plain, sort_keys=True)
         return digest(text)
 
     def to_json(self) -> str:
-        """The value as JSON text that `from_json` reads."""
+        """The declared storage as JSON text, which `from_json` reads."""
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -160,7 +160,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, text: str) -> Stored:
-        """The value that `to_json` wrote. Raises StoreError for any other `text`, NotationError for a bad row in it."""
+        """Read the JSON `text` that `to_json` wrote. Raises StoreError for other text, NotationError for a bad row."""
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
@@ -186,7 +186,7 @@ def _check_axes(meshes: tuple[Mesh, ...]) -> None:
                 if before != coordinate:
                     raise StoreError(
                         f"rank {rank} is at {axis}={before} of one mesh and at {axis}={coordinate} "
-                        f"of another; give other ranks, or the axis another name"
+                        f"of another; order the ranks of both meshes equally, or rename the axis in one"
                     )
 
 
@@ -249,7 +249,7 @@ def replicates(unknown: str) -> bool:
     """
     if known(unknown, UNKNOWN) is None:
         listed = ", ".join(UNKNOWN)
-        raise StoreError(f"unknown={unknown!r}; use one of {listed}")
+        raise StoreError(f"unknown={unknown!r} is not an option; use one of {listed}")
     return unknown == "replicate"
 
 
@@ -305,7 +305,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names of `template`, by their numbers except number `stacked` of each, then by that number."""
+        """The names that fit `template`, by their numbers without number `stacked` of each, then by this number."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:
@@ -329,8 +329,8 @@ class Vocabulary:
         absent = set(numbers).difference(names)
         if absent:
             raise StoreError(
-                f"number {min(absent)} of index {index!r} is missing, and "
-                f"{max(names)} is there; give all of a stack"
+                f"number {min(absent)} of index {index!r} is missing, and number {max(names)} exists; "
+                f"give the shapes of all numbers from 0 on"
             )
         ordered = [names[number] for number in numbers]
         first = self.shapes[ordered[0]]

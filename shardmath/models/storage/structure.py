@@ -100,7 +100,8 @@ def parse(text: str) -> GroupedDim:
     """Parse one dimension written in parentheses, such as (tp n). Raises NotationError with a caret."""
     dims = read_dims(text)
     if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
-        raise NotationError("not one group", text, 0, "write (tp n)")
+        what = f"expected one dimension in parentheses, found {text!r}"
+        raise NotationError(what, text, 0, "write one, such as (tp n)")
     return dims[0]
 
 
@@ -141,7 +142,8 @@ def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:
 def _read_term(read: Cursor, depth: int) -> Term:
     """Words, and the group behind them, if any."""
     if depth > MOST_NESTED:
-        read.fail(f"more than {MOST_NESTED} nested groups", read.here.at, "write fewer")
+        fix = f"write at most {MOST_NESTED} parentheses inside each other"
+        read.fail(f"more than {MOST_NESTED} nested groups", read.here.at, fix)
     start = read.here.at
     words = []
     while read.here.kind in ("word", "int"):
@@ -149,10 +151,11 @@ def _read_term(read: Cursor, depth: int) -> Term:
     # Words before a group cut each of its components; '|' would cut them as one, so only outermost groups have it.
     if read.accept("("):
         group = _read_terms(read, depth + 1)
-        read.expect(")", "close the group; '|' stands in the outermost one")
+        read.expect(")", "close the group with ')'; '|' is allowed only in the outermost group")
         return Term(tuple(words), group)
     if not words:
-        read.fail("nothing to lay out", start, "write a component, such as n")
+        found = repr(read.here.text) if read.here.text else "the end of the text"
+        read.fail(f"expected a component, found {found}", start, "write a component, such as n")
     return Term(tuple(words))
 
 

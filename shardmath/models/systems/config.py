@@ -82,14 +82,17 @@ class Config:
 
     @property
     def hidden(self) -> int:
+        """The size of the hidden states."""
         return int(self.get("hidden_size", 0))
 
     @property
     def ffn(self) -> int:
+        """The inner size of the feed-forward network."""
         return int(self.get("intermediate_size", 0))
 
     @property
     def heads(self) -> int:
+        """The number of attention (query) heads."""
         return int(self.get("num_attention_heads", 1))
 
     @property
@@ -104,10 +107,12 @@ class Config:
 
     @property
     def head_dim(self) -> int:
+        """The size of one attention head."""
         return int(self.get("head_dim", self.hidden // self.heads))
 
     @property
     def experts(self) -> int:
+        """The number of routed experts per layer; 0 for a dense model."""
         return int(self.get("num_experts", 0))
 
     @property

@@ -148,7 +148,7 @@ def _make_stages(ranks: tuple[int, ...], tp: int, pp: int, ep: int) -> tuple[_St
         raise MeshError(
             f"{total} ranks do not fall into pp={pp} stages of tp={tp} times dp, "
             f"and of ep={ep} times edp; "
-            f"choose ranks that are a multiple of pp tp and of pp ep"
+            f"choose sizes of 1 or more, and a number of ranks that pp * tp and pp * ep divide"
         )
     stages = []
     for start in range(0, total, size):
@@ -176,7 +176,7 @@ def _assign_layers(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tup
     elif layers % pp:
         raise LayoutError(
             f"{layers} layers do not fall evenly into pp={pp} stages; "
-            f"give stages= their number for each"
+            f"pass stages= with the number of layers of each stage"
         )
     else:
         each = (layers // pp,) * pp
@@ -184,7 +184,7 @@ def _assign_layers(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tup
         raise LayoutError(
             f"stages={list(each)} are {len(each)} stages of {sum(each)} layers, "
             f"the model has {layers} and pp is {pp}; "
-            f"give the number of layers of each of pp stages"
+            f"pass {pp} numbers of layers that add up to {layers}"
         )
     stage_of: list[int] = []
     for stage, count in enumerate(each):
@@ -224,7 +224,8 @@ def engine(
     size = len(ids)
     if tp < 1 or not size or size % tp:
         raise MeshError(
-            f"{size} ranks do not fall into engines of tp={tp}; choose a multiple of tp"
+            f"{size} ranks do not fall into engines of tp={tp}; "
+            f"pass a number of ranks that is a multiple of tp, or another tp"
         )
     mesh = Mesh(dp=size // tp, tp=tp, ranks=ids)
     counts = expert_counts(shapes) if stacked else None
@@ -239,7 +240,7 @@ def _split_heads(mesh: Mesh, tp: int, kv_heads: int | None) -> Mesh | None:
     if kv_heads < 1 or tp % kv_heads:
         raise LayoutError(
             f"{kv_heads} key-value heads and tp={tp}: neither divides the other; "
-            f"choose tp so that ranks hold whole heads, or each head lies on as many ranks"
+            f"choose a tp that divides the number of heads or is a multiple of it"
         )
     return mesh.split("tp", kv=kv_heads, rep=tp // kv_heads)
 

@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """The text in a layout of dimension 0 of a tensor (1, ...) that is number `expert` in a stack of `experts`.
+    """The notation of dimension 0 of a tensor (1, ...) that is number `expert` in a stack of `experts`, with holes.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')

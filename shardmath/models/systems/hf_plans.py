@@ -106,7 +106,7 @@ def hf_parallel(
     experts: tuple[Mapping[str, str], Mesh] | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of every parameter, by name, when transformers applies `plan` and `experts`.
+    """The layout of every parameter, by name, in a model that transformers has divided by its tensor-parallel `plan`.
 
     `plan` is a model's `tp_plan`, applied over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
     the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.
@@ -145,14 +145,15 @@ class _AppliedPlan(NamedTuple):
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             axes = ", ".join(self.mesh.shape) or "none"
-            raise MeshError(f"{self.mesh} has no axis {self.axis!r}; give one of its axes: {axes}")
+            raise MeshError(f"{self.mesh} has no axis {self.axis!r}; name one of its axes: {axes}")
         dim = _find_divided(style, name, shape)
         if dim is None:
             return Layout(shape, self.mesh, "...", dtype=dtype)
         size = self.mesh.axis_size(self.axis)
         if style.even and shape[dim] % size:
             raise LayoutError(
-                f"{shape[dim]} experts of {name!r} and {self.axis}={size}; choose a divisor"
+                f"{shape[dim]} experts of {name!r} cannot be divided evenly over {self.axis}={size}; "
+                f"give a mesh whose {self.axis} divides {shape[dim]}"
             )
         words = [f"d{d}" for d in range(len(shape))]
         has_halves = style.halves and len(shape) > 1
@@ -209,6 +210,6 @@ def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str
     if idle:
         listed = ", ".join(idle)
         raise LayoutError(
-            f"rules match nothing: {listed}; "
-            f"give the names of the model's modules, or name these in unused="
+            f"rules match no parameter and no module of the model: {listed}; "
+            f"write names that it has, or list these rules in unused="
         )

@@ -47,7 +47,10 @@ REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The routed experts' axis for each axis of the order."""
 
-FIX = "give num_layers_in_first_pipeline_stage and _last_, or a layout"
+FIX = (
+    "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, "
+    "or pipeline_model_parallel_layout"
+)
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
@@ -187,7 +190,8 @@ def _repeat(match: re.Match[str]) -> str:
 def _flatten(written: object) -> list[list[str]]:
     """The stages in a list of stages, or in a list of lists, one per chunk."""
     if not isinstance(written, list | tuple):
-        raise StoreError(f"layout {written!r} is not a layout; write text, or lists of names")
+        what = f"pipeline_model_parallel_layout={written!r} is neither text nor a list of stages"
+        raise StoreError(f"{what}; write text such as 'Et|tL', or a list of names per stage")
     stages: list[list[str]] = []
     for entry in written:
         is_nested = bool(entry) and isinstance(entry[0], list | tuple)

@@ -145,8 +145,8 @@ def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = Fals
     known_experts = known(experts, tuple(EXPERTS))
     if known_spec is None or known_experts is None:
         raise StoreError(
-            f"spec={spec!r}, experts={experts!r}; use one of {', '.join(SPECS)}, "
-            f"and one of {', '.join(EXPERTS)}"
+            f"spec={spec!r}, experts={experts!r} are not both known; use one of {', '.join(SPECS)} "
+            f"for spec, and one of {', '.join(EXPERTS)} for experts"
         )
     layers = HEADS + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
     return ENDS + layers + UNKNOWN * unknown

@@ -62,14 +62,17 @@ class MegatronConfig:
 
     @property
     def hidden(self) -> int:
+        """The size of the hidden states."""
         return int(self.get("hidden_size"))
 
     @property
     def layers(self) -> int:
+        """The number of layers of the model, without those that predict further tokens."""
         return int(self.get("num_layers"))
 
     @property
     def heads(self) -> int:
+        """The number of attention (query) heads."""
         return int(self.get("num_attention_heads"))
 
     @property
@@ -79,14 +82,17 @@ class MegatronConfig:
 
     @property
     def head_dim(self) -> int:
+        """The size of one attention head."""
         return int(self.get("kv_channels", self.hidden // self.heads))
 
     @property
     def ffn(self) -> int:
+        """The inner size of the feed-forward network; by default 4 times the hidden size."""
         return int(self.get("ffn_hidden_size", 4 * self.hidden))
 
     @property
     def experts(self) -> int:
+        """The number of routed experts per layer; 0 for a dense model."""
         return int(self.get("num_moe_experts", 0))
 
     @property
@@ -171,7 +177,8 @@ def _list_layer(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Sha
     for module in modules:
         if module not in makers:
             letters = " ".join(makers)
-            raise StoreError(f"module {module!r} of the pattern is unknown; use {letters}")
+            what = f"the letter {module!r} of the pattern stands for no module"
+            raise StoreError(f"{what}; use only the letters {letters}")
         norm, make = makers[module]
         yield from _norm(config, norm, config.hidden)
         yield from make(config)

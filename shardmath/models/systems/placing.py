@@ -77,5 +77,5 @@ def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -
     if min([total, *given.values()]) < 1 or total % known:
         words = " ".join(f"{axis}={size}" for axis, size in given.items())
         what = f"{words}: the product {known} does not divide {total} {of}"
-        raise MeshError(f"{what}; choose sizes of 1 or more that do")
+        raise MeshError(f"{what}; choose sizes of 1 or more whose product divides it")
     return {axis: total // known if size is None else size for axis, size in sizes.items()}

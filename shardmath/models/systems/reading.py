@@ -34,7 +34,7 @@ _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
 
 
 def read_logical(stored: Stored, natives: Shapes) -> dict[str, _Entry]:
-    """The shape and dtype of each logical tensor on the one rank of `stored`, whose stored tensors are `natives`.
+    """The shape and dtype of each logical tensor, computed from the shapes (`natives`) of the tensors of one rank.
 
     Raises StoreError for shapes that do not fit the side's numbers.
     """
@@ -164,7 +164,7 @@ class _Reader:
             known = f"{listed} (together {sum(sizes.values())})" if listed else "equal parts"
             raise StoreError(
                 f"{length} positions cannot be divided into {', '.join(named)} with {known}, in "
-                f"'{row}'; check the sizes in the configuration"
+                f"'{row}'; give the configuration that belongs to these tensors"
             )
         return {**sizes, **dict.fromkeys(others, each)}
 

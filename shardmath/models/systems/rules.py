@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from shardmath.base.arguments import as_integer, instance, listed, mapping
 from shardmath.base.arguments import text as plain
 from shardmath.base.errors import MeshError, NotationError, ShardError
-from shardmath.base.text import plural
+from shardmath.base.text import plural, shown
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.styles import KINDS, fits
@@ -103,7 +103,7 @@ class Side:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        instance(self.mesh, Mesh, "give a Side its mesh", NotationError)
+        instance(self.mesh, Mesh, "pass mesh=shardmath.Mesh(...)", NotationError)
         rules = listed(self.rules, "rules", NotationError)
         for rule in rules:
             instance(rule, Rule, "give rules.Rule(pattern, layout)", NotationError)
@@ -224,7 +224,7 @@ def _find_defaults(side: Side) -> tuple[Rule, ...]:
         if axis not in ("dp", "replica", "tp"):
             text = str(side)
             raise NotationError(
-                f"a mesh without rules, and axis {axis!r} has no default",
+                f"axis {axis!r} has no default rule, and the mesh has no rules",
                 text,
                 text.index(f"{axis}={n}"),
                 f"write rules after ':', such as  {text}: * ({axis} n) ...  "
@@ -271,7 +271,8 @@ def parse_mesh(text: str) -> Mesh:
     except NotationError as error:
         raise NotationError(error.what, error.text, error.position, MESH_ALONE) from None
     if end < len(text):
-        raise NotationError("a mesh alone has no rules", text, end, MESH_ALONE)
+        what = f"expected only a mesh, found {text[end:]!r} after it"
+        raise NotationError(what, text, end, MESH_ALONE)
     return mesh
 
 
@@ -291,12 +292,11 @@ def _read_mesh(text: str, first_rank: int) -> tuple[Mesh, int]:
             sizes[axis] = _read_number(text, value, start)
             total = math.prod(sizes.values())
             if total > MOST_RANKS:
-                raise NotationError(
-                    f"a mesh of more than {MOST_RANKS} ranks", text, position, MESH_FIX
-                )
+                what = f"a mesh of {total} ranks, more than {MOST_RANKS}"
+                raise NotationError(what, text, position, "write smaller sizes")
         position = _skip(text, start + len(value))
     if not sizes and ranks is None:
-        raise NotationError("no mesh axis", text, position, MESH_FIX)
+        raise NotationError("expected a mesh axis, found none", text, position, MESH_FIX)
     return _make_mesh(text, sizes, ranks, first_rank, ranks_at), position
 
 
@@ -318,8 +318,9 @@ def _read_word(text: str, position: int, earlier_names: set[str]) -> tuple[str, 
     start = word.end() - len(value)
     if not value or (axis != "ranks" and not value.isdecimal()):
         after, *_ = text[start:].split(" ")
-        given = value or after or "the end"
-        raise NotationError(f"{axis!r} needs a size, found {given!r}", text, start, MESH_FIX)
+        given = value or after
+        found = repr(given) if given else "the end of the text"
+        raise NotationError(f"{axis!r} needs a size, found {found}", text, start, MESH_FIX)
     return axis, value, start
 
 
@@ -334,7 +335,8 @@ def _read_ranks(text: str, value: str, at: int) -> tuple[int, ...]:
             fix = "write first:one past the last, as 4:8 for 4, 5, 6, 7"
             raise NotationError(f"ranks {span} is an empty range", text, at, fix)
         if len(ranks) + end - first > MOST_RANKS:
-            raise NotationError(f"more than {MOST_RANKS} ranks", text, at, MESH_FIX)
+            what = f"{len(ranks) + end - first} ranks, more than {MOST_RANKS}"
+            raise NotationError(what, text, at, "name fewer ranks")
         ranks += range(first, end)
         at += len(span) + 1
     return tuple(ranks)
@@ -348,7 +350,8 @@ def _read_number(text: str, digits: str, at: int) -> int:
     """The number of these digits. Raises NotationError above MOST_RANKS; int() itself fails for very long ones."""
     figures = digits.lstrip("0") or "0"
     if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
-        raise NotationError(f"a number above {MOST_RANKS}", text, at, MESH_FIX)
+        what = f"the number {shown(digits)[1:-1]} is above {MOST_RANKS}"
+        raise NotationError(what, text, at, "write a smaller number")
     return int(figures)
 
 
@@ -382,7 +385,7 @@ def _read_rule(text: str, part: str, start: int) -> Rule:
     """One rule, which begins at this position of the text."""
     pattern, *layout = part.split() or [""]
     if not pattern:
-        raise NotationError("empty rule", text, start, RULE_FIX)
+        raise NotationError("expected a rule, found none", text, start, RULE_FIX)
     if not layout:
         fix = f"write {pattern} (tp n) ... or {pattern} ..."
         raise NotationError(f"rule {pattern!r} has no layout", text, start + len(pattern), fix)

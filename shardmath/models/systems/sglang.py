@@ -85,11 +85,12 @@ def _check_options(fused_shared: bool, moe_dense_tp: int | None, tp: int) -> Non
     """Raise StoreError for options that rows cannot describe."""
     if fused_shared:
         raise StoreError(
-            "fused shared experts lie behind the routed ones of each rank, which no row describes; "
-            "start SGLang with --disable-shared-experts-fusion, or record its loader"
+            "fused_shared=True: fused shared experts lie behind the routed ones of each rank, which no "
+            "row describes; start SGLang with --disable-shared-experts-fusion, or record its loader"
         )
     if moe_dense_tp not in (None, 1, tp):
-        raise StoreError(f"moe_dense_tp={moe_dense_tp}: SGLang has only 1 or tp={tp}; give one")
+        what = f"moe_dense_tp={moe_dense_tp}: SGLang divides dense layers over 1 rank or tp={tp}"
+        raise StoreError(f"{what}; pass 1 or {tp}")
 
 
 def _list_numbers(

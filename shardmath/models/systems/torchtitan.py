@@ -137,7 +137,7 @@ def torchtitan(
     fields = Config(config)
     if known(names, tuple(NAMES)) is None:
         listed = ", ".join(NAMES)
-        raise StoreError(f"names={names!r}; use one of {listed}")
+        raise StoreError(f"names={names!r} is not a known version; use one of {listed}")
     counts = [fields.layers] if stages is None else stages
     layers = place_layers(counts, layers=fields.layers, pp=len(counts))
     sizes = {

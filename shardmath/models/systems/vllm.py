@@ -100,8 +100,8 @@ def _choose_gated(backend: str, processed: bool) -> str:
         return "parts"
     if backend in TILES:
         raise StoreError(
-            f"{backend} lays processed experts out in blocks, which no row describes; "
-            f"declare them as loaded"
+            f"backend={backend!r} stores processed experts in blocks, which no row describes; "
+            f"pass processed=False, and refit before weights are processed"
         )
     return "swapped" if backend in SWAPS else "parts"
 
@@ -119,7 +119,8 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
     """The way in which experts are dealt. Raises StoreError for an unknown placement."""
     chosen = known(placement, PLACEMENTS)
     if chosen is None:
-        raise StoreError(f"placement={placement!r}; use one of {', '.join(PLACEMENTS)}")
+        listed = ", ".join(PLACEMENTS)
+        raise StoreError(f"placement={placement!r} is not an option; use one of {listed}")
     if not ep:
         return "linear"
     if redundant:

@@ -19,7 +19,7 @@ def test_what_cannot_be_said(pool: Pool) -> None:
     """Is an objection on all ranks, which then go on."""
     for unpicklable, silent, other, again in pool.run(gathers.odd_objects):
         assert "rank 3: its object cannot be pickled" in unpicklable
-        assert "rank 5: its object cannot be pickled: Silent: what it says cannot be" in silent
+        assert "rank 5: its object cannot be pickled: Silent: its message cannot be" in silent
         assert "ranks disagree on what to do\nranks 0-3: load\nranks 4-7: save" in other
         assert again == ""
 

@@ -397,12 +397,12 @@ ODD_ERRORS: list[tuple[str, int, str, str]] = [
     ("save", 0, "two", "Two: the disk is tired"),
     ("save", 3, "two", "Two: the disk is tired"),
     ("save", 0, "locked", "Locked: locked"),
-    ("save", 3, "silent", "Silent: what it says cannot be printed"),
+    ("save", 3, "silent", "Silent: its message cannot be printed"),
     ("save", 3, "stopped", "interrupted by Stopped"),
     ("create_local_plan", 3, "two", "Two: the disk is tired"),
     ("create_global_plan", 0, "locked", "Locked: locked"),
     ("resolve_data", 3, "stopped", "interrupted by Stopped"),
-    ("load", 3, "silent", "Silent: what it says cannot be printed"),
+    ("load", 3, "silent", "Silent: its message cannot be printed"),
 ]
 
 

@@ -106,14 +106,14 @@ def test_a_layout_that_contradicts_itself() -> None:
         buffers.distributed_optimizer(params_of(module), data_parallel_world_size=4), module
     )
     for broken, said in (
-        (read._replace(per_bucket_numel_unpadded=[50]), "50 unpadded; count them all"),
+        (read._replace(per_bucket_numel_unpadded=[50]), "per_bucket_numel_unpadded has 50 for it"),
         (read._replace(bucket_indices=[(0, 64)]), "bucket 0 has 64 elements"),
         (
             read._replace(bucket_indices=[(0, 130)], per_bucket_numel_unpadded=[120]),
             "of the buffer, in bucket 0, which is",
         ),
-        (read._replace(bucket_indices=[(64, 320)]), "buckets follow one another from 0 on"),
-        (read._replace(param_indices=[0]), "1 param_indices of 4 parameters"),
+        (read._replace(bucket_indices=[(64, 320)]), "begin it at 0, and end it there or later"),
+        (read._replace(param_indices=[0]), "param_indices has 1 entries for 4 parameters"),
     ):
         with pytest.raises(sm.ParamLayoutError, match=said):
             by_name(broken, module)

@@ -215,7 +215,7 @@ def test_a_trace_that_is_left_has_what_was_there(pool: Pool, tmp_path: Path) -> 
     for said in pool.run(work.left, str(tmp_path)):
         left, none, no_path, no_topology = said
         assert left == "_Broken: enough"
-        assert "cannot write" in none and "give a path in a folder that is there" in none
+        assert "cannot write" in none and "pass a path in a folder that exists" in none
         assert "3 is not a path" in no_path and "topology=3 is not a Topology" in no_topology
     assert len(named(merge(tmp_path, "left").spans, 3, "moves")) == 1
     full = merge(tmp_path, "full")

@@ -34,8 +34,8 @@ def test_every_stored_tensor_is_right_after_every_step(pool: Pool, ranks: range)
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("missing", "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor"),
-        ("in no row", "'extra' is in no row; add one, or name it in own="),
+        ("missing", "stores 'lm_head.weight' as (3, 8), and the rank has no such tensor"),
+        ("in no row", "the rank has 'extra', which no row of the side stores; add a row for it"),
         ("dtype", "'lm_head.weight' is float64, the refit moves float32"),
         ("moved", "engine 'lm_head.weight' lies elsewhere in memory than when prepare()"),
         pytest.param(

@@ -313,7 +313,7 @@ def test_a_size_that_the_mesh_has_given_again(fails) -> None:
     fails(
         lambda: buffers.model_parallel_state(PARAMS, WHOLE, **given),
         ParamLayoutError,
-        "data_parallel_world_size is the size of each group along the axis; leave it out",
+        "data_parallel_world_size=2 is passed, and is the size of each group; leave it out",
     )
 
 

@@ -75,7 +75,7 @@ def test_errors(fails) -> None:
     fails(
         lambda: dtypes.itemsize("zzz"),
         LayoutError,
-        f"unknown dtype 'zzz'; known names are {', '.join(dtypes.ITEMSIZE)}",
+        f"unknown dtype 'zzz'; use one of {', '.join(dtypes.ITEMSIZE)}",
     )
 
 

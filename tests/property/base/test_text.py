@@ -84,8 +84,8 @@ class Silent(Exception):
 
 def test_an_error_that_cannot_be_printed() -> None:
     """Nobody who words an error for others is stopped by it."""
-    assert message_of(Silent()) == "what it says cannot be printed"
-    assert word_error(Silent()) == "Silent: what it says cannot be printed"
+    assert message_of(Silent()) == "its message cannot be printed"
+    assert word_error(Silent()) == "Silent: its message cannot be printed"
 
 
 def test_what_others_say_can_be_stored() -> None:

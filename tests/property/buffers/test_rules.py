@@ -323,11 +323,11 @@ TWO = of((10, 10), 28)  # p1 at [0, 28), p0 at [64, 164) of one bucket [0, 256)
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"placed": (("p1", (0, 28, 0)),)}, r"the buffer has \['p1'\]"),
+        ({"placed": (("p1", (0, 28, 0)),)}, r"the layout has parameters \['p1'\], and the rule"),
         ({"_map": {}}, "param_index_map is not `placed`"),
         (
             {"placed": (("p1", (0, 28, 0)), ("p0", (64, 163, 0)))},
-            r"'p0' lies at \[64, 163\), it has 100",
+            r"'p0' lies at \[64, 163\), and has 100",
         ),
         ({"shapes": ((28,), (100,))}, r"'p0' has shape \(100,\) in the layout"),
         (
@@ -385,9 +385,9 @@ def test_check_rule_finds_what_is_no_function() -> None:
     def nothing(params: list[Param]) -> None:
         return None
 
-    with pytest.raises(AssertionError, match="parameters of other names lie elsewhere"):
+    with pytest.raises(AssertionError, match="renamed parameters lie elsewhere"):
         testing.check_rule(sorted_by_name, TWO)
-    with pytest.raises(AssertionError, match="it gives another layout every time"):
+    with pytest.raises(AssertionError, match="the rule returns different layouts"):
         testing.check_rule(other_every_time, TWO)
     with pytest.raises(
         AssertionError, match=r"nothing of p0 .*: None is not a PerBufferParamLayout"
@@ -997,18 +997,22 @@ def made(
             made([("a", (0, 4, 0)), ("a", (4, 8, 0))], [(0, 8)], [8]),
             "parameter 'a' is given twice; give each parameter once",
         ),
-        (made({"a": (0, 4, 0)}, [(0, 4)], []), "0 unpadded sizes of 1 bucket; give one each"),
+        (
+            made({"a": (0, 4, 0)}, [(0, 4)], []),
+            "per_bucket_numel_unpadded has 0 sizes, and bucket_indices has 1 bucket; "
+            "give one size per bucket",
+        ),
         (
             made({}, [(0, 4), (5, 8)], [4, 3]),
-            "bucket 1 is [5, 8), the one before ends at 4; let buckets follow one another from 0 on",
+            "bucket 1 is [5, 8), the one before ends at 4; begin it at 4, and end it there or later",
         ),
         (
             made({}, [(1, 4)], [3]),
-            "bucket 0 is [1, 4), the one before ends at 0; let buckets follow one another from 0 on",
+            "bucket 0 is [1, 4), the one before ends at 0; begin it at 0, and end it there or later",
         ),
         (
             made({}, [(0, 4), (4, 3)], [4, 0]),
-            "bucket 1 is [4, 3), the one before ends at 4; let buckets follow one another from 0 on",
+            "bucket 1 is [4, 3), the one before ends at 4; begin it at 4, and end it there or later",
         ),
         (
             made({}, [(0, 4)], [5]),
@@ -1047,7 +1051,8 @@ def made(
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 8)], [3]),
-            "bucket 0 has parameters of 4 elements, and 3 unpadded; count them all",
+            "bucket 0 has parameters of 4 elements, and per_bucket_numel_unpadded has 3 for it; "
+            "give at least 4",
         ),
         (
             made({"b": (3, 6, 0), "e": (4, 4, 0), "a": (0, 4, 0)}, [(0, 8)], [8]),
@@ -1055,19 +1060,20 @@ def made(
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 4)], [4], shapes=[(3,)]),
-            "parameter 'a' of shape (3,) lies at [0, 4); make the sizes agree",
+            "parameter 'a' of shape (3,) lies at [0, 4), which has 4 elements; "
+            "give it 3 elements there, or another shape",
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 4)], [4], [0, 1]),
-            "2 param_indices of 1 parameters; give one each, or none",
+            "param_indices has 2 entries for 1 parameters; give one per parameter, or none",
         ),
         (
             made({"a": (0, 4, 0)}, [(0, 4)], [4], shapes=[(4,), (4,)]),
-            "2 shapes of 1 parameters; give one each, or none",
+            "shapes has 2 entries for 1 parameters; give one per parameter, or none",
         ),
         (
             lambda: LAYOUT.with_indices([1]),
-            "1 param_indices of 2 parameters; give one each, or none",
+            "param_indices has 1 entries for 2 parameters; give one per parameter, or none",
         ),
         (made({}, [], [], [], 0), "num_optimizer_shards is 0; give at least 1"),
     ],
@@ -1087,11 +1093,11 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         (lambda: Param("a", None), "a size of parameter 'a' is None; give an integer"),
         (
             lambda: Param("a", 4, quantized="fp4"),
-            "parameter 'a': quantized='fp4'; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
+            "parameter 'a': quantized='fp4' is not a format; give one of False, True, 'fp8', 'mxfp8', 'nvfp4'",
         ),
         (
             lambda: Param("a", 4, quantized=None),
-            "parameter 'a': quantized=None; give one of False, True, 'fp8', ",
+            "parameter 'a': quantized=None is not a format; give one of False, True, 'fp8', ",
         ),
         (
             lambda: Param("a", 4, gtp_remat_size=0),
@@ -1151,7 +1157,8 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: buffers.flat_parameter(
                 [A, Param("b", 1, "float32")], data_parallel_world_size=2
             ),
-            "a FlatParameter has one dtype, these parameters have bfloat16, float32; make one of each dtype",
+            "a FlatParameter has one dtype, these parameters have bfloat16, float32; "
+            "call flat_parameter once per dtype",
         ),
         (
             lambda: buffers.flat_parameter([A], data_parallel_world_size=0),
@@ -1178,7 +1185,8 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
         ),
         (
             lambda: buffers.shard_ranges(buffers.data_parallel(of(6, 7), bucket_size=7), 7, 0),
-            "every rank has all of this buffer, 7 ranks cannot share it; name the axes that share it, or none: axis=()",
+            "the buffer is laid out whole for every rank, and 7 ranks share it; "
+            "pass axis=(), or lay it out with data_parallel_world_size=7",
         ),
         (
             lambda: buffers.shard_numel(PerBufferParamLayout(), 0),
@@ -1188,8 +1196,14 @@ def test_layouts_that_contradict_themselves(make: Callable, message: str, fails)
             lambda: buffers.shard_ranges(LAYOUT, 2.0, 1),
             "the number of shards is 2.0; give an integer",
         ),
-        (lambda: buffers.shard_ranges(LAYOUT, 2, 2), "shard 2 is not one of 2; use 0..1"),
-        (lambda: buffers.shard_ranges(LAYOUT, 2, -1), "shard -1 is not one of 2; use 0..1"),
+        (
+            lambda: buffers.shard_ranges(LAYOUT, 2, 2),
+            "shard 2 is not one of the 2 shards of the buffer; pass a number from 0 to 1",
+        ),
+        (
+            lambda: buffers.shard_ranges(LAYOUT, 2, -1),
+            "shard -1 is not one of the 2 shards of the buffer; pass a number from 0 to 1",
+        ),
         (
             lambda: buffers.shard_numel(buffers.layer_wise([A], data_parallel_world_size=4), 2),
             "the buffer is laid out for 4 ranks, 2 share it; lay it out with data_parallel_world_size=2",
@@ -1408,7 +1422,7 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: Param("a", 3, quantized=np.array([1])),
-            "parameter 'a': quantized=array([1]); give one of",
+            "parameter 'a': quantized=array([1]) is not a format; give one of",
         ),
         (lambda: Param("a", b"ab"), "a size of parameter 'a' is b'ab'; give an integer"),
         (lambda: Param("a", {3: 4}), "a size of parameter 'a' is {3: 4}; give an integer"),
@@ -1429,7 +1443,10 @@ RANKS = {"data_parallel_world_size": 2}
             lambda: buffers.full_layout([A], rule="zero"),
             "rule is 'zero'; give a function such as buffers.",
         ),
-        (lambda: FullParamLayout({"a": 3}), "'a': int; give BufferKey -> PerBufferParamLayout"),
+        (
+            lambda: FullParamLayout({"a": 3}),
+            "layouts has 'a': int; give a mapping from BufferKey to PerBufferParamLayout",
+        ),
         (
             lambda: buffers.nvfp4_packed([Param("a", 400)], buffers.data_parallel([Param("a", 8)])),
             "as (name, elements), only the parameters have [('a', 400)], only the layout has [('a', 8)]; "
@@ -1439,13 +1456,15 @@ RANKS = {"data_parallel_world_size": 2}
             lambda: buffers.nvfp4_packed(
                 of(4, 4), buffers.megatron_fsdp(of(4, 4), **RANKS, bucket_size=4), **RANKS
             ),
-            "last parameter first, they lie in buckets [1, 0]; give parameters in forward order, and a layout that",
+            "the parameters, last first, lie in buckets [1, 0], which must ascend from 0; "
+            "give parameters in forward order, and a layout that",
         ),
         (
             lambda: buffers.nvfp4_packed(
                 [A], buffers.distributed_optimizer([A], data_parallel_world_size=2)
             ),
-            "the layout is for 2 ranks; give data_parallel_world_size=2",
+            "the layout is for 2 ranks, and data_parallel_world_size is 1; "
+            "give data_parallel_world_size=2",
         ),
         (
             lambda: PerBufferParamLayout(*BUCKET, data_parallel_world_size=4),
@@ -1457,7 +1476,8 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: PerBufferParamLayout(*BUCKET, (), 3, data_parallel_world_size=2),
-            "3 optimizer shards for 2 ranks; give each rank one shard",
+            "3 optimizer shards for 2 ranks; "
+            "make num_optimizer_shards equal data_parallel_world_size",
         ),
         (
             lambda: PerBufferParamLayout(*BUCKET, [-5]),
@@ -1465,13 +1485,13 @@ RANKS = {"data_parallel_world_size": 2}
         ),
         (
             lambda: buffers.flat_parameter([Param("a", ())], data_parallel_world_size=2),
-            "parameter 'a' is a scalar, which FSDP1 cannot flatten; give it one dimension",
+            "parameter 'a' is a scalar, which FSDP1 cannot flatten; give it the shape (1,)",
         ),
         (
             lambda: buffers.state_layouts(
                 buffers.zero([A], data_parallel_world_size=2), Mesh(dp=2), ranks=[0]
             ),
-            "ranks= and buffer= are for the Store of shape='nd'; give them to state_store",
+            "ranks= and buffer= need shape='nd', and shape is 'flat'; pass them to state_store",
         ),
         (
             lambda: buffers.state_layouts(FullParamLayout({}), Mesh(dp=2)),

@@ -677,7 +677,7 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             lambda: buffers.state_layouts(BUFFER, Mesh(dp=2), shape="2d"),
             ParamLayoutError,
-            "shape='2d'; use 'flat', or 'nd' for the shapes of the parameters",
+            "shape='2d' is not an option; use 'flat', or 'nd' for the parameters' shapes",
         ),
         (
             lambda: buffers.state_layouts(
@@ -689,7 +689,8 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             lambda: buffers.state_layouts(buffers.data_parallel([Param("w", (3, 5))]), Mesh(dp=2)),
             ParamLayoutError,
-            "every rank has all of this buffer, 2 ranks cannot share it; name the axes that share it, or none: axis=()",
+            "the buffer is laid out whole for every rank, and 2 ranks share it; "
+            "pass axis=(), or lay it out with data_parallel_world_size=2",
         ),
         (
             lambda: buffers.state_layouts(BUFFER, Mesh(dp=3), shape="nd"),
@@ -731,7 +732,8 @@ def model(*params: Param, axis: object = "dp", rule: Callable = buffers.zero, **
         (
             model(W, w=Layout((4, 4), DP, "n h {sum: tp}")),
             ParamLayoutError,
-            f"parameter 'w' is {Layout((4, 4), DP, 'n h {sum: tp}')}: addends have no optimizer state; reduce them",
+            f"parameter 'w' is {Layout((4, 4), DP, 'n h {sum: tp}')}: addends have no optimizer state; give "
+            "its layout after the reduction, without Partial",
         ),
         (
             model(W, w=Layout((4, 4), Mesh(ranks=[9]), {})),

@@ -264,14 +264,14 @@ def test_engines_leave_a_refit() -> None:
 
 def test_engines_that_cannot_leave() -> None:
     moved = sm.refit(trainer(), engines(), shapes())
-    with pytest.raises(PlanError, match="no engine 'two'; give one of one, other, copy"):
+    with pytest.raises(PlanError, match="no engine 'two'; pass one of one, other, copy"):
         moved.without("two")
-    with pytest.raises(PlanError, match="no engine 'one'; give one of other, copy"):
+    with pytest.raises(PlanError, match="no engine 'one'; pass one of other, copy"):
         moved.without("one").without("one")
-    with pytest.raises(PlanError, match="leave, and no engine is left"):
+    with pytest.raises(PlanError, match="leave, which are all engines of the refit"):
         moved.without(*engines())
     shared = sm.refit(trainer(), {"a": engine(), "b": engine(range(7, 9), rep=1)}, shapes())
-    with pytest.raises(PlanError, match="rank 7 leaves with a, and is one of b, which stays"):
+    with pytest.raises(PlanError, match="rank 7 leaves with a, but b, which stays, has it too"):
         shared.without("a")
     colocated = sm.refit(trainer(), {"a": engine(range(4)), "b": engine()}, shapes())
     with pytest.raises(PlanError, match="rank 0 cannot leave, as a source"):

@@ -364,12 +364,12 @@ def test_errors(draw: object, shards: int, options: dict[str, int], message: str
 def test_one_buffer_is_not_all() -> None:
     layouts = buffers.full_layout(FOUR, rule=buffers.data_parallel)
     with pytest.raises(
-        ParamLayoutError, match="FullParamLayout is not a layout of one buffer; draw each value"
+        ParamLayoutError, match="FullParamLayout is not a PerBufferParamLayout; pass each value"
     ):
         buffer_map(layouts, 1)  # type: ignore[arg-type]
     with pytest.raises(
         ParamLayoutError,
-        match="PerBufferParamLayout is not the buffers of a model; give what full_",
+        match="PerBufferParamLayout is not a FullParamLayout; pass the result of full_",
     ):
         buffer_table(four())  # type: ignore[arg-type]
 

@@ -152,7 +152,7 @@ def test_one_tensor_of_several_is_drawn() -> None:
     note = ", 1 of 2 tensors; tensor= draws another<"
     assert f">&lt;b&gt;{note}" in p.svg() and "float32[4, 6]" in p.svg()
     assert f">a{note}" in p.svg(tensor="a") and "float32[4, 6]" not in p.svg(tensor="a")
-    with pytest.raises(PlanError, match="the plan has no tensor 'c'; it has '<b>', 'a'"):
+    with pytest.raises(PlanError, match="the plan has no tensor 'c', only '<b>', 'a'"):
         p.svg(tensor="c")
     with pytest.raises(PlanError, match="topology=3 is no"):
         p.svg(topology=3)  # type: ignore[arg-type]

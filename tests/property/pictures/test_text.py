@@ -113,7 +113,7 @@ def test_a_grid() -> None:
     assert grid(Layout((2, 3), Mesh(a=2), "n h")) == "+ + +\n+ + +"
     assert grid(Layout((2, 2), Mesh(), "(n)=<0:1> h")) == "0 0\n. ."
     assert grid(Layout((0,), Mesh(), "n")) == ""
-    with pytest.raises(ValueError, match=r"has 3 dimensions; give grid\(\) a layout of 1 or 2"):
+    with pytest.raises(ValueError, match=r"has 3 dimensions; pass grid\(\) a layout of 1 or 2"):
         grid(Layout((1, 1, 1), Mesh(), "n h w"))
 
 
@@ -207,5 +207,5 @@ def test_a_large_grid_says_what_it_leaves_out() -> None:
         "4 4 4",
         "rows 2 to 3 are left out",
     ]
-    with pytest.raises(LayoutError, match="most=1; draw at least 2"):
+    with pytest.raises(LayoutError, match="most=1 rows and columns cannot be drawn"):
         grid(Layout((5,), Mesh(), "n"), most=1)

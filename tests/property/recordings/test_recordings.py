@@ -215,37 +215,39 @@ Q = {"q": ((4, 6), "int64")}
             "its elements here are not all combinations of some positions",
         ),
         (np.array([0, 7]), "not all combinations"),
-        (np.arange(24), "lie along a stored one"),
-        (np.arange(24).reshape(2, 2, 6), "its dimension 0 lies along several stored ones"),
+        (np.arange(24), "lie along one dimension of the stored tensor"),
+        (np.arange(24).reshape(2, 2, 6), "its dimension 0 lies along several dimensions of"),
         (np.array([[0, 1, 6], [6, 7, 12]]) + np.array([[0], [1]]), "not all combinations"),
     ],
 )
 def test_what_is_no_view_is_told(cells: Ids, what: str) -> None:
     side = sm.storage.RecordedSide({5: record(Q, w=cells)})
-    with pytest.raises(sm.StoreError, match=f"rank 5: 'q' is not a view of 'w': .*{what}"):
+    with pytest.raises(sm.StoreError, match=f"rank 5: 'q' .* is not a view of 'w' .*: .*{what}"):
         side.bind(Q)
 
 
 def test_all_that_does_not_fit_is_one_error() -> None:
     whole = np.arange(24).reshape(4, 6)
     side = sm.storage.RecordedSide({0: record(Q, w=whole, again=whole), 1: record(Q, w=whole)})
-    with pytest.raises(sm.StoreError, match="rank 0: 'q' lies in 'w' and again in 'again'"):
+    with pytest.raises(sm.StoreError, match=r"rank 0: 'q' was recorded in two .*, 'w' and 'again'"):
         side.bind(Q)
     side = sm.storage.RecordedSide({0: record(Q, w=whole)})
-    with pytest.raises(sm.StoreError, match=r"'q' was recorded as .*int64.* and is .*int8"):
+    with pytest.raises(
+        sm.StoreError, match=r"'q' was recorded as .*int64.* and is given as .*int8"
+    ):
         side.bind({"q": ((4, 6), "int8")})
     stored_apart = Stored(parse("q = q"), (sm.Mesh(),))
-    with pytest.raises(sm.StoreError, match="engine: no rank stores k; load them too"):
+    with pytest.raises(sm.StoreError, match="engine: no recorded rank stores k; load them"):
         sm.refit(Stored(parse("q = q\nk = k"), (sm.Mesh(),)), side, {**Q, "k": ((4, 6), "int64")})
     more = {**Q, "k": ((4, 6), "int64")}
-    with pytest.raises(sm.StoreError, match="trainer: no rank stores k"):
+    with pytest.raises(sm.StoreError, match="trainer: no recorded rank stores k"):
         sm.refit(side, stored_apart, more, unused=["k"])
-    with pytest.raises(sm.StoreError, match="no rank is recorded"):
+    with pytest.raises(sm.StoreError, match=r"ranks=\{\} has no rank"):
         sm.storage.RecordedSide({})
-    with pytest.raises(sm.StoreError, match="rank 0 is recorded as 'x'"):
+    with pytest.raises(sm.StoreError, match="ranks= has 'x' for rank 0, and not a Recorded"):
         sm.storage.RecordedSide({0: "x"})  # type: ignore[dict-item]
     with pytest.raises(
-        sm.StoreError, match="rank 7 is not recorded; give one of the ranks that are"
+        sm.StoreError, match="storage of rank 7 is not recorded; pass one of the ranks"
     ):
         side.bind(Q).slots(7)
 
@@ -256,7 +258,7 @@ OUTSIDE = {
     "reaches from -1 to 2 in 'w'": Piece("q", 2, 0, ((4, -1, 1),)),
     "reaches from 2 to 5 in 'q' of 4": Piece("q", 0, 2, ((4, 1, 1),)),
     "reaches from -1 to -1 in 'q' of 4": Piece("q", 0, -1, ()),
-    "of an unknown tensor": Piece("k", 0, 0, ()),
+    "of a tensor that tensors= does not have; add 'k' to tensors=": Piece("k", 0, 0, ()),
 }
 
 
@@ -277,7 +279,7 @@ def test_pieces_of_nothing(count: int) -> None:
 def test_stored_tensors_of_one_name() -> None:
     """In other chunks they are others."""
     halves = [Native("w", (2,), "int8", (Piece("q", 0, i, ((2, 1, 1),)),), "", "") for i in (0, 2)]
-    with pytest.raises(sm.StoreError, match="'w' is recorded twice"):
+    with pytest.raises(sm.StoreError, match="natives= has the stored tensor 'w' twice"):
         sm.storage.Recorded(FOUR, tuple(halves))
     sm.storage.Recorded(FOUR, (halves[0], halves[1]._replace(chunk=1)))
 
@@ -289,11 +291,11 @@ def test_very_many_cells() -> None:
     native = Native("w", (2 * n,), "int8", (Piece("q", 0, 0, ((n, 2, 3),)),), "views", "")
     side = sm.storage.RecordedSide({0: sm.storage.Recorded(many, (native,))})
     with pytest.raises(
-        sm.StoreError, match="'q' is not a view of 'w': one of its dimensions is in"
+        sm.StoreError, match=r"'q' .* is not a view of 'w' .*: one of its dimensions is in"
     ):
         side.bind({"q": ((3 * n,), "int8")})
     twice = native._replace(pieces=(Piece("q", 0, 0, ((n, 0, 3),)),), shape=(2,))
-    with pytest.raises(sm.StoreError, match="1000000000000 cells of 'w' are written, which has 2"):
+    with pytest.raises(sm.StoreError, match="pieces write 1000000000000 cells of 'w', which has 2"):
         sm.storage.Recorded(many, (twice,))
 
 
@@ -329,14 +331,17 @@ def test_text_that_was_changed_is_refused() -> None:
         (json.dumps(changed), "has digest"),
         (
             text.replace('"version":1', '"version":2'),
-            "^'.*' is of version 2, this shardmath reads 1; write it again",
+            "^the text has format '.*' in version 2, this shardmath reads .* in version 1; write",
         ),
-        (json.dumps({key: json.loads(text)[key] for key in ("format", "version")}), "no recorded"),
+        (
+            json.dumps({key: json.loads(text)[key] for key in ("format", "version")}),
+            "not recorded storage",
+        ),
         (text.replace("[4,6]", "[-4,-6]"), r"'q' has shape \(-4, -6\); give sizes of 0 or more"),
-        ("{}", "no recorded storage"),
-        ("[", "no recorded storage"),
-        ("[" * 100_000, "no recorded storage"),
-        (json.dumps(endless), "no recorded storage"),
+        ("{}", "the text is not recorded storage"),
+        ("[", "the text is not recorded storage"),
+        ("[" * 100_000, "the text is not recorded storage"),
+        (json.dumps(endless), "the text is not recorded storage"),
         (json.dumps(outside), "reaches from 1 to 24 in 'q' of 24"),
     ):
         with pytest.raises(sm.StoreError, match=what):

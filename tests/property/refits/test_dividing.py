@@ -129,9 +129,9 @@ def test_groups_of_ones_own_are_joined_where_a_module_has_both() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([["embed.weight"]], "'layers.0.k.bias' moves and is in no group; put it in one"),
-        ([[*list_shapes(), "embed.weight"]], "'embed.weight' does not move, or is in two groups"),
-        ([[*list_shapes()], ["head"]], "'head' does not move, or is in two groups; name it once"),
+        ([["embed.weight"]], "no group of groups= has 'layers.0.k.bias', which moves; add it"),
+        ([[*list_shapes(), "embed.weight"]], "groups= has 'embed.weight' in two groups; name"),
+        ([[*list_shapes()], ["head"]], "groups= has 'head' which does not move; name each"),
     ],
 )
 def test_groups_that_are_no_division(groups: list[list[str]], said: str) -> None:
@@ -142,9 +142,9 @@ def test_groups_that_are_no_division(groups: list[list[str]], said: str) -> None
 
 def test_what_is_no_whole_refit() -> None:
     whole = sm.refit(trainer(), ENGINES["two alike"], list_shapes())
-    with pytest.raises(sm.PlanError, match=r"engines have left .*; divide its \.whole"):
+    with pytest.raises(sm.PlanError, match=r"engines have left the refit .*; divide its \.whole"):
         sm.divide(whole.without("b"))
-    with pytest.raises(sm.PlanError, match=r"is not a refit; give what sm\.refit returns"):
+    with pytest.raises(sm.PlanError, match=r"is not a Refit; pass the result of sm\.refit"):
         sm.divide(whole.plan)  # type: ignore[arg-type]
 
 

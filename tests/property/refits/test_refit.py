@@ -120,7 +120,9 @@ def test_an_engine_holds_tensors_whole(beside: bool) -> None:
     if beside:
         engines["large"] = Stored(parse("w = w"), (sm.Mesh(dp=2, ranks=(5, 6)),))
     held = Stored(parse("... = ..."), (sm.Mesh(dp=2),))
-    with pytest.raises(sm.PlanError, match=r"small holds no element \(6,\) of 'w' under int8\[8\]"):
+    with pytest.raises(
+        sm.PlanError, match=r"small does not store element \(6,\) of 'w', laid out as int8\[8\]"
+    ):
         sm.refit(held, engines, {"w": ((8,), "int8")})
 
 
@@ -154,7 +156,10 @@ def test_all_that_does_not_fit_is_one_error() -> None:
 def test_heads_that_are_cut() -> None:
     """Without `hd` four ranks would divide 12 rows of three heads, and nobody would notice."""
     side = Stored(parse("q = q : (tp n hd)"), (sm.Mesh(tp=4),), numbers={"hd": 4})
-    with pytest.raises(sm.StoreError, match="'tp' has 4 parts, and 'n' 3 to divide"):
+    with pytest.raises(
+        sm.StoreError,
+        match="'n' has 3 positions or blocks, which do not divide into 4 equal parts for 'tp'",
+    ):
         sm.refit(side, side, {"q": ((12,), "int8")})
 
 
@@ -218,9 +223,12 @@ def test_the_destination_s_own_list_is_counted() -> None:
         moved.check(5, has, "engine")
     assert str(caught.value) == (
         "rank 5:\n"
-        "'lm_head.weight' (3, 8) is stored, and the rank has no such tensor; pass it, or correct the row\n"
-        "'model.norm.weight' is stored as (8,), the rank has (9,); pass one of that shape, or correct the row\n"
-        "'model.layers.0.self_attn.k_scale' is in no row; add one, or name it in own="
+        "the side stores 'lm_head.weight' as (3, 8), and the rank has no such tensor; "
+        "pass it too, or correct the row\n"
+        "the side stores 'model.norm.weight' as (8,), the rank has (9,); "
+        "pass a tensor of shape (8,), or correct the row\n"
+        "the rank has 'model.layers.0.self_attn.k_scale', which no row of the side stores; "
+        "add a row for it, or name it in own="
     )
 
 
@@ -275,13 +283,13 @@ def test_layouts_that_do_not_fit() -> None:
         sm.refit(alone, engine(), of)
     message = str(caught.value)
     assert message.startswith(
-        "trainer: 'model.embed_tokens.weight' is int64[10, 8], and its layout float32[10, 8]"
+        "trainer: 'model.embed_tokens.weight' is int64[10, 8], and its layout is float32[10, 8]"
     )
-    assert "no layout of 'lm_head.weight'; give one" in message
+    assert "no layout is given for 'lm_head.weight'; add one" in message
 
 
 def test_sides_that_are_none() -> None:
-    with pytest.raises(sm.PlanError, match="engines are None"):
+    with pytest.raises(sm.PlanError, match="engines= is None"):
         sm.refit(trainer(), None, shapes())  # type: ignore[arg-type]
-    with pytest.raises(sm.StoreError, match="trainer: None is not a side"):
+    with pytest.raises(sm.StoreError, match="trainer: None does not say how tensors are stored"):
         sm.refit(None, engine(), shapes())  # type: ignore[arg-type]

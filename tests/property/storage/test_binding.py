@@ -160,28 +160,36 @@ def test_experts_that_several_ranks_have() -> None:
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     [
-        ("a = b", {"c": (2,), "d": (2,)}, "no row stores c, d; add rows for them"),
+        (
+            "a = b",
+            {"c": (2,), "d": (2,)},
+            "no row stores c, d; add rows for them, or leave them out",
+        ),
         (
             "a = [b c] : (tp (b + c))",
             {"b": (3,), "c": (4,)},
-            "'tp' has 2 parts, and 'b' 3 to divide; choose sizes that divide, or write 'tp~'\n"
+            "'b' has 3 positions or blocks, which do not divide into 2 equal "
+            "parts for 'tp'; choose sizes that divide, or write 'tp~'\n"
             "in the row a = [b c] : (tp (b + c))",
         ),
         (
             "a = [b c] : (tp b)",
             {"b": (2,), "c": (2,)},
-            "component 'c' is in no dimension; write it in 'a = [b c] : (tp b)'\n"
+            "component 'c' is in no dimension of 'a = [b c] : (tp b)'; "
+            "write it in one, such as (b + c)\n"
             "in the row a = [b c] : (tp b)",
         ),
         (
             "a = b : (tp n)",
             {"b": (2, 2)},
-            "'a = b : (tp n)' has 1 dimension, its tensor 2; add '...'\nin the row a = b : (tp n)",
+            "'a = b : (tp n)' has 1 dimension, its tensor 2; write one word per dimension, "
+            "or '...' for those left out\nin the row a = b : (tp n)",
         ),
         (
             "a = {e}.b : e n",
             {"0.b": (2,), "2.b": (2,)},
-            "number 1 of index 'e' is missing, and 2 is there; give all of a stack\n"
+            "number 1 of index 'e' is missing, and number 2 exists; "
+            "give the shapes of all numbers from 0 on\n"
             "in the row a = {e}.b : e n",
         ),
         (
@@ -193,41 +201,42 @@ def test_experts_that_several_ranks_have() -> None:
         (
             "a@tp=0 = b : (tp n)",
             {"b": (4,)},
-            "'a @tp=0 = b : (tp n)' divides by 'tp', and is at one coordinate of it; "
-            "leave the axis out of one of the two\nin the row a @tp=0 = b : (tp n)",
+            "'a @tp=0 = b : (tp n)' divides by axis 'tp', and is at only one coordinate of this axis; "
+            "leave the axis out of its structure, or out of its place or index\nin the row a @tp=0 = b : (tp n)",
         ),
         (
             "a@tp=0 = {e}.b : (tp e) n",
             {"0.b": (2,), "1.b": (2,)},
-            "'a @tp=0 = {e}.b : (tp e) n' divides by 'tp', and is at one coordinate of it; "
-            "leave the axis out of one of the two\nin the row a @tp=0 = {e}.b : (tp e) n",
+            "'a @tp=0 = {e}.b : (tp e) n' divides by axis 'tp', and is at only one coordinate of this axis; "
+            "leave the axis out of its structure, or out of its place or index\nin the row a @tp=0 = {e}.b : (tp e) n",
         ),
         # Number 1 is everywhere, and passed for all numbers: a KeyError of 'tp' when a rank asked for 0.
         (
             "a = {e}.b : (tp e%4) (tp n)",
             {f"{e}.b": (2,) for e in range(3)},
-            "'a = {e}.b : (tp e%4) (tp n)' divides by 'tp', and is at one coordinate of it; "
-            "leave the axis out of one of the two\nin the row a = {e}.b : (tp e%4) (tp n)",
+            "'a = {e}.b : (tp e%4) (tp n)' divides by axis 'tp', and is at only one coordinate of this axis; "
+            "leave the axis out of its structure, or out of its place or index\nin the row a = {e}.b : (tp e%4) (tp n)",
         ),
         # A KeyError of the index.
         (
             "a = {e}.b ? c.{e} : e n",
             {"0.b": (2,), "1.b": (2,)},
-            "'a = {e}.b ? /c.{e} : e n' asks for a tensor of each 'e', and stacks them; "
-            "ask for one tensor, by the other indices\nin the row a = {e}.b ? /c.{e} : e n",
+            "the condition of 'a = {e}.b ? /c.{e} : e n' has the index 'e', along which the row "
+            "stacks tensors; write the condition without this index\n"
+            "in the row a = {e}.b ? /c.{e} : e n",
         ),
         (
             "a = [b c] : (b + c) (tp b)",
             {"b": (2, 2), "c": (2, 2)},
-            "component 'c' is not in every dimension that names others; "
-            "write it there, or none of them, in 'a = [b c] : (b + c) (tp b)'\n"
+            "a dimension of 'a = [b c] : (b + c) (tp b)' names other components, but not 'c'; "
+            "write all components there, or none of them\n"
             "in the row a = [b c] : (b + c) (tp b)",
         ),
         (
             "a = {e}.b : e e n",
             {"0.b": (2,), "1.b": (2,)},
-            "index 'e' is in two dimensions of 'a = {e}.b : e e n'; "
-            "write it in one, in which its tensors lie in order\nin the row a = {e}.b : e e n",
+            "index 'e' is in two dimensions of 'a = {e}.b : e e n', and tensors are stacked along "
+            "one; write the index in one of them\nin the row a = {e}.b : e e n",
         ),
     ],
 )
@@ -276,7 +285,7 @@ def test_all_faults_are_in_one_message() -> None:
 
 
 def test_meshes_have_the_same_ranks() -> None:
-    with pytest.raises(StoreError, match="do not have the same ranks"):
+    with pytest.raises(StoreError, match="must have the same ranks, and are"):
         Stored((), (Mesh(tp=2), Mesh(ep=4)))
 
 
@@ -300,7 +309,7 @@ def test_a_side_is_a_value() -> None:
 def test_a_row_may_not_take_a_part_of_what_is_taken(text: str) -> None:
     """Else one of two stored tensors would hold it, and the other never be written."""
     side = Stored(rows.parse(text), (Mesh(),))
-    with pytest.raises(StoreError, match="'k' is stored by a row before, and 'q' is not"):
+    with pytest.raises(StoreError, match="a row before stores 'k', but not 'q', which this row"):
         bind(side, dict.fromkeys("qkv", ((1, 2), "float32")))
 
 
@@ -311,7 +320,7 @@ def test_a_row_may_not_take_a_part_of_what_is_taken(text: str) -> None:
 def test_numbers_that_divide_nothing_are_refused_at_once(dims: str, exact: bool) -> None:
     """Without a limit the first took twice as long for each two more, of no positions at all."""
     side = Stored(rows.parse(f"a = q : {dims}"), (Mesh(),), exact=exact)
-    with pytest.raises(StoreError, match=r"parts of 0 positions|a tile of 0"):
+    with pytest.raises(StoreError, match=r"cuts 0 positions into|to multiples of 0"):
         bind(side, {"q": ((0,), "int8")})
 
 
@@ -336,11 +345,11 @@ COPIED: Shapes = {"e": ((2, 4), "float32"), "f": ((2, 4), "float32")}
     [
         (
             "e @pp=0 = e\nf @pp=0 = f\nalso c @dp=0 = e",
-            "rank 0 has 'e' by a row before .*, and rank 2 does not",
+            "rank 0 stores 'e' by a row before .*, and rank 2 does not",
         ),
         (
             "e @pp=0 = e\nf @pp=1 = f\nalso c @pp=1 = [e f] : (e + f) h",
-            "have 'f' by a row before, and not 'e'; store the two by separate rows",
+            "store 'f' by a row before, but not 'e'; write a separate row for each of the two",
         ),
     ],
 )
@@ -365,17 +374,17 @@ def test_a_copy_that_is_the_tensor_itself() -> None:
         (
             "w.{l} @pp=1 = w.{l}",
             ["w.0", "w.1"],
-            "'w.{l} @pp=1 = w.{l}' is at pp=0 and, by @pp=1, at pp=1; declare one place for it",
+            "'w.{l} @pp=1 = w.{l}' is at pp=0 and, by @pp=1, at pp=1; make the two",
         ),
         (
             "w.{l}.{m} = w.{l}.{m}",
             ["w.0.1"],
-            "'w.{l}.{m} = w.{l}.{m}' is at pp=0 and, by index 'm', at pp=1; declare one place for it",
+            "'w.{l}.{m} = w.{l}.{m}' is at pp=0 and, by index 'm', at pp=1; make the two",
         ),
         (
             "w.{c}.{d} = w.{c}.{d}",
             ["w.1.0"],
-            "index 'd' puts number 0 in chunk 2, another one in 1; declare one chunk for",
+            "in chunk 2, another index in chunk 1; declare the same chunk for both",
         ),
     ],
 )

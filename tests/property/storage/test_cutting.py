@@ -150,15 +150,24 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
     [
         (
             "(tp q)",
-            "'tp' has 2 parts, and 'q' 7 to divide; choose sizes that divide, or write 'tp~'",
+            "'q' has 7 positions or blocks, which do not divide into 2 equal "
+            "parts for 'tp'; choose sizes that divide, or write 'tp~'",
         ),
-        ("(q hd)", "7 positions of 'q' into blocks of 3 do not divide evenly; give a divisor"),
+        (
+            "(q hd)",
+            "7 positions of 'q' do not divide evenly into blocks of 3; "
+            "write numbers right of it whose product divides 7",
+        ),
         (
             "(up q)",
-            "'up q' needs one component, and has up and q; "
+            "'up q' must have one component, and has up and q; "
             "write one of components: q; mesh axes: tp; numbers: hd, rep",
         ),
-        ("(q tp tp)", "tp and tp both deal blocks of one component; write one of them left of it"),
+        (
+            "(q tp tp)",
+            "axes tp and tp are both right of one component and deal out its blocks; "
+            "write only one of them there, and the other left of the component",
+        ),
         ("(tp=8 q)", f"'tp=8' in 'tp=8 q': {AT_COMPONENT.format('tp')}"),
         ("(tp^8 q)", f"'tp^8' in 'tp^8 q': {AT_COMPONENT.format('tp')}"),
         ("(2=8 q)", f"'2=8' in '2=8 q': {AT_COMPONENT.format('2')}"),
@@ -167,9 +176,13 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         ("(4/2 q)", f"'4/2' in '4/2 q': {NEIGHBORS}"),
         ("(tp q/2)", f"'q/2' in 'tp q/2': {CUTTING}"),
         ("(tp q~)", f"'q~' in 'tp q~': {CUTTING}"),
-        ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2; give a divisor"),
-        ("(q=hd)", "'q=hd': 7 positions do not fit into 3; give 7 or more after ="),
-        ("(q=many)", "unknown number 'many'; write one that this side has: hd, rep"),
+        ("(tp/rep q)", "'tp/rep': 5 does not divide tp=2; write a divisor of 2 after /"),
+        ("(q=hd)", "'q=hd': 7 positions do not fit into 3; write 7 or more after ="),
+        (
+            "(q=many)",
+            "unknown number 'many'; the numbers of this side are: hd, rep; "
+            "write one of them or an integer, or add it to numbers=",
+        ),
     ],
 )
 def test_what_does_not_fit(text: str, message: str) -> None:

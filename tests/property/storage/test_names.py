@@ -37,7 +37,7 @@ def test_a_name_is_filled() -> None:
     ("text", "position", "what"),
     [
         ("a.{", 2, "unexpected '{' in a name"),
-        ("a.[]", 2, "nothing between the brackets"),
+        ("a.[]", 2, "nothing between the brackets []"),
         ("[a b].[c d]", 0, "a name has one choice [...] at most"),
         ("*.*", 0, "a name has one star at most"),
     ],

@@ -49,22 +49,26 @@ def test_heads_that_follow_each_other_share_rows() -> None:
 @pytest.mark.parametrize(
     ("text", "position", "what"),
     [
-        ("a.w", 3, "expected '=', found 'the end'"),
-        ("a.w = ", 5, "expected the logical name"),
+        ("a.w", 3, "expected '=', found the end of the line"),
+        ("a.w = ", 5, "expected the logical name, found the end of the line"),
         ("a.w = b.w (tp n)", 10, "expected ':', found '(tp n)'"),
         ("a.w = b.w : (tp", 15, "expected ')', found the end of the text"),
         ("a.w = b.w : (tp ? n)", 16, "unexpected character '?'"),
-        ("a.w = b.w : (| n)", 13, "nothing to lay out"),
-        ("a.* = b.w", 0, "a star in one name only"),
+        ("a.w = b.w : (| n)", 13, "expected a component, found '|'"),
+        ("a.* = b.w", 0, "only one of a.* and b.w has a *"),
         ("[a b].w = c.w", 0, "a choice [...] in the stored name [a b].w, which is one tensor"),
         ("a.w = b.w : " + "(" * 3000 + "n", 78, "more than 64 nested groups"),
-        ("a.0.w = b.0.w", 10, "number 0 in the logical name b.0.w"),
-        ("a.... = b.0....", 10, "number 0 in the logical name b.0...."),
+        ("a.0.w = b.0.w", 10, "the logical name b.0.w has the number 0"),
+        ("a.... = b.0....", 10, "the logical name b.0.... has the number 0"),
         ("a.{l}.w = b.w", 2, "index {l} is not in the logical name b.w"),
         # A KeyError of 'tp l' in binding.
-        ("a{ep e}{tp l} = b.{l}.{e}", 7, "indices {ep e} and {tp l} are both spread"),
-        ("[a. = b.] @pp=0 w", 16, "'w' stands behind the head"),
-        ("[a. = b.", 8, "expected ']', found 'the end'"),
+        (
+            "a{ep e}{tp l} = b.{l}.{e}",
+            7,
+            "the stored name spreads two indices over axes, {ep e} and {tp l}",
+        ),
+        ("[a. = b.] @pp=0 w", 16, "unexpected 'w' after [NATIVE = LOGICAL]"),
+        ("[a. = b.", 8, "expected ']', found the end of the line"),
         ("a.w = f(b.w : h", 12, "expected ')', found ': h'"),
     ],
 )
@@ -90,6 +94,6 @@ def test_a_condition_is_one_tensor(text: str, said: str) -> None:
 def test_an_index_stands_once_in_a_logical_name() -> None:
     """Its last number would win: `y.0.1` be stored as `x.1`."""
     with pytest.raises(
-        NotationError, match=r"an index is twice in the logical name y\.\{l\}\.\{l\}"
+        NotationError, match=r"index 'l' is twice in the logical name y\.\{l\}\.\{l\}"
     ):
         rows.parse("x.{l} = y.{l}.{l}")

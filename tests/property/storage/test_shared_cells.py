@@ -40,27 +40,28 @@ def side(text: str, spots: dict[str, tuple[Spot, ...]] | None = None) -> Stored:
             "layers.0.* = layers.{l}.a.* : (tp n) h",
             None,
             "rank 0 stores 'layers.0.a.weight' and 'layers.1.a.weight' in the same cells of "
-            "'layers.0.weight'; give them two names or chunks\n"
+            "'layers.0.weight'; write an index that differs into the stored name, or give them two chunks\n"
             "in the row layers.0.* = layers.{l}.a.* : (tp n) h",
         ),
         (
             "x = head\nx = tail",
             None,
             "rank 0 stores 'head' and 'tail' in the same cells of 'x'; "
-            "give them two names, or one row\nin the rows x = head\nand x = tail",
+            "write two stored names, or store both by one row\nin the rows x = head\nand x = tail",
         ),
         (
             "w{ep~ e} = experts.{e}.w\nw1 = tail",
             None,
             "rank 0 stores 'experts.1.w' and 'tail' in the same cells of 'w1'; "
-            "give them two names, or one row\n"
+            "write two stored names, or store both by one row\n"
             "in the rows w{ep~ e} = experts.{e}.w\nand w1 = tail",
         ),
         # Bound before, and a KeyError when a rank asked.
         (
             "w{e} = experts.{e}.w : e n h",
             None,
-            "index e is a dimension, and in the stored name; write it in one of them\n"
+            "index 'e' of 'w{e} = experts.{e}.w : e n h' is a dimension, and in the stored name; "
+            "write it in only one of the two\n"
             "in the row w{e} = experts.{e}.w : e n h",
         ),
         # Two stages are not each other's, and two layers of one stage are.
@@ -68,7 +69,8 @@ def side(text: str, spots: dict[str, tuple[Spot, ...]] | None = None) -> Stored:
             "{l}.x = layers.{l}.a.weight",
             SAME_NUMBER,
             "rank 0 stores 'layers.0.a.weight' and 'layers.1.a.weight' in the same cells of "
-            "'0.x'; give them two names or chunks\nin the row {l}.x = layers.{l}.a.weight",
+            "'0.x'; write an index that differs into the stored name, or give them two chunks\n"
+            "in the row {l}.x = layers.{l}.a.weight",
         ),
     ],
 )

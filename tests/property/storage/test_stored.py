@@ -130,17 +130,21 @@ def test_equal_values_have_one_digest() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "what"),
     [
-        ("version", 2, "'shardmath declared storage' is of version 2, this shardmath reads 1"),
-        ("format", "other", "'other' is of version 1, this shardmath reads 1"),
+        (
+            "version",
+            2,
+            "has format 'shardmath declared storage' in version 2, this shardmath reads",
+        ),
+        ("format", "other", "has format 'other' in version 1, this shardmath reads 'shardmath d"),
         ("exact", True, r"declared storage has digest [0-9a-f]{12}, its text says [0-9a-f]{12}"),
         ("rows", ["a = a", "b = b"], "has digest"),
-        ("meshes", [], r"meshes \[\] do not have the same ranks"),
+        ("meshes", [], r"must have the same ranks, and are \[\]"),
         ("meshes", [[[["tp", 2]], [0]]], "1 rank for a mesh tp=2 of 2"),
-        ("meshes", 5, "no declared storage"),
-        ("numbers", {"wide": "six"}, "no declared storage .*'six'.*; give what to_json wrote"),
-        ("numbers", {"wide": float("inf")}, "no declared storage"),
+        ("meshes", 5, "the text is not declared storage"),
+        ("numbers", {"wide": "six"}, "not declared storage .*'six'.*; pass a text that to_json"),
+        ("numbers", {"wide": float("inf")}, "the text is not declared storage"),
         ("numbers", {"wide": -1}, "number 'wide' is -1; give a number from 0 to"),
-        ("indices", {"l": [[{"pp": 0}, 0]]}, "no declared storage"),
+        ("indices", {"l": [[{"pp": 0}, 0]]}, "the text is not declared storage"),
         (
             "indices",
             {"l": [[{"pp": 0}, 0, -1]]},
@@ -160,7 +164,9 @@ def test_text_that_was_changed_is_refused(field: str, value: object, what: str) 
     ["", "[", "[" * 10_000, "{}", "5", '{"format":1}', '{"format":1,"version":1}'],
 )
 def test_text_that_is_none(text: str) -> None:
-    with pytest.raises(sm.StoreError, match=r"no declared storage .*; give what to_json wrote"):
+    with pytest.raises(
+        sm.StoreError, match=r"not declared storage .*; pass a text that to_json wrote"
+    ):
         Stored.from_json(text)
 
 

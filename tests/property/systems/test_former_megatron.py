@@ -126,36 +126,37 @@ BF = "bfloat16"
             lambda: trainer(model(), ranks=range(20), tp=2, pp=3, ep=4),
             MeshError,
             "20 ranks do not fall into pp=3 stages of tp=2 times dp, and of ep=4 times edp; "
-            "choose ranks that are a multiple of pp tp and of pp ep",
+            "choose sizes of 1 or more, and a number of ranks that pp * tp and pp * ep divide",
         ),
         (
             lambda: trainer(model(), ranks=range(24), tp=0),
             MeshError,
             "24 ranks do not fall into pp=1 stages of tp=0 times dp, and of ep=1 times edp; "
-            "choose ranks that are a multiple of pp tp and of pp ep",
+            "choose sizes of 1 or more, and a number of ranks that pp * tp and pp * ep divide",
         ),
         (
             lambda: trainer(model(), ranks=[]),
             MeshError,
             "0 ranks do not fall into pp=1 stages of tp=1 times dp, and of ep=1 times edp; "
-            "choose ranks that are a multiple of pp tp and of pp ep",
+            "choose sizes of 1 or more, and a number of ranks that pp * tp and pp * ep divide",
         ),
         (
             lambda: trainer(model(), ranks=range(4), pp=2),
             LayoutError,
-            "5 layers do not fall evenly into pp=2 stages; give stages= their number for each",
+            "5 layers do not fall evenly into pp=2 stages; "
+            "pass stages= with the number of layers of each stage",
         ),
         (
             lambda: trainer(model(), ranks=range(4), pp=2, stages=(3, 1)),
             LayoutError,
             "stages=[3, 1] are 2 stages of 4 layers, the model has 5 and pp is 2; "
-            "give the number of layers of each of pp stages",
+            "pass 2 numbers of layers that add up to 5",
         ),
         (
             lambda: trainer(model(), ranks=range(4), pp=2, stages=(5,)),
             LayoutError,
             "stages=[5] are 1 stages of 5 layers, the model has 5 and pp is 2; "
-            "give the number of layers of each of pp stages",
+            "pass 2 numbers of layers that add up to 5",
         ),
         (
             lambda: trainer(model(experts=3), ranks=range(4), ep=2),

@@ -151,19 +151,20 @@ BF = "bfloat16"
         (
             lambda: engine(model(), ranks=range(6), tp=4),
             MeshError,
-            "6 ranks do not fall into engines of tp=4; choose a multiple of tp",
+            "6 ranks do not fall into engines of tp=4; "
+            "pass a number of ranks that is a multiple of tp, or another tp",
         ),
         (
             lambda: engine(model(), ranks=range(4), tp=4, kv_heads=3),
             LayoutError,
             "3 key-value heads and tp=4: neither divides the other; "
-            "choose tp so that ranks hold whole heads, or each head lies on as many ranks",
+            "choose a tp that divides the number of heads or is a multiple of it",
         ),
         (
             lambda: engine(model(), ranks=range(4), tp=4, kv_heads=0),
             LayoutError,
             "0 key-value heads and tp=4: neither divides the other; "
-            "choose tp so that ranks hold whole heads, or each head lies on as many ranks",
+            "choose a tp that divides the number of heads or is a multiple of it",
         ),
         (
             lambda: engine({"norm.weight": ((4,), "float3")}, ranks=range(2), tp=2),

@@ -193,8 +193,8 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         lay({"model.experts": "colwise", "model.norm": "colwise", "head": "rowwise"}),
         LayoutError,
-        "rules match nothing: model.norm, head; "
-        "give the names of the model's modules, or name these in unused=",
+        "rules match no parameter and no module of the model: model.norm, head; "
+        "write names that it has, or list these rules in unused=",
     )
     fails(
         lay({"model.experts": "local_colwise"}),
@@ -205,12 +205,13 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         lay({}, experts=({"model.experts": "grouped_gemm"}, Mesh(ep=4))),
         LayoutError,
-        "6 experts of 'model.experts.up_proj' and ep=4; choose a divisor",
+        "6 experts of 'model.experts.up_proj' cannot be divided evenly over ep=4; "
+        "give a mesh whose ep divides 6",
     )
     fails(
         lay({}, axis="model"),
         MeshError,
-        "Mesh(tp=4) has no axis 'model'; give one of its axes: tp",
+        "Mesh(tp=4) has no axis 'model'; name one of its axes: tp",
     )
 
 

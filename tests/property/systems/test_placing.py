@@ -80,7 +80,7 @@ def test_a_stage_of_fewer_than_no_layers(declare: Callable[[Sequence[int]], Stor
 
 def test_a_layout_of_megatron_with_another_number_of_stages() -> None:
     config = {"num_layers": 3, "pipeline_model_parallel_layout": "Et|t|tL"}
-    message = "3 layers do not fall to 2 stages of 2 chunks as [1, 1, 1]; give num_layers_in_first"
+    message = "3 layers do not fall to 2 stages of 2 chunks as [1, 1, 1]; set num_layers_in_first"
     with pytest.raises(StoreError, match=f"^{re.escape(message)}"):
         megatron(config, ranks=range(2), pp=2, vpp=2)
 
@@ -95,6 +95,6 @@ def test_the_size_that_is_left_out_is_found_again(sizes: list[int], left_out: in
 @pytest.mark.parametrize(("total", "tp", "ep"), [(6, 4, 1), (0, 1, 1), (4, 0, 1), (4, -2, -2)])
 def test_sizes_that_do_not_divide(total: int, tp: int, ep: int) -> None:
     what = f"tp={tp} ep={ep}: the product {tp * ep} does not divide {total} ranks"
-    message = f"{what}; choose sizes of 1 or more that do"
+    message = f"{what}; choose sizes of 1 or more whose product divides it"
     with pytest.raises(MeshError, match=f"^{message}$"):
         fill_sizes(total, {"tp": tp, "dp": None, "ep": ep})

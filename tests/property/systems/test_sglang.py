@@ -140,15 +140,24 @@ def test_what_no_row_says_is_refused(fails: Fails) -> None:
     fails(
         make(fused_shared=True),
         StoreError,
-        "fused shared experts lie behind the routed ones of each rank, which no row describes; "
-        "start SGLang with --disable-shared-experts-fusion, or record its loader",
+        "fused_shared=True: fused shared experts lie behind the routed ones of each rank, which no "
+        "row describes; start SGLang with --disable-shared-experts-fusion, or record its loader",
     )
-    fails(make(moe_dense_tp=2), StoreError, "moe_dense_tp=2: SGLang has only 1 or tp=4; give one")
-    fails(make(unknown="drop"), StoreError, "unknown='drop'; use one of refuse, replicate")
+    fails(
+        make(moe_dense_tp=2),
+        StoreError,
+        "moe_dense_tp=2: SGLang divides dense layers over 1 rank or tp=4; pass 1 or 4",
+    )
+    fails(
+        make(unknown="drop"),
+        StoreError,
+        "unknown='drop' is not an option; use one of refuse, replicate",
+    )
     fails(
         make(ep=3),
         MeshError,
-        "mdp=1 ep=3: the product 3 does not divide 4 ranks of tp; choose sizes of 1 or more that do",
+        "mdp=1 ep=3: the product 3 does not divide 4 ranks of tp; choose sizes of 1 or more "
+        "whose product divides it",
     )
     fails(
         make(pp=2),

@@ -289,8 +289,12 @@ def test_what_does_not_fit(fails: Fails) -> None:
     def declare(**given: Any) -> Callable[[], object]:
         return lambda: torchtitan(LLAMA, ranks=range(4), dp_shard=4, **given)
 
-    fails(declare(names="1"), StoreError, "names='1'; use one of 0.3, 0.2")
-    fails(declare(unknown="drop"), StoreError, "unknown='drop'; use one of refuse, replicate")
+    fails(declare(names="1"), StoreError, "names='1' is not a known version; use one of 0.3, 0.2")
+    fails(
+        declare(unknown="drop"),
+        StoreError,
+        "unknown='drop' is not an option; use one of refuse, replicate",
+    )
     fails(
         declare(stages=[1, 1]),
         StoreError,
@@ -299,5 +303,6 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         declare(ep=3),
         MeshError,
-        "ep=3: the product 3 does not divide 4 ranks of dp_shard times tp; choose sizes of 1 or more that do",
+        "ep=3: the product 3 does not divide 4 ranks of dp_shard times tp; choose sizes of 1 or more "
+        "whose product divides it",
     )

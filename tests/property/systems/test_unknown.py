@@ -47,7 +47,9 @@ def test_refused_unless_asked(name: str) -> None:
     make, sizes = MAKERS[name]
     with pytest.raises(StoreError, match=f"no row stores {STRANGE[0]}, {STRANGE[1]}"):
         bind(make(ranks=range(4), tp=2, **sizes), SHAPES)
-    with pytest.raises(StoreError, match="unknown='drop'; use one of refuse, replicate"):
+    with pytest.raises(
+        StoreError, match="unknown='drop' is not an option; use one of refuse, replicate"
+    ):
         make(ranks=range(4), tp=2, unknown="drop", **sizes)
 
 

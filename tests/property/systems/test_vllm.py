@@ -154,8 +154,8 @@ def test_trtllm_pads_each_part_of_an_expert(fails: Fails) -> None:
     fails(
         lambda: vllm(SPARSE, ranks=range(2), processed=True, **sizes),
         StoreError,
-        "flashinfer_trtllm lays processed experts out in blocks, which no row describes; "
-        "declare them as loaded",
+        "backend='flashinfer_trtllm' stores processed experts in blocks, which no row describes; "
+        "pass processed=False, and refit before weights are processed",
     )
 
 
@@ -176,7 +176,10 @@ def test_gpt_oss_has_no_more_ranks_than_key_heads() -> None:
     shapes: dict[str, tuple[int, ...]] = {f"{LAYER}self_attn.q_proj.weight": (16, 4)}
     shapes |= {f"{LAYER}self_attn.{name}_proj.weight": (4, 4) for name in "kv"}
     arrays = number(shapes)
-    with pytest.raises(StoreError, match="'tp/rep' has 4 parts, and 'k' 2 to divide"):
+    with pytest.raises(
+        StoreError,
+        match="'k' has 2 positions or blocks, which do not divide into 4 equal parts for 'tp/rep'",
+    ):
         store({**DENSE, "model_type": "gpt_oss"}, arrays, 0, tp=4)
     assert store(DENSE, arrays, 0, tp=4)[f"{LAYER}self_attn.qkv_proj.weight"].shape == (8, 4)
 
@@ -185,7 +188,10 @@ def test_heads_are_not_cut() -> None:
     """Six rows of three heads do not fall to two ranks, though six is even."""
     arrays = number({f"{LAYER}self_attn.{name}_proj.weight": (6, 4) for name in "qkv"})
     config = {**DENSE, "num_attention_heads": 3, "num_key_value_heads": 3}
-    with pytest.raises(StoreError, match="'tp' has 2 parts, and 'q' 3 to divide"):
+    with pytest.raises(
+        StoreError,
+        match="'q' has 3 positions or blocks, which do not divide into 2 equal parts for 'tp'",
+    ):
         store(config, arrays, 0, tp=2)
 
 
@@ -208,7 +214,10 @@ def test_the_vocabulary_is_padded_and_then_cut() -> None:
     (seventh,) = store(DENSE, arrays, 6, tp=8).values()
     (last,) = store(DENSE, arrays, 7, tp=8).values()
     assert np.count_nonzero(seventh) == 2 * 4 and last.shape == (16, 2) and not last.any()
-    with pytest.raises(StoreError, match="'tp' has 3 parts, and 'n=vocab' 128 to divide"):
+    with pytest.raises(
+        StoreError,
+        match="'n=vocab' has 128 positions or blocks, which do not divide into 3 equal parts for 'tp'",
+    ):
         store(DENSE, arrays, 0, tp=3)
 
 
@@ -252,7 +261,7 @@ def test_groups_that_tp_does_not_divide_are_refused() -> None:
     config = {**DENSE, "model_type": "mamba2", "n_groups": 3, "state_size": 4}
     shapes = {f"{LAYER}mixer.{name}.weight": (8, 2) for name in ("z", "x", "dt")}
     arrays = number(shapes | {f"{LAYER}mixer.{name}.weight": (12, 2) for name in "BC"})
-    with pytest.raises(StoreError, match="has 2 parts, and 'B' 3 to divide"):
+    with pytest.raises(StoreError, match=r"'B' has 3 .* into 2 equal parts"):
         store(config, arrays, 0, tp=2)
 
 
@@ -381,7 +390,10 @@ def test_scales_are_cut_as_their_weights() -> None:
         f"{ROUTED}w13_weight_scale_inv": (1, 4, 2),
     }
     odd = number({f"{LAYER}mlp.experts.0.up_proj.weight_scale_inv": (3, 2)})
-    with pytest.raises(StoreError, match="'etp' has 2 parts, and 'n' 3 to divide"):
+    with pytest.raises(
+        StoreError,
+        match="'n' has 3 positions or blocks, which do not divide into 2 equal parts for 'etp'",
+    ):
         store(config, odd, 1, tp=2)
 
 
@@ -433,12 +445,12 @@ def test_words_that_are_none(fails: Fails) -> None:
     fails(
         lambda: vllm(DENSE, ranks=range(1), unknown="guess"),
         StoreError,
-        "unknown='guess'; use one of refuse, replicate",
+        "unknown='guess' is not an option; use one of refuse, replicate",
     )
     fails(
         lambda: vllm(DENSE, ranks=range(1), placement="random"),
         StoreError,
-        "placement='random'; use one of linear, round_robin",
+        "placement='random' is not an option; use one of linear, round_robin",
     )
 
 

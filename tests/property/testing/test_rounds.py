@@ -177,15 +177,18 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
         ),
         (
             {0: [at(0, send(0, 0))]},
-            f"rank 0, step (0, 0, 0): it sends {message(0, 0)}; put it where its ends say",
+            f"rank 0, step (0, 0, 0): the rank sends {message(0, 0)}, which goes from rank 0 to "
+            "rank 0; list it at these two ranks",
         ),
         (
             {0: [at(0, receive(0, 1))]},
-            f"rank 0, step (0, 0, 0): it receives {message(0, 1)}; put it where its ends say",
+            f"rank 0, step (0, 0, 0): the rank receives {message(0, 1)}, which goes from rank 0 to "
+            "rank 1; list it at these two ranks",
         ),
         (
             {0: [at(0, ("keeps", message(0, 1)))]},
-            f"rank 0, step (0, 0, 0): it keeps {message(0, 1)}; put it where its ends say",
+            f"rank 0, step (0, 0, 0): the rank keeps {message(0, 1)}, which goes from rank 0 to "
+            "rank 1; list it at these two ranks",
         ),
         (
             {0: [Round((message(0, 1), message(0, 2)._replace(step=(0, 1, 0))), (), ())]},
@@ -195,12 +198,12 @@ FIRST = "rank 0 sends 8 B in step (0, 0, 0), leg 1 to rank 1, which"
         (
             {0: [at(0, ("sends", message(0, 1)._replace(nbytes=9)))]},
             "rank 0, step (0, 0, 0): the message 9 B from rank 0 to rank 1 in 1 piece, leg 1 has 9 B from (0,) on, "
-            "its pieces 8 B from (0,) on; count them again",
+            "its pieces 8 B from (0,) on; make it with make_message",
         ),
         (
             {0: [at(0, ("sends", message(1, 0)._replace(src_rank=0, dst_rank=1)))]},
             f"rank 0, step (0, 0, 0): the message {message(0, 1)} has the piece {piece(1, 0, 0, 8)}; "
-            "put it where it goes from its sender to its receiver",
+            "give the message only pieces from rank 0 to rank 1",
         ),
     ],
 )

@@ -70,7 +70,9 @@ def test_spans_of_one_track_do_not_overlap() -> None:
     after = first._replace(begin_s=3.0)
     beside = first._replace(track="phases")
     assert len(Trace((after, first, beside)).spans) == 3
-    with pytest.raises(ShardError, match="'posting' begins before 'packing' ends, both on track"):
+    with pytest.raises(
+        ShardError, match=r"'posting' begins at .* s, before 'packing' ends at .* s, both on track"
+    ):
         Trace((after, first, first._replace(name="posting", begin_s=2.5)))
 
 
@@ -123,7 +125,7 @@ WRONG = {
     "": "Expecting value",
     "[]": "TypeError",
     "{}": "KeyError",
-    '{"shardmath": {"version": 2, "left_out": 0}, "traceEvents": []}': "of version 2, this reads 1",
+    '{"shardmath": {"version": 2, "left_out": 0}, "traceEvents": []}': "has version 2, this shardmath reads 1",
     '{"shardmath": {"version": 1, "left_out": -1}, "traceEvents": []}': "-1 is negative",
     '{"shardmath": {"version": 1, "left_out": 0}, "traceEvents": [1]}': "TypeError",
     '{"shardmath": {"version": 1, "left_out": 0, "clock": [0, 1, 2, []]}, "traceEvents": []}': "not a text",

@@ -162,7 +162,7 @@ def bind_views(
         if not receives:
             raise StoreError(
                 f"{show_native((slot.chunk, slot.native))} stores {slot.function}(...), from which "
-                f"{name} cannot be computed; give the trainer a row that stores it"
+                f"{name} cannot be computed; give the trainer a row that stores {name} itself"
             )
         tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         what = show_native((slot.chunk, slot.native))
