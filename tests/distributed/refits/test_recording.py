@@ -520,6 +520,35 @@ def test_a_target_of_which_parts_are_computed_differently() -> None:
     assert not recorded.unwritten
 
 
+ARGUMENTS: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "number": [lambda w: w * 2, lambda w: w * 3],
+    "tensor": [lambda w: w * torch.tensor(2.0), lambda w: w * torch.tensor(3.0)],
+    "order": [lambda w: w - torch.tensor(1.0), lambda w: torch.tensor(1.0) - w],
+    "bounds": [lambda w: w.clamp(-1, 1), lambda w: w.clamp(-2, 2)],
+    "option": [torch.nn.functional.gelu, lambda w: torch.nn.functional.gelu(w, approximate="tanh")],
+    "row": [lambda w: w * torch.arange(3.0).to(w.device), lambda w: w * torch.ones(3).to(w.device)],
+}
+
+
+@pytest.mark.parametrize("of", ARGUMENTS)
+@pytest.mark.parametrize("equal", [True, False])
+def test_parts_are_computed_with_arguments(of: str, equal: bool) -> None:
+    """An operation with another scale is another function."""
+    into = {"a": torch.empty(8, 3, device="meta")}
+    one, other = ARGUMENTS[of]
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"][:4].copy_(one(given["q"]))
+        into["a"][4:].copy_((one if equal else other)(given["k"]))
+
+    if equal and of != "row":
+        assert not record(load, into, functions={"a": "f"}).unwritten
+    else:
+        # The tensors of two calls have no values here that could be compared.
+        with pytest.raises(sm.StoreError, match=r"in part by aten.\w+.\w+.*, in part by aten"):
+            record(load, into, functions={"a": "f"})
+
+
 @pytest.mark.parametrize("ways", [("views",), ("numbers",)])
 def test_what_is_put_in_place_has_the_type_of_the_target_and_its_aliases(ways: Any) -> None:
     into = {"a": torch.zeros(4, 3, dtype=torch.bfloat16)}

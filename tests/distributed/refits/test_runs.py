@@ -603,3 +603,102 @@ def test_a_loader_that_compares_what_it_has_loaded(
     with pytest.raises(sm.StoreError, match="is computed"):
         smt.record(load, shapes, into)
     assert not any(target.any() for target in into.values())
+
+
+FOUND: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
+    "flag": (torch.tensor([1]), lambda own: own.item() == 1),
+    "unset": (torch.tensor([0.0]), lambda own: own.item() == 0),
+    "truth": (torch.tensor([True, False]), lambda own: own.tolist() == [True, False]),
+    "sign": (torch.tensor([-1.0]), lambda own: own.item() < 0),
+    "nan": (torch.tensor([float("nan")]), lambda own: own.isnan().all()),
+    "map": (torch.tensor([-1, 0, -1]), lambda own: own.tolist().count(-1) == 2),
+    "order": (torch.tensor([2.0, 0.0, 1.0]), lambda own: own.argsort().tolist() == [1, 2, 0]),
+    "part of memory": (torch.tensor([7, 1])[1:], lambda own: own.item() == 1),
+}
+
+
+def load_by(own: Callable[[], Tensor], found: Callable[[Tensor], object], a: Tensor) -> Any:
+    """A loader that goes by what it finds in a target, after a look at what it loads."""
+
+    def load(given: Given) -> None:
+        assert given["q"].sum().item() != 0.125
+        a.copy_(given["q"] if found(own()) else given["k"])
+
+    return load
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_loader_reads_a_target_that_it_does_not_write(case: str) -> None:
+    """It has the value that it had before, in every run."""
+    own, found = FOUND[case]
+    into = {"own": own.clone(), "a": torch.zeros(4, 3)}
+    recorded = record(load_by(lambda: into["own"], found, into["a"]), into)
+    assert recorded.unwritten == {"own": own.numel()}
+    assert [piece.tensor for piece in recorded.natives[1].pieces] == ["q"]
+
+
+@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_loader_reads_a_target_that_has_no_data(case: str, ways: Any) -> None:
+    """What it would find there is no value of the engine's."""
+    own, found = FOUND[case]
+    into = {"own": torch.empty_like(own, device="meta"), "a": torch.zeros(4, 3)}
+    load = load_by(lambda: into["own"], found, into["a"])
+    with pytest.raises(sm.StoreError, match="'own' is read by the loader, and has no data"):
+        record(load, into, ways=ways)
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0, float("nan"), -5.0])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_loader_loads_only_what_is_not_loaded(before: float, device: str, ways: Any) -> None:
+    """As for a weight that several names of a checkpoint may bring: what is loaded once is never loaded again."""
+    into = {"a": torch.full((4, 3), before, device=device), "b": torch.zeros(4, 3, device=device)}
+
+    def load(given: Given) -> None:
+        into["b"].copy_(given["k"])
+        is_new = into["a"].isnan() if before != before else into["a"] == before
+        if is_new.all():
+            into["a"].copy_(given["q"])
+
+    what = "'a' is written in one run and not in another|'a' is read by the loader, and has no data"
+    with pytest.raises(sm.StoreError, match=what):
+        record(load, into, ways=ways)
+
+
+def test_a_map_without_data_is_named_if_a_loader_fails_on_it() -> None:
+    into = {"places": torch.empty(4, dtype=torch.int64, device="meta"), "a": torch.zeros(4, 3)}
+
+    def load(given: Given) -> None:
+        into["a"][into["places"]] = given["q"]
+
+    with pytest.raises(sm.StoreError, match=r"IndexError.*; 'places' is read by the loader"):
+        record(load, into)
+
+
+def test_a_target_of_which_only_the_shape_is_read() -> None:
+    into = {"own": torch.empty(4, 3, device="meta"), "a": torch.zeros(4, 3)}
+
+    def load(given: Given) -> None:
+        staged = torch.empty_like(into["own"].view(4, 3), device="cpu")
+        staged.copy_(mix(given).cpu())
+        into["a"].copy_(staged)
+
+    assert record(load, into).unwritten == {"own": 12}
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "float8_e4m3fn", "float32", "complex64"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_value_that_a_target_had_is_loaded_again(dtype: str, device: str) -> None:
+    """In some runs an element of few values is what the target had; it is written all the same."""
+    shapes: Any = {"q": ((1,), dtype)}
+    for value in (0, 1):
+        into = {"a": torch.full((1,), value).to(getattr(torch, dtype)).to(device)}
+        for cat in (torch.cat, lambda parts: parts[0]):
+            recorded = smt.record(
+                lambda given, cat=cat, into=into: into["a"].copy_(cat([given["q"]])),
+                shapes,
+                into,
+                ways=("numbers",),
+            )
+            assert not recorded.unwritten

@@ -5,6 +5,8 @@
 2. In further runs values are drawn, by the element's number, from all finite values of the type; then mirrored; large
    instead of small; from four values with zeros; from values that fit targets; and at last NaN, and infinite.
 3. Types with few values have more runs.
+4. A loader must not go by what it finds in its targets, so that varies, too: mostly a byte, in some runs 0, 1, -1 and
+   NaN, and in others what targets had before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from shardmath_torch.tensors.probes.patterns import (
     list_nan,
     order,
     real,
+    repeat,
+    word_of,
 )
 
 __all__ = ["TypedElements", "SPECIAL", "Run", "list_runs"]
@@ -46,16 +50,28 @@ FEW = 1 << 20
 """The most elements that are few."""
 SPECIAL = {"nan": list_nan, "infinite": list_infinite}
 """The runs in which no element is finite, if its type has such values."""
+FOUND = 0.0, 1.0, -1.0, math.nan
+"""The values that fill targets before further runs, one each."""
 IMAGINARY = 1 << 20
 """Added to the seed of a run, for the second part of complex numbers."""
 
 
 class Run(NamedTuple):
-    """One run of a loader: how values are chosen, their seed, and the byte that fills targets before."""
+    """One run of a loader: how values are chosen, their seed, and what it finds in its targets.
+
+    That is a `byte`, or a `value` instead; or, if the run `keeps` it, what the targets had before recording.
+    """
 
     way: str
     seed: int
     byte: int
+    value: float | None = None
+    keeps: bool = False
+
+    def found(self, dtype: torch.dtype) -> int:
+        """Return the word that fills targets of dtype `dtype` before the run."""
+        word = None if self.value is None else word_of(self.value, dtype)
+        return repeat(self.byte, dtype) if word is None else word
 
 
 class TypedElements:
@@ -155,7 +171,19 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     fill_bytes = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
     # The same byte before a run and its mirror image, so that no element has this value in both.
     fill_bytes[digits + 2] = fill_bytes[digits + 1]
-    return [Run(*way, byte) for way, byte in zip(ways, fill_bytes, strict=True)]
+    runs = [Run(*way, byte) for way, byte in zip(ways, fill_bytes, strict=True)]
+    return _vary_found(runs, digits)
+
+
+def _vary_found(runs: list[Run], digits: int) -> list[Run]:
+    """The runs, of which some that follow the `digits` keep what targets had, or fill them with values."""
+    runs = list(runs)
+    # A run and its mirror image, of which one at least changes what a target had.
+    for i in (digits + 1, digits + 2):
+        runs[i] = runs[i]._replace(keeps=True)
+    for i, value in enumerate(FOUND, digits + 4):
+        runs[i] = runs[i]._replace(value=value)
+    return runs
 
 
 def _count_further(kinds: Sequence[TypedElements]) -> int:

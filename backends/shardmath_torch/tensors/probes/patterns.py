@@ -35,6 +35,7 @@ __all__ = [
     "order",
     "real",
     "repeat",
+    "word_of",
 ]
 
 Words: TypeAlias = NDArray[Any]
@@ -77,6 +78,18 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
         return byte % 2
     size = real(dtype).itemsize
     return int.from_bytes(bytes([byte] * size), "little", signed=size > 1)
+
+
+def word_of(value: float, dtype: torch.dtype) -> int | None:
+    """Return the word of a value in `dtype`, of -1 for NaN that it has not; None if torch has no cast to the type."""
+    part = real(dtype)
+    if value != value and not part.is_floating_point:
+        value = -1
+    try:
+        word: int = as_words(torch.tensor([value]).to(part)).item()  # type: ignore[assignment]
+    except (RuntimeError, TypeError):
+        return None
+    return word
 
 
 @memo()

@@ -3,10 +3,12 @@
 In reading order:
 
 - `before`: a snapshot of modules and mappings before a loader runs;
-- `targets`: the tensors into which a loader loads;
+- `operations`: what operations of torch read and write;
 - `contents`: elements of a logical tensor in the memory of a tensor without data;
 - `watching`: a run of a loader without data;
+- `reads`: the tensors without data that a loader reads;
 - `numbering`: runs of a loader on element numbers;
+- `targets`: the tensors into which a loader loads;
 - `recording`: a rank's storage, recorded by either;
 - `divided`: comparison of DTensors with a plan;
 - `views`: views of stored tensors, by the local tensors of a plan;

@@ -66,6 +66,13 @@ class Before:
                 live = _view_bytes(memory)
                 self._bytes[key_of(memory)] = live, live.clone()
 
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Return the copied values of a tensor, as a view of the copy of its memory."""
+        _, saved = self._bytes[key_of(tensor)]
+        values = torch.empty(0, dtype=tensor.dtype, device=saved.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return values.set_(saved.untyped_storage(), *place)
+
     def spoil(self, keys: Iterable[int]) -> None:
         """Change the lowest bit of each byte in the copied memory with these keys, until `put_back`."""
         for key in keys:

@@ -2,8 +2,8 @@
 
 1. Elements of one type are numbered. In the first runs their values are the digits of their numbers (`drawing`), which
    identify the element in a cell; in all later runs the cell must have that element's value, too.
-2. Targets are filled with another byte before each run. Cells that have that byte after every run, or are always zero,
-   were not written.
+2. Targets have other values before each run. Cells that have these after every run, or are always zero, were not
+   written.
 3. In the last runs no element is finite. A loader may reject these, by an error or by leaving a target as it was.
 4. Values are compared by bits. NaN of few bits, and NaN that was cast, equal any NaN: torch's casts make several.
 """
@@ -30,10 +30,12 @@ from shardmath_torch.tensors.probes.patterns import (
     cast,
     is_nan,
     real,
-    repeat,
 )
 
-__all__ = ["Numbering", "Reading"]
+__all__ = ["Found", "Numbering", "Reading", "is_left"]
+
+Found: TypeAlias = int | Tensor
+"""The values of a target before a run: the word of all, or a tensor."""
 
 _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
@@ -80,10 +82,10 @@ class Numbering:
                 return guess.fault[1]
         return ""
 
-    def find_written(self, run: Run, after: Tensor) -> tuple[_Truths, _Truths]:
+    def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
         """Return masks of the positions of a target that a run has written, and of its nonzero ones among them."""
         words = _flatten(after, after.dtype)
-        written: _Truths = (words != repeat(run.byte, after.dtype)).any(axis=1)
+        written = ~is_left(found, after)
         return written, written & (words != 0).any(axis=1)
 
 
@@ -98,19 +100,20 @@ class Reading:
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []
-        # For each run, whether it left all cells as they were.
-        self._wrote_nothing: list[bool] = []
+        # Whether each run wrote to the target, by whether it keeps what that had before.
+        self._wrote: dict[bool, list[bool]] = {False: [], True: []}
         # The first runs, whose values are digits, and the target's words after each.
         self._digit_runs: list[tuple[Run, Words]] = []
 
-    def add(self, run: Run, after: Tensor) -> None:
-        """Record `after`, the values of the target after a run."""
+    def add(self, run: Run, found: Found, after: Tensor) -> None:
+        """Record `after`, the values of the target after a run that `found` others there."""
         words = _flatten(after, self.dtype)
-        is_left = (words == repeat(run.byte, self.dtype)).all(axis=1)
-        if run.way in SPECIAL and is_left.all():
+        left = is_left(found, after)
+        if run.way in SPECIAL and left.all():
             return
-        self._wrote_nothing.append(bool(is_left.all()))
-        self.unwritten = self.unwritten & is_left
+        if run.value is None:
+            self._wrote[run.keeps].append(not left.all())
+        self.unwritten = self.unwritten & left
         self.zero = self.zero & (words == 0).all(axis=1)
         if len(self._digit_runs) < self.digits:
             # A copy, since the next run writes into the same memory.
@@ -138,9 +141,10 @@ class Reading:
         return not self.unwritten.all() or not self.unwritten.size
 
     @property
-    def is_written_once(self) -> bool:
-        """Whether only the first run wrote to the target."""
-        return not self._wrote_nothing[0] and all(self._wrote_nothing[1:])
+    def is_written_at_times(self) -> bool:
+        """Whether only the first run wrote to the target, or only runs that found in it what it had before."""
+        first, *later = self._wrote[False]
+        return not any(later) and (first or any(self._wrote[True]))
 
     def find_fault(self) -> str:
         """Return the error for the first written position with no element, or with several; "" if there is none."""
@@ -216,6 +220,13 @@ class _Guess:
         both_nan = _is_nan(expected, self.dtype) & _is_nan(actual, self.dtype)
         differ: _Truths = ((expected != actual) & ~both_nan).any(axis=1)
         return differ
+
+
+def is_left(found: Found, after: Tensor) -> _Truths:
+    """Return a mask of the positions of a target that have what a run `found` there."""
+    before = found if isinstance(found, int) else _flatten(found, after.dtype)
+    left: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
+    return left
 
 
 def _flatten(after: Tensor, dtype: torch.dtype) -> Words:

@@ -22,11 +22,13 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardmath.base import dtypes
@@ -37,9 +39,9 @@ from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
-from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import describe, key_of
-from shardmath_torch.tensors.refits.numbering import Numbering, Reading
+from shardmath_torch.tensors.refits.numbering import Found, Numbering, Reading, is_left
+from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.targets import Into, KeptTargets
 from shardmath_torch.tensors.refits.watching import Watch, Write
 
@@ -103,6 +105,8 @@ class _Recording:
         # Each target's writes in the run without data, and the targets that it filled with constants.
         self.writes: dict[str, list[Write]] = {}
         self.filled: set[str] = set()
+        # By target, a mask of the cells that were written in the first runs on numbers.
+        self.touched: dict[str, NDArray[np.bool_]] = {}
         self._check_functions()
 
     def _check_functions(self) -> None:
@@ -313,8 +317,9 @@ class _Recording:
         types = {name: self.kept_targets.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
         readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
+        untouched = self._find_untouched(numbering)
         for run in numbering.runs:
-            self._run_numbered(numbering, run, readings)
+            self._run_numbered(numbering, run, readings, untouched)
         for name, reading in readings.items():
             self._take_reading(name, reading)
         return any(reading.is_written for reading in readings.values())
@@ -322,63 +327,123 @@ class _Recording:
     def _take_reading(self, name: str, reading: Reading) -> None:
         """Take the pieces of a target. Raises StoreError if it is computed, or differs between runs."""
         fault = reading.find_fault()
-        if self._differs(name, reading) or (fault and reading.is_written_once):
+        if self._differs(name, reading) or (fault and reading.is_written_at_times):
             raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
         if fault:
             raise StoreError(f"{fault}: {self._describe(name, 'is computed')}")
         self.pieces[name] = reading.list_pieces()
         self.recorded_by[name] = "numbers" if self.pieces[name] else ""
 
+    def _find_untouched(self, numbering: Numbering) -> set[str]:
+        """Find the cells that the loader writes; return the targets without any, which it may read.
+
+        Raises StoreError if it reads one of these that has no data, and if it writes what it did not write by views.
+        """
+        read = self._find_touched(numbering)
+        untouched = {name for name, cells in self.touched.items() if not cells.any()}
+        if read & untouched:
+            raise StoreError(_show_read(min(read & untouched)))
+        for name, way in self.recorded_by.items():
+            if not way and name not in self.filled and name not in untouched:
+                fault = f"cell {np.flatnonzero(self.touched[name])[0]} is written, too"
+                raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
+        # Not those that the run without data wrote, and then overwrote by what was there before.
+        return {name for name in untouched if not self._is_stored(name)}
+
+    def _is_stored(self, name: str) -> bool:
+        """Whether the run without data wrote elements into the target."""
+        return any(write.carries for write in self.writes.get(name, ()))
+
+    def _find_touched(self, numbering: Numbering) -> set[str]:
+        """Find the cells that the loader writes; return the targets without data that it reads before that."""
+        read: set[str] = set()
+        for run in numbering.runs:
+            if not run.keeps:
+                continue
+            with self._run_on(numbering, run, (), read) as (found, now):
+                for name in found:
+                    touched = ~is_left(found[name], now[name])
+                    self.touched[name] = touched | self.touched.get(name, np.False_)
+        return read
+
     def _run_numbered(
-        self, numbering: Numbering, run: Run, readings: Mapping[str, Reading]
+        self,
+        numbering: Numbering,
+        run: Run,
+        readings: Mapping[str, Reading],
+        untouched: Collection[str],
     ) -> None:
         """Run the loader on the values of a run, and add the targets' values to their readings."""
-        kept_targets = self.kept_targets
-        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
-            readable = kept_targets.occupy(run.byte, self._list_readable())
-            self._call(tensors)
-            now = kept_targets.find()
-            self._check(now)
-            for name, reading in readings.items():
-                reading.add(run, now[name])
-            if run == numbering.runs[0]:
-                self._check_viewed(numbering, run, readable, now)
+            with self._run_on(numbering, run, untouched) as (found, now):
+                for name, reading in readings.items():
+                    reading.add(run, found[name], now[name])
+                if run == numbering.runs[0]:
+                    self._check_viewed(numbering, run, found, now)
         # A loader may reject values that are not finite.
         except Exception:
             if run.way not in SPECIAL:
                 raise
+
+    @contextmanager
+    def _run_on(
+        self,
+        numbering: Numbering,
+        run: Run,
+        untouched: Collection[str],
+        read: set[str] | None = None,
+    ) -> Iterator[tuple[Mapping[str, Found], Mapping[str, Tensor]]]:
+        """Run the loader on the values of a run; give what it found in the targets, and what they are then.
+
+        Adds to `read` the targets without data that the loader reads before it writes them.
+        """
+        kept_targets = self.kept_targets
+        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
+        try:
+            found = kept_targets.occupy(run, untouched)
+            if read is None:
+                self._call(tensors)
+            else:
+                self._call_reading(tensors, read)
+            now = kept_targets.find()
+            self._check(now)
+            yield found, now
         finally:
             kept_targets.before.put_back()
 
-    def _list_readable(self) -> set[str]:
-        """The targets that the loader may read, such as a map of experts: those that it did not write without data."""
-        return {
-            name for name, way in self.recorded_by.items() if not way and name not in self.filled
-        }
+    def _call_reading(self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str]) -> None:
+        """Run the loader, and add to `read` the targets without data that it reads before it writes them."""
+        now = self.kept_targets.find()
+        targets = self.kept_targets.targets.items()
+        reads = Reads({name: now[name] for name, target in targets if target.is_meta})
+        try:
+            with reads:
+                self._call(tensors)
+        except Exception as error:
+            if reads.names:
+                raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
+            raise
+        read |= reads.names
 
     def _check_viewed(
         self,
         numbering: Numbering,
         run: Run,
-        readable: Mapping[str, Tensor],
+        found: Mapping[str, Found],
         now: Mapping[str, Tensor],
     ) -> None:
-        """Raise StoreError if a run on numbers contradicts a target recorded by views; `readable` keep their words."""
+        """Raise StoreError if a run on numbers contradicts a target recorded by views."""
         for name in self.recorded_by:
-            if name not in readable:
-                fault = self._find_difference(name, numbering, run, now[name])
-            elif torch.equal(as_words(now[name]), readable[name]):
-                continue
-            else:
-                fault = "it is written, too"
+            fault = self._find_difference(name, numbering, run, found[name], now[name])
             if fault:
                 raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
 
-    def _find_difference(self, name: str, numbering: Numbering, run: Run, after: Tensor) -> str:
+    def _find_difference(
+        self, name: str, numbering: Numbering, run: Run, found: Found, after: Tensor
+    ) -> str:
         """The difference between a run on numbers and the pieces recorded by views; "" if there is none."""
         pieces = self.pieces[name]
-        written, changed = numbering.find_written(run, after)
+        written, changed = numbering.find_written(found, after)
         cells = np.zeros(len(written), np.bool_)
         for piece in pieces:
             cells[piece.cells] = True
@@ -390,7 +455,9 @@ class _Recording:
         return "nothing is written" if cells.any() and not written[cells].any() else ""
 
     def _differs(self, name: str, reading: Reading) -> bool:
-        """Whether runs on numbers left cells unwritten that the run without data wrote."""
+        """Whether runs on numbers left cells unwritten that a run before them wrote."""
+        if (self.touched[name] & reading.unwritten).any():
+            return True
         for write in self.writes.get(name, ()):
             if write.carries and not reading.is_written:
                 return True
@@ -448,6 +515,11 @@ class _Recording:
         tensors = [(name, shape, dtype) for name, (shape, dtype) in self.shapes.items()]
         aliases = tuple(self.kept_targets.aliases.items())
         return Recorded(tuple(tensors), tuple(natives), aliases)
+
+
+def _show_read(name: str) -> str:
+    """The error for a target without data that a loader reads."""
+    return f"{name!r} is read by the loader, and has no data on the meta device; record into one that has"
 
 
 def _check_words(argument: str, given: object, known: Sequence[str]) -> None:

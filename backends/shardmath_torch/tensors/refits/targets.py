@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.recorded import label
 from shardmath_torch.moves.exchange.memory import has_own_kernels
-from shardmath_torch.tensors.probes.patterns import as_words, repeat
+from shardmath_torch.tensors.probes.drawing import Run
+from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import Before, key_of
+from shardmath_torch.tensors.refits.numbering import Found
 
 __all__ = ["Into", "KeptTargets"]
 
@@ -71,12 +73,24 @@ class KeptTargets:
             if self.aliases.get(other, other) == name:
                 holder[key] = tensor
 
-    def occupy(self, byte: int, read: Collection[str] = ()) -> dict[str, Tensor]:
-        """Fill all targets with this byte, after allocating memory for those on the meta device.
+    def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
+        """Fill the targets with what a run finds there; return it by target.
 
-        Targets to be `read` keep their values; returns the words of those that have data.
+        Targets on the meta device get memory. `untouched` are targets that the loader does not write. It may read them,
+        so they keep their values, if they have any.
         """
         self.before.keep_bytes()
+        self._allocate()
+        now = self.find()
+        may_keep = self.targets if run.keeps else untouched
+        kept = {name for name in may_keep if not self.targets[name].is_meta}
+        for name, target in now.items():
+            if self.aliases.get(name, name) not in kept:
+                as_words(target.data).fill_(run.found(target.dtype))
+        return {name: self._find_value(name, now[name], run, kept) for name in self.targets}
+
+    def _allocate(self) -> None:
+        """Put tensors with memory in place of the targets on the meta device."""
         # Targets that share memory share the new memory, too.
         storages: dict[int, torch.UntypedStorage] = {}
         for name, target in self.targets.items():
@@ -86,12 +100,15 @@ class KeptTargets:
             if key not in storages:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
             self.place(name, _materialize(target, storages[key]))
-        kept_names = [name for name in read if not self.targets[name].is_meta]
-        for name, target in self.find().items():
-            if self.aliases.get(name, name) not in kept_names:
-                as_words(target.data).fill_(repeat(byte, target.dtype))
-        # Copied last, as filled targets may lie in the same memory.
-        return {name: as_words(self.targets[name]).clone() for name in kept_names}
+
+    def _find_value(self, name: str, target: Tensor, run: Run, kept: Collection[str]) -> Found:
+        """What a run finds in a target."""
+        if name not in kept:
+            return run.found(target.dtype)
+        if run.keeps:
+            return self.before.values_of(self.memory[name])
+        # Other targets that were filled may lie in the same memory.
+        return target.detach().clone()
 
 
 _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]

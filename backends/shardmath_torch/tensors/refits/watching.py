@@ -13,10 +13,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +23,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardmath.base.digest import digest
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
-from shardmath_torch.tensors.refits.before import key_of
+from shardmath_torch.tensors.probes.patterns import as_words
+from shardmath_torch.tensors.refits.before import describe, key_of
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
+from shardmath_torch.tensors.refits.operations import (
+    GIVES_MEMORY,
+    find_written,
+    list_tensors,
+    makes_views,
+)
 
 __all__ = ["Watch", "Write"]
 
@@ -41,8 +48,6 @@ ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 """Functions that return a tensor's address, which all tensors without data share."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result has a type or shape that depends on values."""
-GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-"""Functions that read memory outside of operations, or let others read it."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """Operations that fill padding before or after the weights are written."""
 
@@ -56,6 +61,14 @@ class Write(NamedTuple):
     pieces: tuple[Piece, ...] | None
     made: tuple[str, ...]
     carries: bool = False
+
+
+class _Call(NamedTuple):
+    """An operation and its arguments."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Watch(TorchDispatchMode):
@@ -83,6 +96,8 @@ class Watch(TorchDispatchMode):
         self._contents: dict[int, Content | None] = {}
         # The operations, except copies, that made the content of each memory.
         self._operations: dict[int, tuple[str, ...]] = {}
+        # Numbers for arguments without values, in the order of their use.
+        self._numbers: dict[tuple[object, ...], int] = {}
         # The type of the elements in each memory, as whatever type it is viewed.
         self._dtypes: dict[int, torch.dtype] = {}
         self._target_dtypes = _find_dtypes(targets)
@@ -138,12 +153,12 @@ class Watch(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation unless it writes into a target; note what its results contain."""
         # Views are in memory that is known already, and a loader makes several for each copy.
-        if _makes_views(func):
+        if makes_views(func):
             return func(*args, **kwargs)
-        written = _find_written(func, args, kwargs)
+        written = find_written(func, args, kwargs)
         if written:
             return self._write(func, written, args, kwargs)
-        given = list(_list_tensors((args, kwargs)))
+        given = list(list_tensors((args, kwargs)))
         if self.unread:
             self.unread.difference_update(map(key_of, given))
         followed = [tensor for tensor in given if key_of(tensor) in self._contents]
@@ -155,7 +170,7 @@ class Watch(TorchDispatchMode):
             # There is no data that could go to another device.
             kwargs["device"] = followed[0].device
         result = func(*args, **kwargs)
-        self._follow(func, followed, result)
+        self._follow(_Call(func, args, kwargs), followed, result)
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
@@ -175,7 +190,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Note writes into targets, and run an operation that only writes elsewhere."""
-        given = list(_list_tensors((args, kwargs)))
+        given = list(list_tensors((args, kwargs)))
         if self.unread:
             read = set(map(key_of, given)) - set(map(key_of, written))
             self.unread.difference_update(read)
@@ -282,22 +297,23 @@ class Watch(TorchDispatchMode):
                 return True
         return False
 
-    def _follow(self, func: Any, followed: list[Tensor], result: Any) -> None:
+    def _follow(self, call: _Call, followed: list[Tensor], result: Any) -> None:
         """Note the contents of the results of an operation on known memory."""
-        for tensor in _list_tensors(result):
+        for tensor in list_tensors(result):
             # Some operations return what they were given.
             if key_of(tensor) not in self._contents:
-                content = self._content_of_result(func, followed, tensor)
+                content = self._content_of_result(call, followed, tensor)
                 self._keep(tensor, content, self._find_copied_dtype(followed[0], tensor))
                 before = self._operations.get(key_of(followed[0]), ())
                 self._operations[key_of(tensor)] = (
-                    before if func in COPIES else (*before, str(func))
+                    before if call.func in COPIES else (*before, str(call.func))
                 )
 
     def _content_of_result(
-        self, func: Any, followed: list[Tensor], result: Tensor
+        self, call: _Call, followed: list[Tensor], result: Tensor
     ) -> Content | None:
         """The content of a result's memory; None if unknown."""
+        func = call.func
         source = followed[0]
         before = self._contents[key_of(source)]
         if before is None or len(followed) > 1 or not _is_by_element(func, source, result):
@@ -307,7 +323,25 @@ class Watch(TorchDispatchMode):
         is_bits = source.dtype != self._dtypes[key_of(source)]
         if self._find_copied_dtype(source, result) is None or (is_bits and func not in COPIES):
             return None
-        return before.copied(source, result, "" if func in COPIES else str(func))
+        return before.copied(source, result, "" if func in COPIES else self._name(call, source))
+
+    def _name(self, call: _Call, source: Tensor) -> str:
+        """The operation with its arguments besides the source: equal names are equal functions of the source."""
+        given = ["_" if value is source else self._show(value) for value in call.args]
+        given += [f"{name}={self._show(value)}" for name, value in call.kwargs.items()]
+        return str(call.func) if given == ["_"] else f"{call.func}({', '.join(given)})"
+
+    def _show(self, argument: object) -> str:
+        """A text for an argument of an operation; arguments with equal texts are equal."""
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join(map(self._show, argument))}]"
+        if not isinstance(argument, Tensor):
+            return repr(argument)
+        if argument.is_meta:
+            # Without values it equals only itself, which its place in memory identifies while it lives.
+            self._alive.append(argument)
+            return f"tensor {self._numbers.setdefault(describe(argument), len(self._numbers))}"
+        return f"tensor {digest((argument.dtype, argument.shape, _list_bytes(argument)))[:8]}"
 
     def _keep(
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
@@ -414,6 +448,12 @@ class _ReadMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _list_bytes(tensor: Tensor) -> bytes:
+    """The bytes of all elements of a tensor that has data."""
+    words = as_words(tensor.cpu().contiguous())
+    return bytes(words.numpy().tobytes())
+
+
 def _is_changed(view: Tensor) -> bool:
     """Whether the view negates or conjugates the numbers of its memory."""
     return view.is_neg() or view.is_conj()
@@ -434,15 +474,6 @@ def _is_blank(func: Any) -> bool:
     return func not in STORES and func.overloadpacket.__name__ in BLANKS
 
 
-def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors into which the operation writes, plain ones and those in lists."""
-    written: list[Tensor] = []
-    for i, name in _list_written(func):
-        value = args[i] if i < len(args) else kwargs.get(name)
-        written += _list_tensors(value)
-    return written
-
-
 def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
     """The results of an operation that returns only the tensors it writes. Raises StoreError if it returns more."""
     returned = [result.alias_info for result in func._schema.returns]
@@ -452,34 +483,6 @@ def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
     if len(returned) == 1:
         return written[0]
     return tuple(written) if returned else None
-
-
-@functools.cache
-def _makes_views(func: Any) -> bool:
-    """Whether all results are views of arguments."""
-    results = [result.alias_info for result in func._schema.returns]
-    return bool(results) and all(alias and not alias.is_write for alias in results)
-
-
-@functools.cache
-def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """(position, name) of each argument into which the operation writes."""
-    written = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append((i, argument.name))
-    return tuple(written)
-
-
-def _list_tensors(values: object) -> Iterator[Tensor]:
-    """The tensors in arguments or results, plain ones and those in collections."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _list_tensors(values.values())
-    elif isinstance(values, Iterable) and not isinstance(values, str):
-        for value in values:
-            yield from _list_tensors(value)
 
 
 def _is_by_element(func: Any, source: Tensor, made: Tensor) -> bool:

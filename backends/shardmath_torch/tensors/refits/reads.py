@@ -1,0 +1,116 @@
+"""Reads: the tensors without data that a loader reads, when it runs on memory that stands in for them.
+
+1. A tensor is read by an operation that gets it, or a view of it, unless this writes it or takes only its shape. Memory
+   that Python or numpy gets is read, too.
+2. Values that were written before, to any part of the tensor, are the loader's own.
+
+>>> own = {"flag": torch.zeros(1), "weight": torch.zeros(2)}
+>>> with Reads(own) as reads:
+...     _ = own["weight"].fill_(3).max()
+...     _ = own["flag"].view(1, 1).item()
+>>> reads.names
+{'flag'}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmath_torch.tensors.refits.before import key_of
+from shardmath_torch.tensors.refits.operations import (
+    GIVES_MEMORY,
+    find_written,
+    list_tensors,
+    makes_views,
+)
+
+__all__ = ["Reads"]
+
+
+class Reads(TorchDispatchMode):
+    """The `names` of tensors that operations of this thread have read, and had not written before."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self._written: set[str] = set()
+        self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            self._tensors.setdefault(key_of(tensor), []).append((name, tensor))
+        self._memory = _Memory(self)
+
+    def __enter__(self) -> Reads:
+        """Note what this thread reads."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._memory.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop."""
+        self._memory.__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note what the operation reads and writes, and run it."""
+        kwargs = kwargs or {}
+        if not makes_views(func) and not _takes_shape(func):
+            written = find_written(func, args, kwargs)
+            given = list_tensors((args, kwargs))
+            self.read(one for one in given if not any(one is into for into in written))
+            self._written |= self._find(written)
+        return func(*args, **kwargs)
+
+    def read(self, given: Iterable[Tensor]) -> None:
+        """Note that these tensors are read."""
+        self.names |= self._find(given) - self._written
+
+    def _find(self, given: Iterable[Tensor]) -> set[str]:
+        """The names of tensors that share memory with one of these."""
+        names = set()
+        for one in given:
+            for name, tensor in self._tensors.get(key_of(one), ()):
+                low, high = _span(tensor)
+                first, last = _span(one)
+                if first < high and low < last:
+                    names.add(name)
+        return names
+
+
+class _Memory(TorchFunctionMode):
+    """The mode that notes functions that give memory to Python or numpy, which are no operations."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note what the function reads, and call it."""
+        if func in GIVES_MEMORY:
+            self._reads.read(list_tensors(args[:1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _takes_shape(func: Any) -> bool:
+    """Whether the operation takes a tensor for its shape, type and device."""
+    name: str = func.overloadpacket.__name__
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of the tensor in its memory, and the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    first = int(tensor.storage_offset())
+    last = first + sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
