@@ -344,7 +344,9 @@ def test_a_cast_to_what_is_stored_is_recorded_alike_by_both_ways_or_named_by_bot
 
     is_part = given.startswith("complex") and not wanted.startswith("complex")
     if is_part:
-        with pytest.raises(sm.StoreError, match=f"'a' is computed by a cast to {wanted}; declare"):
+        with pytest.raises(
+            sm.StoreError, match=f"'a' is computed by a cast to {wanted}, not copied; name"
+        ):
             record("views")
     else:
         assert record("views").natives[0].pieces[0].blocks == ((9, 1, 1),)
