@@ -158,7 +158,7 @@ def test_what_arrays_make_is_looked_at() -> None:
         (lambda x: (x.astype(">u2"),), "has dtype >u2, of another byte order"),
         (
             lambda x: (x[:2].astype(np.uint16),),
-            "makes bfloat16[2] at the source, and bfloat16[4] travels",
+            "makes bfloat16[2] at the source, where bfloat16[4] is needed",
         ),
     ):
         with pytest.raises(sm.ShardError) as caught:
