@@ -54,7 +54,9 @@ def test_loaders_get_a_checkpoints_names(pool: Pool) -> None:
 def test_a_source_says_itself_what_engines_get() -> None:
     source = sv.Source({}, {}, {})
     assert read_source(source) is source
-    what = "dtype='float16' is given with a Source, and is only for modules; say what engines get"
+    what = (
+        "dtype='float16' is given with a Source, which sets the engines' dtypes by served=; leave"
+    )
     with pytest.raises(ValueError, match=what):
         read_source(source, "float16")
 

@@ -110,7 +110,10 @@ def test_copies_of_fused_weights_are_not_read_by_their_placements(pool: Pool, fs
         whole = found.pop("a whole loaded")
         assert whole[0] == "PlacementError" and "torch would mix up the rows" in whole[1]
         for how, said in found.items():
-            assert said[0] == "PlacementError" and "take layout_of(module)" in said[1], (how, said)
+            assert said[0] == "PlacementError" and "layout=layout_of(module)[name]" in said[1], (
+                how,
+                said,
+            )
 
 
 def test_placements_of_a_fused_weight_are_read_as_said(pool: Pool) -> None:

@@ -248,5 +248,5 @@ def test_what_cannot_be_sent_is_told() -> None:
         smt.sendable([1.0])
     with pytest.raises(FormatError, match="TwoTensor wraps other tensors"):
         smt.sendable(TwoTensor(torch.ones(2), torch.ones(2)))
-    with pytest.raises(FormatError, match="a TwoTensor; give a plain tensor"):
+    with pytest.raises(FormatError, match="a TwoTensor, not a plain tensor; pass smt"):
         smt.quantize(FP8(), TwoTensor(torch.ones(2), torch.ones(2)))

@@ -271,7 +271,7 @@ def test_a_tensor_of_another_shape_in_place_of_a_target() -> None:
     def load(given: dict[str, Tensor]) -> None:
         into["x"] = torch.cat([given["w"], given["w"]])
 
-    with pytest.raises(sm.StoreError, match=r"'x' has shape \[4\], and \[8\] once it is loaded"):
+    with pytest.raises(sm.StoreError, match=r"the shape of 'x' from \[4\] to \[8\]; put"):
         smt.record(load, {"w": ((4,), "float32")}, into)
 
 

@@ -150,7 +150,7 @@ def test_what_arrays_make_is_looked_at() -> None:
     out = (torch.empty(4, dtype=torch.bfloat16),)
     part = (Component("data", "bfloat16"),)
     for bad, words in (
-        (lambda x: (x, x), "makes 2 arrays for 1 component"),
+        (lambda x: (x, x), "makes 2 arrays, not 1: bfloat16[4]"),
         (
             lambda x: (x,),
             "has dtype float32, not bfloat16; pass an array of uint16, the bits of bfloat16",

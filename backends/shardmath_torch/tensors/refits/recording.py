@@ -490,7 +490,7 @@ def _check_words(argument: str, given: object, known: Sequence[str]) -> None:
     words = list(given) if isinstance(given, list | tuple) else [given]
     if not words or any(word not in known for word in words):
         ways = " or ".join(map(repr, known))
-        raise StoreError(f"{argument}={given!r} is unknown; pass {argument}={ways}")
+        raise StoreError(f"{argument}={given!r} is unknown; pass {ways}")
 
 
 def _version_of(target: Tensor) -> int:

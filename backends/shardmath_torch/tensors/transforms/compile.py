@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import holdings_digest, windows_of
+from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.plans.programs.program import Program
 from shardmath.values.transforms.components import End
@@ -387,17 +388,20 @@ def _check_plan(t: Transformed, given: object) -> None:
         wrong = side.keys() ^ planned.keys() or _find_other(side, planned)
         if wrong:
             name = min(wrong)
-            ours, theirs = _show_held(side, name), _show_held(planned, name)
+            ours, theirs = _show_held(side, name, str), _show_held(planned, name, str)
+            if ours == theirs:
+                # Meshes of other ranks: only the repr has them.
+                ours, theirs = _show_held(side, name, repr), _show_held(planned, name, repr)
             raise ExchangeError(
                 f"plan= has {theirs} for {name or 'the tensor'!r}, but the transforms need {ours}; {fix}"
             )
 
 
-def _show_held(side: Held, name: str) -> str:
+def _show_held(side: Held, name: str, show: Callable[[Layout], str]) -> str:
     """The layouts of a tensor of a side, for messages."""
     if name not in side:
         return "no tensor"
-    return ", ".join(map(str, windows_of(side[name], name, ExchangeError)))
+    return ", ".join(map(show, windows_of(side[name], name, ExchangeError)))
 
 
 def _find_other(side: Held, planned: Held) -> set[str]:
